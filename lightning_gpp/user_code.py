@@ -56,6 +56,16 @@ def is_user_code(file: str) -> bool:
     return not file.startswith(_LIBRARY)
 
 
+def user_function(value: object) -> types.FunctionType | None:
+    """The function that the user has written behind a function, a method or a decorator; None if there is none."""
+    while isinstance(value, types.FunctionType | types.MethodType):
+        inner = getattr(value, "__wrapped__", None) or getattr(value, "__func__", None)
+        if inner is None:
+            return value if is_user_code(value.__code__.co_filename) else None  # type: ignore[return-value]
+        value = inner
+    return None
+
+
 def is_own_code(file: str) -> bool:
     """True for a file of this library."""
     return file.startswith(_OWN)

@@ -66,7 +66,7 @@ def find_calls(
         batch: an example mini-batch, perhaps without memory.
         context: entered around the step, for example autocast.
         device: the device that the step believes it runs on.
-        stand_ins: returns attributes of the module that are replaced, such as methods that step optimizers.
+        stand_ins: returns attributes of a copy of the module that are replaced, such as methods that step optimizers.
         step: the name of the method.
         divided: whether there are several devices.
 
@@ -76,7 +76,7 @@ def find_calls(
 
     def prepare(replica: nn.Module, recorder: Recorder) -> None:
         recorder.reads_between_calls, recorder.runs_rest = True, False
-        for name, value in stand_ins(module).items():
+        for name, value in stand_ins(replica).items():
             object.__setattr__(replica, name, value)
 
     def attempt(changes: Changes) -> Recording:

@@ -253,7 +253,7 @@ def _training_step(
 
 
 def _joint(model: L.LightningModule, example: Any, options: Options, context: Context) -> Capture:
-    found = find_calls(model, example, context=context, device=CPU, stand_ins=lambda _: stand_ins(model))
+    found = find_calls(model, example, context=context, device=CPU, stand_ins=partial(stand_ins, model))
     return capture_found(model, found, example, options, context, CPU)
 
 

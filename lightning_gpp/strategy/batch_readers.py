@@ -23,7 +23,7 @@ from lightning_gpp.training.control import Control
 from lightning_gpp.training.hook_code import names_in_hook
 from lightning_gpp.training.mirror import Mirror
 from lightning_gpp.training.planner import TRAINING
-from lightning_gpp.user_code import is_user_code
+from lightning_gpp.user_code import user_function
 
 BATCH: Final = "batch"
 RESULT: Final = "result"
@@ -99,19 +99,19 @@ def _arguments_read(callbacks: Sequence[pl.Callback], loop: str) -> Iterator[str
     for callback in callbacks:
         for moment, places in _PLACES.items():
             hook = getattr(callback, f"on_{loop}_batch_{moment}")
-            function = inspect.unwrap(hook)
-            if isinstance(function, FunctionType | MethodType) and _reads_everywhere(hook, callback):
+            function = user_function(hook)
+            if function is not None and not _asks(hook, function, callback):
                 code, bound = function.__code__, isinstance(hook, MethodType)
                 yield from (name for name, place in places.items() if _reads(code, place + bound))
 
 
-def _reads_everywhere(hook: Any, callback: pl.Callback) -> bool:
+def _asks(hook: Any, function: FunctionType, callback: pl.Callback) -> bool:
+    """True if a hook, or what decorates it, decides by the rank."""
     while hasattr(hook, "__wrapped__"):
         if _ASKS.intersection(hook.__code__.co_names):
-            return False
+            return True
         hook = hook.__wrapped__
-    function = getattr(hook, "__func__", hook)
-    return is_user_code(function.__code__.co_filename) and not _ASKS & names_in_hook(function, [callback])
+    return bool(_ASKS & names_in_hook(function, [callback]))
 
 
 def _reads(code: CodeType, place: int) -> bool:

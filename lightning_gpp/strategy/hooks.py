@@ -10,17 +10,14 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any, Final
 
 import lightning.pytorch as pl
 
-from lightning_gpp._compat.lightning import accumulates
 from lightning_gpp.strategy.logs import LogRecorder
-from lightning_gpp.strategy.replaced import Replaced
 from lightning_gpp.strategy.steps import Steps
 from lightning_gpp.training.control import Control
-from lightning_gpp.training.gradient_norms import KnownNorms, known
 
 log = logging.getLogger(__name__)
 
@@ -100,43 +97,6 @@ class SharedHooks:
 
 _FOLLOWING: Final = (AttributeError, LookupError, TypeError, ValueError, ArithmeticError, RuntimeError)
 """Errors that may follow from missing results: a full disk, or an assertion, does not."""
-
-GRADIENT_HOOKS = "on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping"
-
-
-class GradientHooks:
-    """Replaces the hooks of module and callbacks that may combine the gradients of all stages, which have norms there.
-
-    Args:
-        trainer: of the run.
-        norms: exchanges the norms; all ranks call it together.
-    """
-
-    def __init__(self, trainer: pl.Trainer, norms: Callable[[], KnownNorms | None]) -> None:
-        self._trainer, self._norms = trainer, norms
-        self._replaced = Replaced()
-
-    def attach(self) -> None:
-        callbacks: list[pl.Callback] = self._trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
-        bases = {id(callback): (callback, pl.Callback) for callback in callbacks}
-        module = self._trainer.lightning_module
-        for owner, base in (*bases.values(), (module, pl.LightningModule)):
-            for name in GRADIENT_HOOKS:
-                plain = getattr(owner, name, None)
-                if plain is not None and getattr(plain, "__func__", None) is not getattr(base, name, None):
-                    self._replaced.put(owner, name, self._with_norms(plain))
-
-    def detach(self) -> None:
-        self._replaced.restore()
-
-    def _with_norms(self, plain: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(plain)
-        def hook(*args: Any, **kwargs: Any) -> Any:
-            norms = None if accumulates(self._trainer) else self._norms()
-            with nullcontext() if norms is None else known(norms):
-                return plain(*args, **kwargs)
-
-        return hook
 
 
 class SharedToggles:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-import types
 from collections.abc import Iterable
 from typing import Any, Final
 
@@ -14,7 +12,7 @@ from lightning_gpp.capture.attributes import Attribute, dotted
 from lightning_gpp.training.control import Control
 from lightning_gpp.training.hook_code import names_in_hook
 from lightning_gpp.training.step_attributes import StepAttributes
-from lightning_gpp.user_code import is_user_code
+from lightning_gpp.user_code import user_function
 
 _ACTING: Final = (
     *("on_before_zero_grad", "on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping"),
@@ -70,7 +68,6 @@ def _read_in_hooks(module: pl.LightningModule) -> dict[str, str]:
     found: dict[str, str] = {}
     for owner in (module, *callbacks):
         for hook in _ACTING:
-            function = inspect.unwrap(getattr(type(owner), hook, None))  # type: ignore[arg-type]
-            if isinstance(function, types.FunctionType) and is_user_code(function.__code__.co_filename):
+            if (function := user_function(getattr(type(owner), hook, None))) is not None:
                 found |= dict.fromkeys(names_in_hook(function, [module, owner]), f"{type(owner).__name__}.{hook}")
     return found

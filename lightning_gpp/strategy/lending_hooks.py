@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable
 from contextlib import nullcontext
 from types import FunctionType
@@ -15,7 +14,7 @@ from lightning_gpp.strategy.hooks import NAMES as SHARED
 from lightning_gpp.strategy.replaced import Replaced
 from lightning_gpp.training.hook_code import names_in_hook
 from lightning_gpp.training.lending import Lending
-from lightning_gpp.user_code import is_user_code
+from lightning_gpp.user_code import user_function
 
 _LOOPS: Final = ("train", "validation", "test", "predict")
 _HOOKS: Final = tuple(
@@ -39,8 +38,7 @@ class LendingHooks:
         for owner in self._owners:
             for name in _HOOKS:
                 plain = getattr(owner, name, None)
-                function = inspect.unwrap(getattr(plain, "__func__", plain)) if callable(plain) else None
-                if isinstance(function, FunctionType) and is_user_code(function.__code__.co_filename):
+                if (function := user_function(plain)) is not None:
                     shared = owner is self._trainer.lightning_module and name in SHARED
                     self._replaced.put(owner, name, self._lent(plain, function, shared))
 

@@ -30,9 +30,10 @@ from lightning_gpp.strategy.checks import (
     runs_whole,
 )
 from lightning_gpp.strategy.data import Placeholder, is_moved_by_reading, peek
-from lightning_gpp.strategy.hooks import GradientHooks, SharedHooks, SharedToggles
+from lightning_gpp.strategy.hooks import SharedHooks, SharedToggles
 from lightning_gpp.strategy.lending_hooks import LendingHooks
 from lightning_gpp.strategy.metrics import MetricStates
+from lightning_gpp.strategy.optimizer_hooks import OptimizerHooks
 from lightning_gpp.strategy.processes import given_seed
 from lightning_gpp.strategy.pruning import SharedPruning, check_pruning, pruning_callbacks
 from lightning_gpp.strategy.steps import LightningHost, Steps, step_of
@@ -120,7 +121,7 @@ class Run:
         self._optimizers: Sequence[Optimizer] = ()
         self._lending = LendingHooks(trainer, lambda: None if self.engine is None else self.engine.lending)
         self._hooks = SharedHooks(self.module, control, self.steps)
-        self._gradients = GradientHooks(trainer, lambda: self._trained.known_norms())
+        self._optimizer_hooks = OptimizerHooks(trainer, lambda: self._trained)
         self._toggles = SharedToggles(self.module, lambda: self._trained.undivided_optimizers())
         self._pruning = SharedPruning(trainer, lambda: self._trained)
         self._metrics = MetricStates(self.module, control, device)
@@ -225,11 +226,10 @@ class Run:
             self._readers.attach()
             self._lending.attach()  # inside of what shares the results of hooks
             self._hooks.attach()
-            if self.engine is not None:
-                self._gradients.attach()
             if self.engine is not None and self.job.whole:
                 self._toggles.attach()
         if self.control.num_processes > 1 and self.engine is not None:
+            self._optimizer_hooks.attach()  # optimizers are divided over replicas, too
             self._pruning.attach()
         if not self.control.loads:
             _compat.bypass_batch_hooks(self.module)
@@ -240,9 +240,9 @@ class Run:
     def detach(self, complete: bool) -> None:
         """Undo `attach`; move the module to the CPU, and after a normal end (`complete`) all of it to rank 0."""
         self._pruning.detach()
+        self._optimizer_hooks.detach()
         self._hooks.detach()
         self._toggles.detach()
-        self._gradients.detach()
         self._lending.detach()
         self._readers.detach()
         self._metrics.detach()
@@ -342,7 +342,7 @@ class Run:
 
     def _clip_values(self, optimizer: Optimizer, most: float) -> None:
         """Clip the gradients of this rank, if it has any: its modules may be frozen, and torch takes no empty list."""
-        parameters = self.precision.main_params(optimizer)
+        parameters = self._trained.stepped_here(_plain(optimizer))
         if given := [parameter for parameter in parameters if parameter.grad is not None]:
             clip_grad_value_(given, most)
 

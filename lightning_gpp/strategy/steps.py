@@ -81,7 +81,7 @@ class LightningHost(Host):
         self.recorder.forget(batches)
 
     def stand_ins(self, module: nn.Module) -> dict[str, Any]:
-        return stand_ins(self._module)
+        return stand_ins(self._module, module)
 
     def facts(self) -> dict[str, str]:
         return facts_of_trainer(self._module.trainer)
@@ -217,18 +217,25 @@ class Still:
     """Replaces an optimizer or scheduler while the step runs on fake tensors, to find its network calls.
 
     Nothing changes; all else is answered by the real one.
+
+    Args:
+        real: the optimizer or scheduler.
+        parameters: those that the step sees instead of the real ones, by their identity.
     """
 
-    def __init__(self, real: Any) -> None:
-        self._real = real
+    def __init__(self, real: Any, parameters: Mapping[int, Tensor]) -> None:
+        self._real, self._parameters = real, parameters
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._real, name)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """Copies of the groups, which the step may change."""
-        return [dict(group) for group in self._real.param_groups]
+        """Copies of the groups, which the step may change, with the parameters that it sees."""
+        seen = [[self._parameters.get(id(each), each) for each in group["params"]] for group in self._real.param_groups]
+        return [
+            {**group, "params": parameters} for group, parameters in zip(self._real.param_groups, seen, strict=True)
+        ]
 
     def step(self, *args: Any, closure: Callable[[], Any] | None = None, **_: Any) -> Any:
         """Run the closure, which calls networks, and change nothing."""
@@ -243,10 +250,12 @@ class Still:
         return nullcontext()
 
 
-def stand_ins(module: pl.LightningModule) -> dict[str, Any]:
-    """The methods of manual optimization, without effect."""
-    optimizers = [Still(optimizer) for optimizer in module.trainer.optimizers]
-    schedulers = [Still(config.scheduler) for config in module.trainer.lr_scheduler_configs]
+def stand_ins(module: pl.LightningModule, copied: nn.Module) -> dict[str, Any]:
+    """The methods of manual optimization, without effect, for a copy of the module."""
+    seen = dict(copied.named_parameters(remove_duplicate=False))
+    parameters = {id(each): seen[name] for name, each in module.named_parameters() if name in seen}
+    optimizers = [Still(optimizer, parameters) for optimizer in module.trainer.optimizers]
+    schedulers = [Still(config.scheduler, parameters) for config in module.trainer.lr_scheduler_configs]
     names = ("manual_backward", "toggle_optimizer", "untoggle_optimizer", "clip_gradients", "lr_scheduler_step")
     return {
         **dict.fromkeys(names, _nothing),

@@ -256,7 +256,8 @@ class GPPStrategy(RanksStrategy):
         """Step an optimizer. On several devices it may evaluate a step as a whole once, as each steps its own part."""
         if self._steps.whole and self._training.plan.num_devices > 1:
             closure = once(closure)
-        return super().optimizer_step(optimizer, closure, model, **kwargs)
+        with self._training.divided_optimizers():
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:

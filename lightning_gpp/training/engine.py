@@ -36,7 +36,7 @@ from lightning_gpp.training.gradients import StageGradients
 from lightning_gpp.training.lending import lending_of
 from lightning_gpp.training.machine import Machine
 from lightning_gpp.training.nonfinite import FiniteCheck
-from lightning_gpp.training.optimizers import OptimizerIndex, all_undivided
+from lightning_gpp.training.optimizers import OptimizerIndex, all_divided, all_undivided
 from lightning_gpp.training.parameter_hooks import ParameterHooks
 from lightning_gpp.training.parameters import drop, move, tensors_of
 from lightning_gpp.training.planner import TRAINING
@@ -190,9 +190,9 @@ class Engine:
 
     @contextmanager
     def whole_step(self) -> Iterator[None]:
-        """Inside, the user's training step runs as a whole, on all ranks."""
+        """Inside, the user's training step runs as a whole, on all ranks, and sees the optimizers of all."""
         self._evaluation.end()
-        with self._whole.running(self.num_steps):
+        with self._whole.running(self.num_steps), self.undivided_optimizers():
             yield
         self.num_steps += 1
 
@@ -228,12 +228,11 @@ class Engine:
             The norm of the full model's gradient before clipping; without a flush, the norm that strategy.clip_norm
                 chooses.
         """
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         if self._gradients is not None and self._asynchronous is not None:
             update, age = self._asynchronous.policy.updates, self._asynchronous.age
-            return self._gradients.scale(parameters, max_norm, update, age)
+            return self._gradients.scale(self.stepped_here(optimizer), max_norm, update, age)
         norm = self.optimizer_norm(optimizer)
-        clip_grads_with_norm_(parameters, max_norm, norm)
+        self.scale_gradients(optimizer, max_norm, norm)
         return norm
 
     def optimizer_norm(self, optimizer: Optimizer, norm_type: float = 2.0) -> Tensor:
@@ -242,7 +241,12 @@ class Engine:
 
     def scale_gradients(self, optimizer: Optimizer, max_norm: float, norm: Tensor) -> None:
         """Scale an optimizer's gradients, whose norm is known, so that it is at most `max_norm`."""
-        clip_grads_with_norm_([each for group in optimizer.param_groups for each in group["params"]], max_norm, norm)
+        clip_grads_with_norm_(self.stepped_here(optimizer), max_norm, norm)
+
+    def stepped_here(self, optimizer: Optimizer) -> list[nn.Parameter]:
+        """The parameters of an optimizer that this rank steps."""
+        with self._index(optimizer).divided():
+            return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
     def grad_norm(self, norm_type: float = 2.0) -> Tensor:
         """The norm of the gradients of all stages, on every rank. All ranks call this together."""
@@ -250,7 +254,8 @@ class Engine:
 
     def known_norms(self) -> KnownNorms | None:
         """Norms of the gradients of all stages, for hooks; None where ranks cannot exchange them. All ranks call it."""
-        return None if self._asynchronous is not None else self._training.known_norms()
+        alone = self.control.num_devices == 1  # then this rank has all gradients
+        return None if alone or self._asynchronous is not None else self._training.known_norms()
 
     def _expect(self, batch: Any, *, anew: bool = False) -> None:
         if not self._incoming.announce(batch, anew=anew):
@@ -383,7 +388,7 @@ class Engine:
         owned = self._replicas is not None and self._replicas.sharding == "zero1"
         state = own_optimizer_state if sharded else whole_optimizer_state
         index = self._index(optimizer)
-        with self.job.shown(), self.pruning.hidden():
+        with self.job.shown(), self.pruning.hidden(), index.divided():
             return state(index, tensors_of(self.module), self._layout.placement, self.control, owned)
 
     def load_optimizer_state_dict(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
@@ -395,7 +400,7 @@ class Engine:
         index = self._index(optimizer)
         if self._replicas is not None:
             self._replicas.follow()  # a callback may have made the groups of the checkpoint again
-        with self.job.shown():
+        with self.job.shown(), index.divided():
             index.load(state, tensors_of(self.module))
         index.move(self.device)
 
@@ -438,6 +443,10 @@ class Engine:
     def undivided_optimizers(self) -> AbstractContextManager[None]:
         """A context in which the groups of the optimizers have the parameters of all ranks."""
         return all_undivided(self._indices, self.module)
+
+    def divided_optimizers(self) -> AbstractContextManager[None]:
+        """A context in which they have those of this rank, wherever it is entered."""
+        return all_divided(self._indices)
 
     def release(self) -> None:
         """Move everything to the CPU, unsharded, and the undivided module to global rank 0, after the last step."""

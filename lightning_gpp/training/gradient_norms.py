@@ -5,6 +5,8 @@ each. Inside, the gradient of a parameter of another rank has no values, but its
 
     norms = [p.grad.norm() for p in self.parameters() if p.grad is not None]     every rank: those of all stages
     nn.utils.clip_grad_norm_(self.parameters(), 1.0)                             every rank: scales its own, alike
+
+A step as a whole runs on every rank, too; there the ranks exchange norms after every backward.
 """
 
 from __future__ import annotations
@@ -36,6 +38,10 @@ class KnownNorms:
 
     def __init__(self, table: Mapping[str, list[float]]) -> None:
         self._table = {name: list(row) for name, row in table.items()}
+
+    def replace(self, other: KnownNorms) -> None:
+        """Know what another table knows, and nothing else."""
+        self._table = {name: list(row) for name, row in other._table.items()}
 
     def is_missing(self, name: str) -> bool:
         """True if the parameter is known to have no gradient."""

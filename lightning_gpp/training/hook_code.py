@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import inspect
 import types
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from lightning_gpp.user_code import is_user_code, names_reached
+from lightning_gpp.user_code import names_reached, user_function
 
 _HOOKS = ("optimizer_step", "optimizer_zero_grad", "lr_scheduler_step", "backward")
 
@@ -28,20 +28,23 @@ def names_in_hooks(owners: Sequence[object], helpers: Sequence[object]) -> list[
 
 
 def names_in_hook(function: types.FunctionType, owners: Sequence[object]) -> set[str]:
-    """The names of attributes and functions in a hook, and in the methods of these objects that it calls."""
-    return _names(function.__code__, list(dict.fromkeys(type(each) for each in owners)))
+    """The names of attributes and functions in a hook, and in functions and methods of these objects that it calls."""
+    return _names(function.__code__, list(dict.fromkeys(type(each) for each in owners)), function.__globals__)
 
 
 def _is_hook(name: str) -> bool:
     return name.startswith("on_") or name in _HOOKS
 
 
-def _names(hook: types.CodeType, kinds: Sequence[type]) -> set[str]:
-    return names_reached(
-        hook,
-        names_in=lambda code: (*code.co_names, *_texts(code.co_consts)),
-        called=lambda name: (code for kind in kinds for code in _codes(kind, name)),
-    )
+def _names(
+    hook: types.CodeType, kinds: Sequence[type], known: Mapping[str, Any] = types.MappingProxyType({})
+) -> set[str]:
+    def called(name: str) -> Iterator[types.CodeType]:
+        yield from _code((known or {}).get(name))
+        for kind in kinds:
+            yield from _codes(kind, name)
+
+    return names_reached(hook, names_in=lambda code: (*code.co_names, *_texts(code.co_consts)), called=called)
 
 
 def _texts(constants: Iterable[object]) -> Iterator[str]:
@@ -67,6 +70,10 @@ def _codes(kind: type, name: str) -> Iterator[types.CodeType]:
     found: Any = inspect.getattr_static(kind, name, None)
     if isinstance(found, property | classmethod | staticmethod):
         found = found.fget if isinstance(found, property) else found.__func__
-    function: Any = inspect.unwrap(found)
-    if isinstance(function, types.FunctionType) and is_user_code(function.__code__.co_filename):
+    yield from _code(found)
+
+
+def _code(value: Any) -> Iterator[types.CodeType]:
+    """The code of a function that the user has written."""
+    if (function := user_function(value)) is not None:
         yield function.__code__

@@ -53,8 +53,8 @@ class Host:
         """Forget mini-batches of training that were dropped before their turn; the step may have run on them."""
 
     def stand_ins(self, module: nn.Module) -> dict[str, Any]:
-        """Attributes of the module that are replaced while its step runs without training: on fake tensors to find
-        network calls, or again to compare losses.
+        """Attributes of a copy of the module that are replaced while its step runs without training: on fake tensors to
+        find network calls, or again to compare losses.
         """
         return {}
 

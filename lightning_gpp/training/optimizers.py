@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, Final
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from lightning_gpp.errors import CheckpointError, ConfigError
+from lightning_gpp.training.optimizer_views import states_elsewhere
 from lightning_gpp.training.shards import local_parts
 
 NOTHING: Final[dict[str, Any]] = {"state": {}, "param_groups": []}
@@ -31,6 +32,8 @@ class OptimizerIndex:
         self.groups: list[list[str]] = []
         self.labels: list[list[str] | None] = []
         self._kept: list[list[str]] = []
+        self._own: list[list[Tensor]] | None = None
+        """The parameters of this rank by group, while the groups have all."""
         self._index(range(len(optimizer.param_groups)), module)
 
     def _index(self, numbers: Iterable[int], module: nn.Module) -> None:
@@ -44,6 +47,10 @@ class OptimizerIndex:
 
     def refresh(self, module: nn.Module, names: set[str], tensors: Mapping[str, Tensor]) -> None:
         """Index parameter groups that a hook has added or replaced; of these keep the parameters in `names`."""
+        with self.divided():
+            self._refresh(module, names, tensors)
+
+    def _refresh(self, module: nn.Module, names: set[str], tensors: Mapping[str, Tensor]) -> None:
         groups = self.optimizer.param_groups
         for known in (self.groups, self.labels, self._kept):
             del known[len(groups) :]
@@ -60,15 +67,29 @@ class OptimizerIndex:
 
     @contextmanager
     def undivided(self, tensors: Mapping[str, Tensor]) -> Iterator[None]:
-        """Inside, the optimizer's groups have all parameters, in the user's order, with those of other ranks."""
-        groups = [(group, group["params"]) for group in self.optimizer.param_groups[: len(self.groups)]]
-        for (group, _), names in zip(groups, self.groups, strict=True):
-            group["params"] = [tensors[name] for name in names]
+        """Inside, the optimizer's groups have all parameters, in the user's order, with those of other ranks.
+
+        A step of the optimizer, and code inside of `divided`, have those of this rank.
+        """
+        groups = self.optimizer.param_groups[: len(self.groups)]
+        before = self._own
+        self._own = own = before or _lists(groups)
+        whole = [[tensors[name] for name in names] for names in self.groups]
         try:
-            yield
+            with _with_lists(groups, whole), _stepping(self.optimizer, groups, own), states_elsewhere(self.optimizer):
+                yield
         finally:
-            for group, kept in groups:
-                group["params"] = kept
+            self._own = before
+
+    @contextmanager
+    def divided(self) -> Iterator[None]:
+        """Inside, the optimizer's groups have the parameters of this rank, also where they are `undivided`."""
+        own, self._own = self._own, None
+        try:
+            with nullcontext() if own is None else _with_lists(self.optimizer.param_groups[: len(own)], own):
+                yield
+        finally:
+            self._own = own
 
     def keep(self, names: set[str], tensors: Mapping[str, Tensor], shards: Mapping[str, Tensor] | None = None) -> None:
         """Drop all other parameters from the optimizer, with their state.
@@ -206,6 +227,46 @@ class OptimizerIndex:
             )
 
 
+def _lists(groups: Iterable[dict[str, Any]]) -> list[list[Tensor]]:
+    return [group["params"] for group in groups]
+
+
+def _put(groups: Iterable[dict[str, Any]], lists: Iterable[list[Tensor]]) -> None:
+    for group, parameters in zip(groups, lists, strict=True):
+        group["params"] = parameters
+
+
+@contextmanager
+def _with_lists(groups: Sequence[dict[str, Any]], lists: Sequence[list[Tensor]]) -> Iterator[None]:
+    """Inside, groups have other parameters."""
+    before = _lists(groups)
+    _put(groups, lists)
+    try:
+        yield
+    finally:
+        _put(groups, before)
+
+
+@contextmanager
+def _stepping(optimizer: Optimizer, groups: Sequence[dict[str, Any]], own: Sequence[list[Tensor]]) -> Iterator[None]:
+    """Inside, steps of an optimizer are those of this rank's parameters."""
+    before: list[list[list[Tensor]]] = []
+
+    def divide(*_: Any) -> None:
+        before.append(_lists(groups))
+        _put(groups, own)
+
+    def join(*_: Any) -> None:
+        _put(groups, before.pop())
+
+    hooks = optimizer.register_step_pre_hook(divide), optimizer.register_step_post_hook(join)
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
 @contextmanager
 def all_undivided(indices: Iterable[OptimizerIndex], module: nn.Module) -> Iterator[None]:
     """Inside, the groups of several optimizers have the parameters of all ranks, in the user's order."""
@@ -213,6 +274,15 @@ def all_undivided(indices: Iterable[OptimizerIndex], module: nn.Module) -> Itera
     with ExitStack() as stack:
         for index in indices:
             stack.enter_context(index.undivided(tensors))
+        yield
+
+
+@contextmanager
+def all_divided(indices: Iterable[OptimizerIndex]) -> Iterator[None]:
+    """Inside, the groups of several optimizers have the parameters of this rank."""
+    with ExitStack() as stack:
+        for index in indices:
+            stack.enter_context(index.divided())
         yield
 
 

@@ -10,8 +10,9 @@ So the step may call networks, backwards and optimizers in any order, and its lo
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, Final
 
 import torch
@@ -36,6 +37,8 @@ from lightning_gpp.runtime.transport import Transport
 from lightning_gpp.stages import Pipeline
 from lightning_gpp.stages.declared import is_declared
 from lightning_gpp.training.frozen_copies import kept_with_originals
+from lightning_gpp.training.gradient_norms import KnownNorms, current, known
+from lightning_gpp.training.hook_code import names_in_hook
 from lightning_gpp.training.host import Job
 from lightning_gpp.training.mirror import Mirror
 from lightning_gpp.training.network_calls import NetworkCalls
@@ -44,6 +47,7 @@ from lightning_gpp.training.options import Context, Options
 from lightning_gpp.training.parameter_hooks import ParameterHooks
 from lightning_gpp.training.planner import TRAINING
 from lightning_gpp.training.replicas import Layout, Replicas
+from lightning_gpp.user_code import user_function
 from lightning_gpp.wording import sentence
 
 
@@ -91,8 +95,17 @@ class WholeStep:
         """Inside, the user's step runs on mini-batch `number`, on all ranks with the same random numbers."""
         self._mirror.streams()
         self._calls.at_end = self._at_end()
-        with self._calls.answered(number):
+        norms = known(KnownNorms({})) if self._reads_norms else nullcontext()
+        with norms, self._calls.answered(number):
             yield
+
+    @cached_property
+    def _reads_norms(self) -> bool:
+        """True if the code of the training step may combine norms of gradients."""
+        step = user_function(getattr(type(self._job.module), TRAINING, None))
+        if self._replicas is None or self._job.control.num_devices == 1 or step is None:
+            return False
+        return any("norm" in name for name in names_in_hook(step, [self._job.module]))
 
     @contextmanager
     def reducing(self) -> Iterator[None]:
@@ -103,6 +116,8 @@ class WholeStep:
         with self._hooks.waiting(), self._summed(self._replicas):
             yield
         self._hooks.run()
+        if (norms := current()) is not None and (found := self._replicas.known_norms()) is not None:
+            norms.replace(found)
 
     @contextmanager
     def _summed(self, replicas: Replicas) -> Iterator[None]:

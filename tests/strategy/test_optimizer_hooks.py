@@ -1,0 +1,138 @@
+"""Hooks that go through the groups of an optimizer see the parameters of all ranks, as on one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+from torch import nn
+
+from lightning_gpp._compat.torch import pytree
+from tests.strategy.harness import TwoTowers, loader, run, strategy, trainer
+
+
+def parameters_of(optimizer: Any) -> list[nn.Parameter]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+class ByHand(TwoTowers):
+    """Clips by hand, over the groups of the optimizer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms: list[float] = []
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        squares = [p.grad.norm().item() ** 2 for p in parameters_of(optimizer) if p.grad is not None]
+        self.norms.append(sum(squares) ** 0.5)
+
+    def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
+        for parameter in parameters_of(optimizer):
+            if parameter.grad is not None:
+                parameter.grad.mul_(min(1.0, 0.2 / self.norms[-1]))
+        self.clip_gradients(optimizer, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
+        self.clip_gradients(optimizer, gradient_clip_val=0.05, gradient_clip_algorithm="value")
+
+
+class Watching(Callback):
+    """Reads weights by the groups at the end of an epoch, and saves in the middle of a hook around gradients."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder, self.weights = folder, list[float]()
+
+    def on_train_epoch_end(self, machine: Any, module: Any) -> None:
+        self.weights += [float(parameter.detach().norm()) for parameter in parameters_of(machine.optimizers[0])]
+
+    def on_after_backward(self, machine: Any, module: Any) -> None:
+        if machine.global_step == 2:
+            machine.save_checkpoint(f"{self.folder}/saved.ckpt")
+
+
+def facts_of(given: Any, devices: int, folder: Path) -> dict[str, Any]:
+    folder.mkdir(exist_ok=True)
+    torch.manual_seed(0)
+    module, watching = ByHand().double(), Watching(str(folder))
+    trainer(given, devices, callbacks=[watching]).fit(module, loader(), loader(10, seed=2))
+    return {"losses": module.losses, "norms": module.norms, "weights": watching.weights}
+
+
+def on_ranks(rank: int, folder: Path, devices: int, options: dict[str, Any]) -> dict[str, Any]:
+    return facts_of(strategy(**options), devices, folder)
+
+
+REPLICAS = [{"modules": ["left"], "devices": [1, 2]}, {"modules": ["right", "head", "@step"], "devices": [0]}]
+
+
+@pytest.mark.parametrize(
+    ("devices", "options"),
+    [(2, {}), (2, {"step": "whole"}), (3, {"stages": REPLICAS, "sharding": "zero1", "self_check": False})],
+    ids=["stages", "whole", "zero1"],
+)
+def test_as_on_one_process(tmp_path: Path, devices: int, options: dict[str, Any]) -> None:
+    expected = facts_of("auto", 1, tmp_path / "one")
+    for found in run(devices, on_ranks, tmp_path / "more", devices, options):
+        for name, value in expected.items():
+            assert found[name] == pytest.approx(value, rel=1e-11), name
+    one, more = (torch.load(tmp_path / name / "saved.ckpt", weights_only=False) for name in ("one", "more"))
+    for here, there in zip(*(pytree.tree_leaves(each["optimizer_states"]) for each in (more, one)), strict=True):
+        if isinstance(there, torch.Tensor):
+            torch.testing.assert_close(here, there, rtol=1e-11, atol=1e-14)
+        else:
+            assert here == there
+
+
+class States(Callback):
+    """Reads the moments of all parameters."""
+
+    def on_train_batch_end(self, machine: Any, *_: Any, **__: Any) -> None:
+        optimizer = machine.optimizers[0]
+        self.moments = [float(optimizer.state[parameter]["exp_avg"].norm()) for parameter in parameters_of(optimizer)]
+
+
+def reads_states(rank: int) -> None:
+    torch.manual_seed(0)
+    trainer(strategy(), 2, callbacks=[States()], max_steps=1).fit(TwoTowers().double(), loader(), loader())
+
+
+def test_a_state_that_is_elsewhere_is_an_error_that_says_so() -> None:
+    with pytest.raises(AssertionError, match=r"optimizer\.state has no 'exp_avg' of this parameter on this rank"):
+        run(2, reads_states)
+
+
+class Manual(TwoTowers):
+    """Clips in the step: over the groups of the optimizer, and once more over its own parameters."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        loss, _ = self.loss(batch)
+        self.manual_backward(loss)
+        self.losses.append(float(nn.utils.clip_grad_norm_(parameters_of(optimizer), 0.1)))
+        self.losses.append(float(nn.utils.clip_grad_norm_(self.parameters(), 0.05, norm_type=1.0)))
+        optimizer.step()
+        self.losses.append(float(loss.detach()))
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        """The step keeps the losses."""
+
+
+def manual_losses(given: Any, devices: int) -> list[float]:
+    torch.manual_seed(0)
+    module = Manual().double()
+    trainer(given, devices).fit(module, loader(), loader(10, seed=2))
+    return module.losses
+
+
+def manual_on_ranks(rank: int) -> list[float]:
+    return manual_losses(strategy(), 2)
+
+
+def test_norms_in_a_step_as_a_whole_are_those_of_one_process() -> None:
+    expected = manual_losses("auto", 1)
+    for found in run(2, manual_on_ranks):
+        assert found == pytest.approx(expected, rel=1e-11)
