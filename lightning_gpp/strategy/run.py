@@ -31,6 +31,7 @@ from lightning_gpp.strategy.checks import (
 )
 from lightning_gpp.strategy.data import Placeholder, is_moved_by_reading, peek
 from lightning_gpp.strategy.hooks import SharedHooks, SharedToggles
+from lightning_gpp.strategy.kept_copies import complete_copies
 from lightning_gpp.strategy.lending_hooks import LendingHooks
 from lightning_gpp.strategy.metrics import MetricStates
 from lightning_gpp.strategy.optimizer_hooks import OptimizerHooks
@@ -259,6 +260,8 @@ class Run:
             move(self.module, CPU)
             return
         self._end_trace(self.engine, complete)
+        if complete and self.control.num_devices > 1 and self.engine.lending is not None:
+            complete_copies(self.module, getattr(self.trainer, "callbacks", ()), self.control)
         (self.engine.release if complete else self.engine.abandon)()
 
     def _end_trace(self, engine: Engine, complete: bool) -> None:

@@ -32,8 +32,10 @@ from lightning_gpp.wording import some
 
 alone: ContextVar[bool] = ContextVar("alone", default=False)
 """True where user code runs that the other ranks do not run: they would not do what is left to them."""
-lender: ContextVar[Callable[[Tensor], Tensor | None] | None] = ContextVar("lender", default=None)
-"""In hooks in which ranks lend each other values: returns those of a parameter or buffer; None if it is another one."""
+Lender = Callable[[Tensor], Tensor | None]
+"""Returns the values of a parameter or buffer; None if it is another tensor."""
+lender: ContextVar[Lender | None] = ContextVar("lender", default=None)
+"""In hooks in which ranks lend each other values: another one in each hook."""
 _values: ContextVar[Mapping[str, Any] | None] = ContextVar("values", default=None)
 
 _READS: Final = {
@@ -56,6 +58,22 @@ class Whereabouts:
         return f"{self.name!r} (stage {self.stage!r}, rank {ranks})"
 
 
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """Computes the values of a tensor from lent ones.
+
+    `hook`: lends in the hook in which the tensor was computed; later the parameters have other values. None for a view
+    of a parameter, which always has the parameter's values.
+    """
+
+    hook: Lender | None
+    compute: Callable[[], Tensor | None] = lambda: None
+
+    def values(self, ask: Lender) -> Tensor | None:
+        """The values; None if they were those of an earlier hook, or were changed."""
+        return self.compute() if self.hook in (None, ask) else None
+
+
 class Foreign(Tensor):
     """A tensor whose values are on other ranks.
 
@@ -68,8 +86,8 @@ class Foreign(Tensor):
     origins: tuple[Whereabouts, ...]
     gradient_of = ""
     """The parameter whose gradient it is; empty if it is something else."""
-    recipe: Callable[[], Tensor | None] | None = None
-    """Computes its values from lent ones, if it was computed where values are lent."""
+    recipe: Recipe | None = None
+    """How its values follow from lent ones, if it was computed where values are lent."""
     is_meta = property(lambda self: True)
 
     def __new__(cls, outline: Tensor, device: torch.device, origins: Sequence[Whereabouts]) -> Foreign:
@@ -143,8 +161,10 @@ class Foreign(Tensor):
 
         given, named = pytree.tree_unflatten(outlines, structure)
         result = pytree.tree_map(answer, func(*given, **named))
-        if lender.get() is not None and not written:
-            _note_recipes(result, func, args, kwargs or {})
+        if written:
+            _forget_recipes(written)
+        elif (ask := lender.get()) is not None:
+            _note_recipes(result, func, args, kwargs or {}, ask)
         if name in ("detach", "alias"):
             result.gradient_of = foreign[0].gradient_of
         return result
@@ -255,6 +275,7 @@ def _one_by_one(func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, 
         written = [args[0][place]] if name.endswith("_") else []
         foreign = [item for item in places[place] if isinstance(item, Foreign)]
         _check(name, foreign, written, places[place])
+        _forget_recipes(written)
         _note_change(name, written, [*places[place], *args[1:]][:2])
     picked = [[arg[place] for place in here] if _is_list(arg, length) else arg for arg in args]
     done = func(*picked, **kwargs) if here else []
@@ -265,7 +286,9 @@ def _one_by_one(func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, 
     def elsewhere(tensor: Any) -> Any:
         if name == "_foreach_norm":
             return torch.linalg.vector_norm(tensor, *args[1:], **kwargs)
-        return tensor.detach()
+        result = tensor.detach()
+        result.recipe = _CHANGED
+        return result
 
     return [results[place] if place in results else elsewhere(args[0][place]) for place in range(length)]
 
@@ -288,6 +311,13 @@ def _is_left_undone(foreign: Sequence[Foreign], written: Sequence[Tensor], opera
     return apart or any(map(_is_parameter, here)) or bool((written or here) and not left_to_others)
 
 
+def _nobody(tensor: Tensor) -> Tensor | None:
+    """Lends in no hook."""
+
+
+_CHANGED: Final = Recipe(_nobody)
+
+
 def with_lent_values(value: Any) -> Any:
     """The values of a foreign tensor where ranks lend them; all else as it is."""
     values = _lent(value)
@@ -299,7 +329,7 @@ def _lent(tensor: Any) -> Tensor | None:
     ask = lender.get()
     if ask is None or not isinstance(tensor, Foreign):
         return None
-    return ask(tensor) if tensor.recipe is None else tensor.recipe()
+    return ask(tensor) if tensor.recipe is None else tensor.recipe.values(ask)
 
 
 def _with_lent(args: Any, kwargs: Any) -> Any:
@@ -310,16 +340,25 @@ def _with_lent(args: Any, kwargs: Any) -> Any:
     return None if lacking else pytree.tree_unflatten(values, structure)
 
 
-def _note_recipes(result: Any, func: Any, args: Any, kwargs: Any) -> None:
+def _note_recipes(result: Any, func: Any, args: Any, kwargs: Any, ask: Lender) -> None:
     """Let the results of an operator know how they follow from its arguments."""
 
     def value(place: int) -> Tensor | None:
         values = _with_lent(args, kwargs)
         return None if values is None else pytree.tree_leaves(func(*values[0], **values[1]))[place]
 
+    given = [leaf.recipe for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Foreign)]
+    is_view = func.is_view and all(recipe is None or recipe.hook is None for recipe in given)
     for place, leaf in enumerate(pytree.tree_leaves(result)):
         if isinstance(leaf, Foreign) and leaf.recipe is None:
-            leaf.recipe = partial(value, place)
+            leaf.recipe = Recipe(None if is_view else ask, partial(value, place))
+
+
+def _forget_recipes(written: Sequence[Tensor]) -> None:
+    """Take note that tensors were changed, which are no parameters nor views of them."""
+    for tensor in written:
+        if isinstance(tensor, Foreign) and tensor.recipe is not None and tensor.recipe.hook is not None:
+            tensor.recipe = _CHANGED
 
 
 def _is_count(tensor: Tensor) -> bool:
@@ -330,10 +369,16 @@ def _is_count(tensor: Tensor) -> bool:
     return tensor.dim() == 0 and not _is_parameter(tensor) and not alone.get()
 
 
+def _is_of_earlier_hook(tensor: Foreign) -> bool:
+    return tensor.recipe is not None and tensor.recipe.hook not in (None, lender.get())
+
+
 def _refusal(name: str, tensors: Sequence[Any]) -> ForeignTensorError:
     origins = dict.fromkeys(origin for tensor in tensors for origin in tensor.origins)
     named = some([*map(str, origins)], most=2)
     where = "The step runs on this rank only" if alone.get() else "Hooks run on every rank, each on what it holds"
+    if any(isinstance(tensor, Foreign) and _is_of_earlier_hook(tensor) for tensor in tensors):
+        where += ", and ranks lend the present values of parameters, not copies that earlier hooks made"
     return ForeignTensorError(
         f"`{name}` needs values of {named}, which this rank does not hold. {where}. Do this in a step, or in a hook "
         "outside of mini-batches (on_train_epoch_end), in which ranks lend each other values. Keep parameters that "

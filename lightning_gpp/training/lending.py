@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -77,7 +78,7 @@ class Lending:
         """
         buffers = {name for name, buffer in self._module.named_buffers() if buffer.nbytes <= SMALL}
         self._lend(sorted(name for name in buffers if name.rpartition(".")[2] in named), keep=True)
-        token = lender.set(self._value)
+        token = lender.set(partial(self._value))  # another one in each hook
         try:
             with self._answers.given():
                 yield
