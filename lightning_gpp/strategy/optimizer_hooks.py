@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, Final
 
@@ -11,13 +11,9 @@ import lightning.pytorch as pl
 
 from lightning_gpp._compat.lightning import accumulates
 from lightning_gpp.strategy.replaced import Replaced
+from lightning_gpp.strategy.user_hooks import GRADIENTS, names_in, owners_of, user_hooks
 from lightning_gpp.training.engine import Engine
 from lightning_gpp.training.gradient_norms import known
-from lightning_gpp.training.hook_code import names_in_hook
-from lightning_gpp.user_code import user_function
-
-GRADIENTS: Final = ("on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping")
-"""Hooks in which gradients are complete; there the norms of all are known."""
 
 _OTHERS: Final = (
     "on_before_zero_grad",
@@ -40,19 +36,14 @@ class OptimizerHooks:
         self._replaced = Replaced()
 
     def attach(self) -> None:
-        callbacks: list[pl.Callback] = self._trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
-        bases = {id(callback): (callback, pl.Callback) for callback in callbacks}
-        module = self._trainer.lightning_module
-        helpers = [*callbacks, *module.modules()]
-        for owner, base in (*bases.values(), (module, pl.LightningModule)):
-            for name in GRADIENTS:
+        for owner in owners_of(self._trainer):
+            for name in GRADIENTS:  # of libraries, too
                 plain = getattr(owner, name, None)
-                if plain is not None and getattr(plain, "__func__", None) is not getattr(base, name, None):
+                if plain is not None and getattr(plain, "__func__", None) not in _plain_hooks(name):
                     self._replaced.put(owner, name, self._with_norms(plain))
-            for name in _OTHERS:
-                plain = getattr(owner, name, None)
-                if _reads_groups(plain, helpers):
-                    self._replaced.put(owner, name, self._undivided(plain))
+        for found in user_hooks(self._trainer, _OTHERS):
+            if "param_groups" in names_in(found, self._trainer):
+                self._replaced.put(found.owner, found.name, self._undivided(found.plain))
 
     def detach(self) -> None:
         self._replaced.restore()
@@ -77,6 +68,6 @@ class OptimizerHooks:
         return hook
 
 
-def _reads_groups(hook: Any, helpers: Sequence[object]) -> bool:
-    function = user_function(hook)
-    return function is not None and "param_groups" in names_in_hook(function, helpers)
+def _plain_hooks(name: str) -> list[Any]:
+    """The hooks of a name that do nothing."""
+    return [getattr(base, name, None) for base in (pl.Callback, pl.LightningModule)]

@@ -37,6 +37,7 @@ from lightning_gpp.strategy.metrics import MetricStates
 from lightning_gpp.strategy.optimizer_hooks import OptimizerHooks
 from lightning_gpp.strategy.processes import given_seed
 from lightning_gpp.strategy.pruning import SharedPruning, check_pruning, pruning_callbacks
+from lightning_gpp.strategy.random_hooks import RandomHooks
 from lightning_gpp.strategy.steps import LightningHost, Steps, step_of
 from lightning_gpp.training.agreement import check_alike, facts_of_schedules
 from lightning_gpp.training.control import Control
@@ -46,6 +47,7 @@ from lightning_gpp.training.incoming import Incoming
 from lightning_gpp.training.loaders import mini_batches_of, warn_of_others
 from lightning_gpp.training.loss_scale import check_scaled
 from lightning_gpp.training.machine import footprint_of
+from lightning_gpp.training.mirror import Mirror
 from lightning_gpp.training.option_values import SYNCHRONOUS
 from lightning_gpp.training.options import Options
 from lightning_gpp.training.parameters import move
@@ -121,6 +123,7 @@ class Run:
         self._mini_batches = int(resumed.get("mini_batches", 0))
         self._optimizers: Sequence[Optimizer] = ()
         self._lending = LendingHooks(trainer, lambda: None if self.engine is None else self.engine.lending)
+        self._random = RandomHooks(trainer, Mirror(control, device).one_stream)
         self._hooks = SharedHooks(self.module, control, self.steps)
         self._optimizer_hooks = OptimizerHooks(trainer, lambda: self._trained)
         self._toggles = SharedToggles(self.module, lambda: self._trained.undivided_optimizers())
@@ -225,6 +228,7 @@ class Run:
                 self.steps.scale.attach()
         if self.control.num_devices > 1:
             self._readers.attach()
+            self._random.attach()
             self._lending.attach()  # inside of what shares the results of hooks
             self._hooks.attach()
             if self.engine is not None and self.job.whole:
@@ -245,6 +249,7 @@ class Run:
         self._hooks.detach()
         self._toggles.detach()
         self._lending.detach()
+        self._random.detach()
         self._readers.detach()
         self._metrics.detach()
         _compat.restore_epoch_end(self.trainer)

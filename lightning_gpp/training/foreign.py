@@ -159,6 +159,8 @@ class Foreign(Tensor):
         def answer(leaf: Any) -> Any:
             return known.get(id(leaf), Foreign(leaf, device, origins)) if isinstance(leaf, Tensor) else leaf
 
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            _draw(func, leaves, structure)
         given, named = pytree.tree_unflatten(outlines, structure)
         result = pytree.tree_map(answer, func(*given, **named))
         if written:
@@ -168,6 +170,17 @@ class Foreign(Tensor):
         if name in ("detach", "alias"):
             result.gradient_of = foreign[0].gradient_of
         return result
+
+
+def _draw(func: Any, leaves: Sequence[Any], structure: Any) -> None:
+    """Draw the random numbers that an operator draws elsewhere: where ranks share a stream, it goes on alike."""
+    made = [torch.empty(leaf.shape, dtype=leaf.dtype, device=leaf.device) if _stands(leaf) else leaf for leaf in leaves]
+    given, named = pytree.tree_unflatten(made, structure)
+    func(*given, **named)
+
+
+def _stands(leaf: object) -> bool:
+    return isinstance(leaf, Foreign)
 
 
 def foreign_like(tensor: Tensor, device: torch.device, origins: Sequence[Whereabouts]) -> Foreign:

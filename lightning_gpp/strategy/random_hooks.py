@@ -1,0 +1,53 @@
+"""Hooks that draw random numbers draw the same ones on every rank: those of global rank 0.
+
+So ranks take the same decisions, and what is drawn for parameters of other ranks is drawn here, too, and thrown away.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, Final
+
+import lightning.pytorch as pl
+
+from lightning_gpp.strategy.replaced import Replaced
+from lightning_gpp.strategy.user_hooks import GRADIENTS, LOOPS, names_in, user_hooks
+
+_HOOKS: Final = (
+    *(f"on_{loop}_{moment}" for loop in LOOPS for moment in ("start", "end", "epoch_start", "epoch_end")),
+    *(f"on_{loop}_batch_{moment}" for loop in LOOPS for moment in ("start", "end")),
+    *("on_before_backward", "on_before_zero_grad", *GRADIENTS),
+)
+_DRAWING: Final = ("rand", "normal_", "uniform", "bernoulli", "multinomial", "choice", "shuffle", "sample", "reset_par")
+"""Parts of the names of functions that draw random numbers."""
+
+
+class RandomHooks:
+    """Replaces such hooks of module and callbacks.
+
+    Args:
+        trainer: of the run.
+        one_stream: makes a context in which all processes draw the numbers of the first one; they enter it together.
+    """
+
+    def __init__(self, trainer: pl.Trainer, one_stream: Callable[[], AbstractContextManager[None]]) -> None:
+        self._trainer, self._one_stream = trainer, one_stream
+        self._replaced = Replaced()
+
+    def attach(self) -> None:
+        for found in user_hooks(self._trainer, _HOOKS):
+            if any(part in name for name in names_in(found, self._trainer) for part in _DRAWING):
+                self._replaced.put(found.owner, found.name, self._on_one_stream(found.plain))
+
+    def detach(self) -> None:
+        self._replaced.restore()
+
+    def _on_one_stream(self, plain: Any) -> Callable[..., Any]:
+        @functools.wraps(plain)
+        def hook(*args: Any, **kwargs: Any) -> Any:
+            with self._one_stream():
+                return plain(*args, **kwargs)
+
+        return hook
