@@ -244,6 +244,17 @@ def saved_unread(node: Node, name: str) -> Any:
     return getattr(node, f"_raw_saved_{name}").data
 
 
+@contextmanager
+def without_saved_hooks() -> Iterator[None]:
+    """Inside, no `saved_tensors_hooks` are in force; of those outside there may be one pair."""
+    pack, unpack = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    torch._C._autograd._pop_saved_tensors_default_hooks()
+    try:
+        yield
+    finally:
+        torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
+
+
 def saves_tensors(node: Node) -> bool:
     """True if a node of torch's own saved tensors of the forward."""
     return any(name.startswith("_raw_saved") for name in dir(node))

@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -171,11 +171,20 @@ def _is_raised_here(error: Exception) -> bool:
     return type(error).__module__ == "builtins" and is_user_code(frames[-1].f_code.co_filename)
 
 
+_TRANSFORMS: Final = ("BatchedTensor", "torch.func", "functorch", "vmap")
+"""Parts of the messages of torch's function transforms, whose tensors have no storage."""
+
+
 def _remedy(error: Exception, in_step: bool) -> str:
     if isinstance(error, AttributeError):
         return (
             "the step is captured at set-up, before hooks such as on_train_start: create the attribute in __init__ or "
             "setup()"
+        )
+    if any(name in str(error) for name in _TRANSFORMS):
+        return (
+            "put the transform (torch.vmap, torch.func.grad) and the modules that it calls into the forward of a "
+            "module of their own, which is then never cut"
         )
     if type(error).__module__ == "builtins":  # and not torch's, for what it cannot do without values
         return "correct this line, if the step fails on one device as well; otherwise write it in another way"

@@ -8,14 +8,14 @@ values.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_gpp._compat.torch import FakeTensor, pytree, unset_fake_temporarily
+from lightning_gpp._compat.torch import FakeTensor, pytree, unset_fake_temporarily, without_saved_hooks
 from lightning_gpp.capture.attributes import CONTAINERS, OF_EVERY_MODULE
 from lightning_gpp.capture.isolate import private_copy
 from lightning_gpp.capture.recorder import Recorder, register_dataclasses
@@ -83,7 +83,7 @@ class _Uncut:
             self._recorder.add_states(module)
             real_args, real_kwargs = pytree.tree_map(lambda leaf: self._value(leaf, _existing(device)), (args, kwargs))
             kept = HiddenTensors(module)
-            result = module(*real_args, **real_kwargs)
+            result = _run(lambda: module(*real_args, **real_kwargs))
         register_dataclasses(result)
         fakes: dict[int, Any] = {}
 
@@ -109,6 +109,17 @@ class _Uncut:
                     f"{type(self._part).__name__} cannot be cut and returns the number {leaf!r}, which would be frozen",
                     "return a tensor",
                 )
+
+
+def _run(call: Callable[[], Any]) -> Any:
+    """Run a call, and once more without what measures its memory if that is in the way of a function transform."""
+    try:
+        return call()
+    except RuntimeError as error:
+        if "saved tensor hooks" not in str(error):
+            raise
+        with without_saved_hooks():
+            return call()
 
 
 class HiddenTensors:

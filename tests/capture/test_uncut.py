@@ -86,6 +86,17 @@ class Jumps(nn.Module):
         return self.layer(x) if random.random() < 2.0 else x
 
 
+class Slopes(nn.Module):
+    """Differentiates a layer sample by sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = linear()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.vmap(torch.func.grad(lambda row: self.layer(row).tanh().sum()))(x)
+
+
 class Chain(Base):
     stages = [["a"], ["middle"], ["b"]]
 
@@ -103,6 +114,7 @@ KINDS = [
     (Dropped, "bool"),
     (EarlyExit, "bool"),
     (Jumps, "draws random numbers by other means than torch"),
+    (Slopes, "saved tensor hooks"),
 ]
 
 
@@ -117,13 +129,23 @@ def test_the_smallest_module_is_called_whole(kind: type[nn.Module], reason: str,
     assert operator.target == kind.__name__
     assert set(operator.parameters) == {name for name, _ in module.named_parameters() if name.startswith("middle.")}
     assert operator.flops.at(8) > 0
-    assert operator.saved_bytes.at(8) > 0 or kind is Jumps  # keeps what the operator before it keeps
+    assert operator.saved_bytes.at(8) > 0 or kind in (Jumps, Slopes)  # keep what is before them, or by unknown means
     assert_transparent(module, captured, chain_of(captured, module.stages, micro_batch_size), zoo.batch())
 
 
 def test_reasons_name_the_line() -> None:
     captured = capture_step(Chain(Experts()).double(), zoo.batch())
     assert "test_uncut.py" in captured.uncut["middle"]
+
+
+class Mapped(Chain):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(torch.vmap(self.middle)(self.a(x).tanh()))
+
+
+def test_a_transform_in_the_step_is_refused_with_the_way_out() -> None:
+    with pytest.raises(CaptureError, match=r"put the transform \(torch\.vmap, .* into the forward of a module"):
+        capture_step(Mapped(linear()).double(), zoo.batch())
 
 
 class Nested(nn.Module):
