@@ -27,6 +27,7 @@ from lightning_gpp._compat.torch import (
 from lightning_gpp.capture.attributes import originals
 from lightning_gpp.capture.batch import GUESSED, BatchDims, map_samples
 from lightning_gpp.capture.isolate import isolated_copy, names_of
+from lightning_gpp.capture.logged import unloggable
 from lightning_gpp.capture.meter import Meter
 from lightning_gpp.capture.metrics import metrics_of
 from lightning_gpp.capture.noted_attributes import NotedAttributes
@@ -238,6 +239,8 @@ def _observe(replica: nn.Module, trainer: Any, run_time: RunTime, recorder: Reco
 
     def log(*args: Any, **kwargs: Any) -> None:
         recorder.recording.logged.append((recorder.scope, user_line()))
+        if wrong := unloggable(args, kwargs):
+            recorder.recording.unloggable = recorder.recording.unloggable or f"{wrong} ({user_line()})"
         if recorder.scope == -1:
             recorder.use((args, kwargs))
 

@@ -58,12 +58,14 @@ def check_alone(
 def check_end(
     module: nn.Module, step: str, batch: Any, recording: Recording, context: Context, device: torch.device
 ) -> None:
-    """Refuse a step whose recording ended early, behind its network, by an error that it has on one device, too.
+    """Refuse a step that fails behind its network, by an error that it has on one device, too.
 
     Raises:
-        StepError: it fails in the same line, with the same error; or the module is on the meta device, and could be
-            built to see that.
+        StepError: its recording ended early, and it fails in the same line, with the same error; or the module is on
+            the meta device, and could be built to see that; or it logs what cannot be logged.
     """
+    if recording.unloggable:
+        raise StepError(f"{step} fails on one device, too: {recording.unloggable}.")
     if not recording.stopped_here or _waits_for_hooks(module):
         return
     if _is_meta(module) and bytes_of(module) <= free_bytes(device):

@@ -43,6 +43,7 @@ class Model(TwoTower):
         if self.kind == "broken": raise RuntimeError("my step is broken")
         loss = super().training_step(batch, batch_idx)
         if self.kind == "late": raise KeyError("late")
+        if self.kind == "text": self.log("state", "good"); return loss
         return {
             "vector": loss.expand(len(batch[0])), "float": 0.5, "unnamed": {"lss": loss}, "detached": loss.detach(),
         }[self.kind]
@@ -127,6 +128,11 @@ MISTAKES: dict[str, tuple[str, tuple[str, ...], str]] = {
         "plan",
         (*OWN, "+model.kind=broken"),
         r"training_step fails on one device, too, .* RuntimeError: my step is broken \(.*own\.py:\d+\)\.$",
+    ),
+    "step that logs a text": (
+        "plan",
+        (*OWN, "+model.kind=text"),
+        r"training_step fails on one device, too: it logs 'state', a str, .* \(.*own\.py:\d+\)\.$",
     ),
     "step that breaks behind its network": (
         "plan",
