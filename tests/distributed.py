@@ -34,8 +34,7 @@ _PRELOADED = [
 
 
 def preload(*modules: str, first: Sequence[str] = ()) -> None:
-    """Let the server import these before it forks: `first`, what all tests need, and the others. The last call counts.
-    """
+    """Let the server import these before it forks, around what all tests need. The last call counts."""
     _CONTEXT.set_forkserver_preload([*first, *_PRELOADED, *modules, "tests.frozen"])
 
 
