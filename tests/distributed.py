@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -31,7 +31,14 @@ _PRELOADED = [
     "lightning_gpp.runtime",
 ]
 """Whatever tests import in their processes and is slow to import; the second is what the first backward imports."""
-_CONTEXT.set_forkserver_preload(_PRELOADED)
+
+
+def preload(*modules: str, first: Sequence[str] = ()) -> None:
+    """Let the server import these before it forks, around what all tests need. The last call counts."""
+    _CONTEXT.set_forkserver_preload([*first, *_PRELOADED, *modules, "tests.frozen"])
+
+
+preload()
 _GRACE = 2.0
 """Seconds that the other ranks get to report after the first failure."""
 

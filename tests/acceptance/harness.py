@@ -36,7 +36,7 @@ from tests import distributed
 from tests.acceptance.models import zoo
 from tests.distributed import run_distributed
 
-distributed._CONTEXT.set_forkserver_preload(["tests.acceptance", *distributed._PRELOADED, "tests.acceptance.harness"])
+distributed.preload("tests.acceptance.harness", first=["tests.acceptance"])
 
 TOLERANCE: Final = 1e-12
 ROUNDING: Final = 1e-6

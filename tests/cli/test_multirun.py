@@ -29,6 +29,7 @@ QUICK = (
 )
 
 
+@pytest.mark.acceptance
 @pytest.mark.timeout(240)
 def test_each_job_of_a_sweep_has_its_own_processes_and_metrics(tmp_path: Path) -> None:
     sweep = ("--multirun", *QUICK, "seed=1,2", "optimized_metric=val/loss", "hydra.sweep.dir=sweep")

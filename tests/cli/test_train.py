@@ -89,7 +89,8 @@ def test_a_mistake_ends_with_one_message_and_no_traceback(tmp_path: Path) -> Non
 
 
 def test_what_all_ranks_refuse_is_told_once(tmp_path: Path) -> None:
-    result = command("train", *SHORT, "strategy.stages={first:[nothing],second:[nothing_else]}", cwd=tmp_path)
+    wrong = ("trainer.devices=2", "strategy.stages={first:[nothing],second:[nothing_else]}")
+    result = command("train", *SHORT, *wrong, cwd=tmp_path)
     assert result.returncode == 1
     assert result.stderr.count("gpp-train: strategy.stages names the module 'nothing'") == 1
     assert "Traceback" not in result.stderr

@@ -46,8 +46,9 @@ def loss(model: Path, devices: int, lora: int) -> float:
     return float(re.findall(r"^loss (.*)$", result.stdout, re.MULTILINE)[0])
 
 
+@pytest.mark.acceptance
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("lora", [pytest.param(0, marks=pytest.mark.acceptance), 4])
+@pytest.mark.parametrize("lora", [0, 4])
 def test_a_pipeline_ends_with_the_loss_of_one_process(model: Path, lora: int) -> None:
     if lora:
         pytest.importorskip("peft")

@@ -23,8 +23,8 @@ from lightning_gpp.failure.monitor import FailureMonitor
 from tests import distributed
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload([*distributed._PRELOADED, "lightning_gpp.strategy", "lightning_gpp.failure.monitor"])
 """One server for all tests: whatever any of them needs and is slow to import."""
+distributed.preload("lightning_gpp.strategy", "lightning_gpp.failure.monitor")
 
 STEP_OF_FAULT = 50
 Body = Callable[["Rank"], None]

@@ -22,7 +22,7 @@ def test_two_ranks(name: str) -> None:
     run_distributed(2, run_layouts, name, TWO)
 
 
-ON_FOUR = ("two_tower", "feature_towers", "gpt2", "clip")
+ON_FOUR = ("two_tower", "feature_towers")
 
 
 @pytest.mark.parametrize(

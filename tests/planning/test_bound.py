@@ -187,7 +187,9 @@ def test_the_largest_share_counts() -> None:
     assert 0.999 * 2 * 4 * 3 < lower_bound(problem) <= _optimum(problem) * SLACK
 
 
-@pytest.mark.parametrize(("num_units", "num_devices", "each"), [(5, 2, 3), (7, 3, 3), (9, 4, 3)])
+@pytest.mark.parametrize(
+    ("num_units", "num_devices", "each"), [(5, 2, 3), (7, 3, 3), pytest.param(9, 4, 3, marks=pytest.mark.acceptance)]
+)
 def test_units_are_not_divided(num_units: int, num_devices: int, each: int) -> None:
     """Without replicas some device runs more than its share of equal units that nothing connects."""
     values = [(unit, num_units) for unit in range(num_units)]

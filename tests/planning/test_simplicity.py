@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from lightning_gpp.cluster import Cluster, Device, Link
-from lightning_gpp.planning import Draft, DraftStage, Evaluator, Problem, Request, SearchControl, best_plan
+from lightning_gpp.planning import Answer, Draft, DraftStage, Evaluator, Problem, Request, SearchControl, best_plan
 from lightning_gpp.planning.partitioners.auto.search import auto
 from lightning_gpp.planning.problem.simplicity import complexity
 from tests.planning import graphs
@@ -45,10 +45,18 @@ def test_fewer_stages_before_undivided_blocks_before_equal_replicas() -> None:
     assert keys[0] == (1, 0, 1)
 
 
+@pytest.fixture(scope="module")
+def fast() -> Problem:
+    return problem_of(4, simplicity=0.0)
+
+
+@pytest.fixture(scope="module")
+def fastest(fast: Problem) -> Answer:
+    return auto(fast, SearchControl(seconds=30.0))
+
+
 @pytest.mark.parametrize("simplicity", [0.02, 0.1, 0.5])
-def test_simpler_plans_stay_within_the_limit(simplicity: float) -> None:
-    fast = problem_of(4, simplicity=0.0)
-    fastest = auto(fast, SearchControl(seconds=30.0))
+def test_simpler_plans_stay_within_the_limit(simplicity: float, fast: Problem, fastest: Answer) -> None:
     simple = auto(replace(fast, simplicity=simplicity), SearchControl(seconds=30.0))
     assert fastest.draft is not None
     assert simple.draft is not None

@@ -17,9 +17,7 @@ from torchmetrics.classification import MulticlassAccuracy
 from lightning_gpp import GPPStrategy
 from tests import distributed
 
-distributed._CONTEXT.set_forkserver_preload(
-    [*distributed._PRELOADED, "lightning.pytorch", "torchmetrics.classification", "tests.strategy.harness"]
-)
+distributed.preload("lightning.pytorch", "torchmetrics.classification", "tests.strategy.harness")
 
 STAGES = [
     {"modules": ["left"], "devices": [1]},

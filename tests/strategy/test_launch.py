@@ -114,7 +114,10 @@ def check_trace(folder: Path) -> None:
         assert {event["args"]["mini_batch"] for event in spans if event["pid"] == rank} == set(range(6))
 
 
-@pytest.mark.parametrize(("kind", "rank", "cause"), [("raise", 0, "the fault of this test"), ("kill", 1, "SIGKILL")])
+@pytest.mark.parametrize(
+    ("kind", "rank", "cause"),
+    [("raise", 0, "the fault of this test"), pytest.param("kill", 1, "SIGKILL", marks=pytest.mark.acceptance)],
+)
 def test_a_failure_of_one_rank_ends_all(tmp_path: Path, kind: str, rank: int, cause: str) -> None:
     started = time.monotonic()
     code, output = outcome(start([SCRIPT, str(tmp_path), kind, str(rank)]))

@@ -52,7 +52,8 @@ def test_several_processes_in_a_notebook() -> None:
     assert "the same ['val_acc', 'val_kept', 'val_loss']" in succeeded(start(["-c", TRAINING + IN_A_NOTEBOOK]))
 
 
-@pytest.mark.parametrize("method", ["spawn", pytest.param("forkserver", marks=pytest.mark.acceptance)])
+@pytest.mark.acceptance
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
 def test_a_script_that_is_not_run_again(tmp_path: Path, method: str) -> None:
     script = tmp_path / "script.py"
     options = f"start_method={method!r}"

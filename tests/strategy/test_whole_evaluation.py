@@ -114,7 +114,15 @@ def test_without_training(kind: str, loop: str) -> None:
     assert all(message.startswith(f"The {loop.replace('validate', 'validation')} step") for message in found["whole"])
 
 
-@pytest.mark.parametrize(("kind", "by_hand"), [("layers", True), ("clouds", True), ("edges", False), ("clouds", False)])
+@pytest.mark.parametrize(
+    ("kind", "by_hand"),
+    [
+        ("layers", True),
+        pytest.param("clouds", True, marks=pytest.mark.acceptance),
+        pytest.param("edges", False, marks=pytest.mark.acceptance),
+        ("clouds", False),
+    ],
+)
 def test_in_training(kind: str, by_hand: bool) -> None:
     found, other = harness.run(2, divided, {}, kind, "fit", by_hand)
     expected = run("auto", 1, kind, "fit", by_hand)

@@ -32,9 +32,7 @@ from tests import distributed
 from tests.acceptance.scenarios import scenarios
 from tests.acceptance.scenarios.base import Chain, Facts, staged
 
-distributed._CONTEXT.set_forkserver_preload(
-    ["tests.acceptance", *distributed._PRELOADED, "lightning.pytorch", "tests.acceptance.scenarios.runner"]
-)
+distributed.preload("lightning.pytorch", "tests.acceptance.scenarios.runner", first=["tests.acceptance"])
 
 RANKS: Final = 2
 TOLERANCE: Final = 1e-9
