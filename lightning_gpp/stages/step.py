@@ -201,8 +201,15 @@ class UserStep(StepRunner):
             try:
                 with holes or nullcontext():
                     self.call(micro_batch)
+                ended = True
             except Stopped:
-                pass
+                ended = False
+        if ended:
+            raise refusal(
+                self._calls[-1].line,
+                f"the step returned before it called {named(self._calls[-1].path)} for this mini-batch",
+                f"return None behind the last call of a module, where the mini-batch is left out; or {_WHOLE}",
+            )
         if holes is not None:
             self._take_mixed(found, holes)
         return self._checked(found, micro_batch)

@@ -47,6 +47,8 @@ class ReadAhead:
         self._module: pl.LightningModule = trainer.lightning_module
         self._control = incoming.control
         self._around: list[Feed] = []
+        self._silent: list[list[AgreedLoader]] = []
+        """The loaders of each loop that tell the other ranks nothing while they are read ahead."""
         self._reading = False
 
     @property
@@ -68,8 +70,10 @@ class ReadAhead:
         self._begin(Feed(ahead, self._prepared, group=lambda read: read.loader), lambda: nothing)
 
     def end(self) -> None:
-        """Leave the loop that ends, for the one around it."""
+        """Leave the loop that ends, for the one around it. Its loaders tell the other ranks themselves again."""
         self._incoming.feed = self._around.pop()
+        for loader in self._silent.pop():
+            loader.tell = self._control.share_loaded
 
     def next(self) -> Any:
         """The mini-batch whose turn it is, on the device."""
@@ -89,12 +93,14 @@ class ReadAhead:
         """Read the data of the loop that runs, which has them by now."""
         self._around.append(self._incoming.feed)
         self._incoming.feed = feed
+        self._silent.append([])
         if not self._control.runs_step:
             return
         told = list[bool]()
         for loader in _compat.active_loaders(self._trainer):
             if isinstance(loader, AgreedLoader):
                 loader.tell = told.append
+                self._silent[-1].append(loader)
         _compat.read_ahead(self._trainer, partial(self._over, feed, told, position))
 
     def _over(

@@ -38,13 +38,12 @@ class MetricStates:
                 part.to(device)
 
     def _adopt(self) -> None:
-        """Change how metrics synchronise, unless they or what they are copies of were changed before."""
+        """Change how metrics synchronise. It stays so after the run, when ranks still have the same states."""
         alone = self.control.num_pipelines == 1
         for metric in self._metrics().values():
-            if not isinstance(metric.distributed_available_fn, _InRun):
-                own, gather = metric.distributed_available_fn, metric.dist_sync_fn
-                metric.distributed_available_fn = _InRun(bool if alone else own, own)  # bool returns False
-                metric.dist_sync_fn = _InRun(partial(self._gather, gather or gather_all_tensors), gather)
+            own, gather = _own(metric.distributed_available_fn), _own(metric.dist_sync_fn)
+            metric.distributed_available_fn = _InRun(bool if alone else own, own)  # bool returns False
+            metric.dist_sync_fn = _InRun(partial(self._gather, gather or gather_all_tensors), gather)
 
     def _gather(self, gather: Callable[..., Any], value: Tensor, group: object = None) -> Any:
         return gather(value, group=self.control.mesh.replica_group)
@@ -58,11 +57,7 @@ class MetricStates:
             yield from metrics_in(callback, f"callbacks[{number}]")
 
     def detach(self) -> None:
-        """Undo `attach`, and bring the states to the CPU."""
-        for metric in self._metrics().values():
-            for name in ("distributed_available_fn", "dist_sync_fn"):
-                if isinstance(changed := getattr(metric, name), _InRun):
-                    setattr(metric, name, changed.own)
+        """Bring the states to the CPU."""
         self._move(torch.device("cpu"))
 
     def share(self) -> None:
@@ -88,10 +83,10 @@ def _set(metric: Metric, state: dict[str, Any], count: int) -> None:
 
 
 class _InRun:
-    """A function of a metric during a run: its copies keep it, and files have the metric's own function.
+    """A function of a metric since a run: its copies keep it, and files have the metric's own function.
 
     Args:
-        now: the function during the run.
+        now: the function since the run.
         own: what the metric had before it.
     """
 
@@ -109,6 +104,10 @@ class _InRun:
 
     def __reduce__(self) -> tuple[Callable[[Any], Any], tuple[Any]]:
         return _as_it_is, (self.own,)
+
+
+def _own(function: Any) -> Any:
+    return function.own if isinstance(function, _InRun) else function
 
 
 def _as_it_is(value: Any) -> Any:

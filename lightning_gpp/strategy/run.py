@@ -31,6 +31,7 @@ from lightning_gpp.strategy.checks import (
 )
 from lightning_gpp.strategy.data import Placeholder, is_moved_by_reading, peek
 from lightning_gpp.strategy.hooks import SharedHooks, SharedToggles
+from lightning_gpp.strategy.kept import ResultsOfSteps
 from lightning_gpp.strategy.kept_copies import complete_copies
 from lightning_gpp.strategy.lending_hooks import LendingHooks
 from lightning_gpp.strategy.metrics import MetricStates
@@ -38,6 +39,7 @@ from lightning_gpp.strategy.optimizer_hooks import OptimizerHooks
 from lightning_gpp.strategy.processes import given_seed
 from lightning_gpp.strategy.pruning import SharedPruning, check_pruning, pruning_callbacks
 from lightning_gpp.strategy.random_hooks import RandomHooks
+from lightning_gpp.strategy.saving_hooks import SavingHooks
 from lightning_gpp.strategy.steps import LightningHost, Steps, step_of
 from lightning_gpp.training.agreement import check_alike, facts_of_schedules
 from lightning_gpp.training.control import Control
@@ -129,6 +131,8 @@ class Run:
         self._toggles = SharedToggles(self.module, lambda: self._trained.undivided_optimizers())
         self._pruning = SharedPruning(trainer, lambda: self._trained)
         self._metrics = MetricStates(self.module, control, device)
+        self._results = ResultsOfSteps(trainer, control, device)
+        self._saving = SavingHooks(trainer)
         self._example_input: Any = None
         self._compared: set[str] = set()
 
@@ -228,6 +232,7 @@ class Run:
                 self.steps.scale.attach()
         if self.control.num_devices > 1:
             self._readers.attach()
+            self._saving.attach()
             self._random.attach()
             self._lending.attach()  # inside of what shares the results of hooks
             self._hooks.attach()
@@ -251,6 +256,7 @@ class Run:
         self._lending.detach()
         self._random.detach()
         self._readers.detach()
+        self._saving.detach()
         self._metrics.detach()
         _compat.restore_epoch_end(self.trainer)
         _compat.restore_evaluation_data(self.trainer)
@@ -306,6 +312,9 @@ class Run:
             ConfigError: the ranks have other ones, as a schedule depends on what only some of them have.
         """
         self._metrics.share()
+        step = step_of(self.trainer)
+        if self.control.num_devices > 1 and self.engine is not None and not self.engine.runs_whole(step):
+            self._results.share(step)
         if self.trainer.training and self.control.num_processes > 1 and self.job.options.weights == SYNCHRONOUS:
             check_alike(facts_of_schedules(map(_plain, self._optimizers)), self.control.everyone)
 

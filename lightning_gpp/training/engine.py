@@ -116,6 +116,8 @@ class Engine:
             num_steps=lambda: self.num_steps,
         )
         self._stragglers = Stragglers(self.job, lambda: computing_seconds(self.plan, self.graph, self.machine()))
+        owned = replicas is not None and replicas.sharding == "zero1"
+        self._guards = [index.guard() for index in indices if owned or self.control.num_devices > 1]
         for index in indices:
             index.move(self.device)
 
@@ -451,6 +453,7 @@ class Engine:
     def release(self) -> None:
         """Move everything to the CPU, unsharded, and the undivided module to global rank 0, after the last step."""
         self._stragglers.compare(tell=True)
+        self._end_guards()
         if self._asynchronous is not None:
             self._runner.give_up(self.num_steps)
             self._asynchronous.release()
@@ -469,11 +472,16 @@ class Engine:
 
     def abandon(self) -> None:
         """Move this rank's part to the CPU, after a failure. Shards stay on their devices: other ranks may be gone."""
+        self._end_guards()
         self.pruning.show()
         move(self.module, CPU)
         if self._replicas is None or not self._replicas.sharded:
             for index in self._indices:
                 index.move(CPU)
+
+    def _end_guards(self) -> None:
+        for guard in self._guards:
+            guard.remove()
 
     def describe(self) -> str:
         """The activity of this rank, for messages."""

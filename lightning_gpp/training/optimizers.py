@@ -9,6 +9,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from lightning_gpp.errors import CheckpointError, ConfigError
 from lightning_gpp.training.optimizer_views import states_elsewhere
@@ -16,6 +17,10 @@ from lightning_gpp.training.shards import local_parts
 
 NOTHING: Final[dict[str, Any]] = {"state": {}, "param_groups": []}
 """The state dict of an optimizer without parameters; that of Lightning for modules without an optimizer is empty."""
+
+
+Guard = RemovableHandle
+"""Ends a guard by its method `remove`."""
 
 
 class OptimizerIndex:
@@ -34,6 +39,7 @@ class OptimizerIndex:
         self._kept: list[list[str]] = []
         self._own: list[list[Tensor]] | None = None
         """The parameters of this rank by group, while the groups have all."""
+        self._reading = False
         self._index(range(len(optimizer.param_groups)), module)
 
     def _index(self, numbers: Iterable[int], module: nn.Module) -> None:
@@ -132,10 +138,30 @@ class OptimizerIndex:
         """Names of all parameters of the optimizer."""
         return [name for group in self.groups for name in group]
 
+    def guard(self) -> Guard:
+        """Let `optimizer.state_dict()` be an error outside of this class: it has the parameters of this rank only."""
+        return self.optimizer.register_state_dict_pre_hook(self._refuse)
+
+    def _refuse(self, optimizer: Optimizer) -> None:
+        if not self._reading:
+            raise ConfigError(
+                f"{type(optimizer).__name__}.state_dict() was called during training, where the optimizer of each rank "
+                "has the parameters of its stages only. Save by trainer.save_checkpoint; or let all ranks call "
+                "trainer.strategy.optimizer_state(optimizer) together (engine.optimizer_state_dict in a loop of your "
+                "own), not inside of `if trainer.is_global_zero`: global rank 0 gets the state of all parameters."
+            )
+
+    def _state_dict(self) -> dict[str, Any]:
+        self._reading = True
+        try:
+            return {**NOTHING, **self.optimizer.state_dict()}
+        finally:
+            self._reading = False
+
     def state(self) -> dict[str, Any]:
         """This rank's state by parameter name."""
         names = [name for group in self._kept for name in group]
-        state = {**NOTHING, **self.optimizer.state_dict()}["state"]
+        state = self._state_dict()["state"]
         return {name: state[place] for place, name in enumerate(names) if place in state}
 
     def move(self, device: torch.device) -> None:
@@ -168,7 +194,7 @@ class OptimizerIndex:
 
     def _merged_groups(self) -> list[dict[str, Any]]:
         merged, start = [], 0
-        groups = {**NOTHING, **self.optimizer.state_dict()}["param_groups"]
+        groups = self._state_dict()["param_groups"]
         for group, names, labels in zip(groups, self.groups, self.labels, strict=True):
             extra = {} if labels is None else {"param_names": labels}
             merged.append({**group, **extra, "params": list(range(start, start + len(names)))})

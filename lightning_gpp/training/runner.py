@@ -5,12 +5,14 @@ The results of the user's step on micro-batches are combined into that on the mi
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from numbers import Number
+from numbers import Integral, Number
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
@@ -204,7 +206,10 @@ def on_one_rank() -> Iterator[None]:
 
 
 def combined(outputs: Outputs) -> Any:
-    """Combine results: join tensors per sample, average single numbers by samples, mappings and sequences by item."""
+    """Combine results, also inside of mappings and sequences.
+
+    What has an entry per sample is joined, whole numbers are counts and add up, other numbers are averaged by samples.
+    """
     sizes = [micro_batch.num_samples for micro_batch, _ in outputs]
     return _combine([value for _, value in outputs], sizes)
 
@@ -215,13 +220,27 @@ def _combine(values: list[Any], sizes: list[int]) -> Any:
         return _detached(first)
     if isinstance(first, Tensor):
         return _combine_tensors([value.detach() for value in values], sizes)
+    if isinstance(first, np.ndarray):
+        return _combine_tensors(list(map(torch.as_tensor, values)), sizes).numpy()
     if isinstance(first, Mapping):
         return {key: _combine([value[key] for value in values], sizes) for key in first}
-    if isinstance(first, list | tuple) and all(len(value) == len(first) for value in values):
-        return type(first)(_combine(list(items), sizes) for items in zip(*values, strict=True))
+    if isinstance(first, list | tuple):
+        return _combine_items(values, sizes)
+    if isinstance(first, Integral) and not isinstance(first, bool):
+        return sum(values)
     if isinstance(first, Number) and not isinstance(first, bool):
         return sum(value * size for value, size in zip(values, sizes, strict=True)) / sum(sizes)
     return first if all(value is None or value == first for value in values) else values
+
+
+def _combine_items(values: list[Any], sizes: list[int]) -> Any:
+    first = values[0]
+    of_samples = all(len(value) == size for value, size in zip(values, sizes, strict=True))
+    if of_samples and not any(isinstance(item, Tensor | np.ndarray) for item in first):
+        return type(first)(itertools.chain(*values))
+    if all(len(value) == len(first) for value in values):
+        return type(first)(_combine(list(items), sizes) for items in zip(*values, strict=True))
+    return values
 
 
 def _combine_tensors(values: list[Tensor], sizes: list[int]) -> Tensor:

@@ -52,6 +52,7 @@ from lightning_gpp.training.host import Job
 from lightning_gpp.training.incoming import Incoming
 from lightning_gpp.training.job_machine import JobMachine
 from lightning_gpp.training.nonfinite import FiniteCheck
+from lightning_gpp.training.optimizer_lists import check_lists
 from lightning_gpp.training.optimizers import OptimizerIndex, check_first_order
 from lightning_gpp.training.option_values import SYNCHRONOUS
 from lightning_gpp.training.options import Options
@@ -175,6 +176,8 @@ def _set_up(
     if step == TRAINING:
         for index in indices:
             check_separable(index, _parts_of_processes(job, layout))
+            if job.control.num_devices > 1:
+                check_lists(index.optimizer)
         replicas = Replicas(job.module, layout, indices, job.control, job.device, job.parallel)
         hooks = ParameterHooks(job, layout, partial(getattr, replicas, "hooked"))
     incoming.follow()

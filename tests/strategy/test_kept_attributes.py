@@ -118,3 +118,51 @@ def test_small_values_are_found_and_taken_over() -> None:
     assert list(other.recent) == [1.0, 2.0]
     attributes.note()
     assert not attributes.changed()
+
+
+class Collecting(TwoTowers):
+    """Decides at the ends of epochs by lists that its steps have filled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hits: list[Tensor] = []
+        self.trained: dict[str, list[Tensor]] = {"losses": []}
+        self.shares: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor]:
+        output = super().training_step(batch, batch_idx)
+        self.trained["losses"].append(output["logits"].square().sum())
+        return output
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        self.hits.append(self.loss(batch)[1].argmax(1) == batch[2])
+
+    @torch.no_grad()
+    def on_validation_epoch_end(self) -> None:
+        share = sum(int(each.sum()) for each in self.hits) / max(1, sum(map(len, self.hits)))
+        self.hits.clear()
+        self.shares.append(share)
+        for parameter in self.parameters():
+            parameter.mul_(1.0 - 0.5 * share)
+
+    def on_train_epoch_end(self) -> None:
+        self.shares.append(float(sum(self.trained["losses"])))
+        self.trained["losses"].clear()
+
+
+def collected(strategy: Any, devices: int) -> tuple[list[float], list[float]]:
+    torch.manual_seed(0)
+    module = Collecting().double()
+    harness.trainer(strategy, devices).fit(module, harness.loader(), harness.loader(10, seed=2))
+    return module.losses, module.shares
+
+
+def collected_in_stages(rank: int) -> tuple[list[float], list[float]]:
+    return collected(harness.strategy(), 2)
+
+
+def test_lists_that_steps_fill_are_on_all_ranks() -> None:
+    losses, shares = collected("auto", 1)
+    for found in harness.run(2, collected_in_stages):
+        assert found[0] == pytest.approx(losses, rel=1e-10)
+        assert found[1] == pytest.approx(shares, rel=1e-10)

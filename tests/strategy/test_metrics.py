@@ -80,8 +80,9 @@ def run(strategy: Any, devices: int, lr: float) -> list[dict[str, float]]:
     module, watch = Measured(lr=lr).double(), Watch()
     trainer = harness.trainer(strategy, devices, num_sanity_val_steps=0, callbacks=[watch])
     trainer.fit(module, harness.loader(32), harness.loader(32, seed=2))
-    assert all(metric.dist_sync_fn is None for metric in (module.made, *module.tracker))
-    assert watch.mean.dist_sync_fn is None
+    if trainer.global_rank == 0:  # nobody waits for the others after the run
+        best, epoch = module.tracker.best_metric(return_step=True)
+        module.found[-1] |= {"best": best, "epoch": epoch, "total": float(watch.mean.compute())}
     return [values | {"watched": watched} for values, watched in zip(module.found, watch.found, strict=True)]
 
 
@@ -98,8 +99,10 @@ ALL = [{"modules": ["left", "right", "head", "@step"], "devices": [0]}]
 def test_values_of_one_process(lr: float, settings: dict[str, Any]) -> None:
     """Pipelines train with larger mini-batches; without a learning rate all the same."""
     expected = run("auto", 1, lr)
-    for found in harness.run(2, divided, lr, settings):
-        assert found == [pytest.approx(values, rel=1e-12) for values in expected]
+    for rank, found in enumerate(harness.run(2, divided, lr, settings)):
+        for values, wanted in zip(found, expected, strict=True):
+            kept = wanted if rank == 0 else {name: wanted[name] for name in values}
+            assert values == pytest.approx(kept, rel=1e-12)
 
 
 def test_a_copy_leaves_metrics_that_it_shares() -> None:

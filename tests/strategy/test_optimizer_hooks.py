@@ -84,6 +84,35 @@ def test_as_on_one_process(tmp_path: Path, devices: int, options: dict[str, Any]
             assert here == there
 
 
+class Notes(Callback):
+    """Changes a checkpoint by the values that it has, and reads the optimizer's state by itself."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+
+    def on_save_checkpoint(self, machine: Any, module: Any, checkpoint: Any) -> None:
+        checkpoint["means"] = {name: value.abs().mean().item() for name, value in checkpoint["state_dict"].items()}
+
+    def on_train_epoch_end(self, machine: Any, module: Any) -> None:
+        machine.save_checkpoint(f"{self.folder}/{machine.world_size}.ckpt")
+
+
+def saves(given: Any, devices: int, folder: str) -> None:
+    torch.manual_seed(0)
+    trainer(given, devices, callbacks=[Notes(folder)], max_epochs=1).fit(TwoTowers().double(), loader(), loader())
+
+
+def saves_on_ranks(rank: int, folder: str) -> None:
+    saves(strategy(), 2, folder)
+
+
+def test_a_hook_reads_the_values_of_the_checkpoint_that_is_written(tmp_path: Path) -> None:
+    saves("auto", 1, str(tmp_path))
+    run(2, saves_on_ranks, str(tmp_path))
+    one, two = (torch.load(tmp_path / f"{devices}.ckpt", weights_only=False)["means"] for devices in (1, 2))
+    assert two == pytest.approx(one, rel=1e-11)
+
+
 class States(Callback):
     """Reads the moments of all parameters."""
 

@@ -193,6 +193,23 @@ def test_validate_fit_test_predict_with_an_iterable_dataset(tmp_path: Path) -> N
         torch.testing.assert_close(state[name].tolist(), value)
 
 
+def validated_often(given: Any, devices: int) -> list[float]:
+    module = make_module()
+    trainer = harness.trainer(given, devices, max_epochs=3)
+    trainer.fit(module, loader(), DataLoader(Stream(), batch_size=8))
+    return [metrics["val_loss"] for metrics in module.metrics]
+
+
+def validated_often_in_stages(rank: int) -> list[float]:
+    return validated_often(harness.strategy(), 2)
+
+
+def test_validation_without_a_length_runs_in_every_epoch() -> None:
+    expected = plain(validated_often, "auto", 1)
+    for found in harness.run(2, validated_often_in_stages):
+        assert found == pytest.approx(expected, **EXACT)
+
+
 def run_with_one_plan(rank: int, folder: str) -> list[Any]:
     """The stages of each run of a trainer, by name, modules and devices."""
     module = make_module()

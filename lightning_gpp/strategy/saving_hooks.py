@@ -1,0 +1,44 @@
+"""Hooks that change a checkpoint run on every rank, and what they read is whole on the rank that writes it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import lightning.pytorch as pl
+
+from lightning_gpp.errors import ForeignTensorError
+from lightning_gpp.strategy.replaced import Replaced
+from lightning_gpp.strategy.user_hooks import user_hooks
+from lightning_gpp.training.foreign import lender
+
+
+class SavingHooks:
+    """Lets `on_save_checkpoint` end early on ranks whose checkpoint is thrown away, if it reads values of others."""
+
+    def __init__(self, trainer: pl.Trainer) -> None:
+        self._trainer, self._replaced = trainer, Replaced()
+
+    def attach(self) -> None:
+        """Replace the hooks on all ranks but global rank 0."""
+        if not self._trainer.is_global_zero:
+            for found in user_hooks(self._trainer, ["on_save_checkpoint"]):
+                self._replaced.put(found.owner, found.name, _without_values(found.plain))
+
+    def detach(self) -> None:
+        self._replaced.restore()
+
+
+def _without_values(plain: Any) -> Callable[..., Any]:
+    @functools.wraps(plain)
+    def hook(*args: Any, **kwargs: Any) -> None:
+        token = lender.set(None)  # the rank that writes does not wait for this one
+        try:
+            with suppress(ForeignTensorError):
+                plain(*args, **kwargs)
+        finally:
+            lender.reset(token)
+
+    return hook

@@ -1,0 +1,49 @@
+"""The results of a step on micro-batches become those on the mini-batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_gpp.runtime.stage import MicroBatch
+from lightning_gpp.training.runner import combined
+
+PARTS = (0, 1, 2), (3, 4)
+
+
+def result(samples: tuple[int, ...]) -> dict[str, Any]:
+    """What a step returns for these samples."""
+    return {
+        "labels": list(samples),
+        "names": tuple(f"sample {each}" for each in samples),
+        "rows": torch.tensor(samples).unsqueeze(1),
+        "array": np.array(samples),
+        "single": [float(np.mean(samples))],
+        "pair": [torch.tensor(samples), torch.tensor(float(np.mean(samples)))],
+        "count": len(samples),
+        "even": sum(each % 2 == 0 for each in samples),
+        "mean": float(np.mean(samples)),
+        "flag": True,
+        "nothing": None,
+    }
+
+
+def test_as_for_the_undivided_mini_batch() -> None:
+    starts = 0, 3
+    parts = [
+        (MicroBatch(index=index, start=start, stop=start + len(samples), total=5), result(samples))
+        for index, (start, samples) in enumerate(zip(starts, PARTS, strict=True))
+    ]
+    found, expected = combined(parts), result((0, 1, 2, 3, 4))
+    for name in ("labels", "names", "count", "even", "flag", "nothing"):
+        assert found[name] == expected[name], name
+        assert type(found[name]) is type(expected[name]), name
+    for name in ("single", "mean"):
+        assert found[name] == pytest.approx(expected[name]), name
+    assert found["rows"].equal(expected["rows"])
+    assert found["pair"][0].equal(expected["pair"][0])
+    assert float(found["pair"][1]) == pytest.approx(2.0)
+    np.testing.assert_array_equal(found["array"], expected["array"])
