@@ -1,8 +1,8 @@
-"""The hooks of callbacks that read mini-batches and results of steps, which are on the rank that runs the step.
+"""The hooks that read mini-batches and results of steps, which are on the rank that runs the step.
 
-In training, validation and test every rank gets what they read, since callbacks run on all of them. Predictions stay
-where they are, as for writers: callbacks that read them run their hooks of prediction only there, so that nothing is
-written twice.
+In training, validation and test every rank gets what they read, since hooks run on all of them. Predictions stay where
+they are, as for writers: callbacks that read them run their hooks of prediction only there, so that nothing is written
+twice. The module's own hooks need no results: what they log counts where the results are.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ BATCH: Final = "batch"
 RESULT: Final = "result"
 
 _LOOPS: Final = {TRAINING: "train", "validation_step": "validation", "test_step": "test"}
-_PLACES: Final = {"start": {BATCH: 2}, "end": {RESULT: 2, BATCH: 3}}
-"""The positions of arguments of hooks at the start and end of a mini-batch, after the trainer and the module."""
+_PLACES: Final = {"start": {BATCH: 0}, "end": {RESULT: 0, BATCH: 1}}
+"""The positions of arguments of hooks at the start and end of a mini-batch."""
 
 _ASKS: Final = {"is_global_zero", "global_rank", "local_rank", "rank_zero_only", "get_rank"}
 """Names in a hook, or in what decorates it, that decides itself on which ranks it reads."""
@@ -56,7 +56,11 @@ class BatchReaders:
     def attach(self) -> None:
         """Agree on what is read; silence hooks of prediction where there are no predictions. All ranks call this."""
         callbacks: list[pl.Callback] = self._trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
-        found = {step: {*_arguments_read(callbacks, loop)} for step, loop in _LOOPS.items()}
+        module = self._trainer.lightning_module
+        found = {
+            step: {*_arguments_read(callbacks, loop), *({BATCH} & {*_arguments_read([module], loop)})}
+            for step, loop in _LOOPS.items()
+        }
         self._read = self._control.broadcast(found)
         if not self._control.loads:
             for callback in callbacks:
@@ -95,23 +99,24 @@ def _silent(hook: Any) -> Any:
     return nothing
 
 
-def _arguments_read(callbacks: Sequence[pl.Callback], loop: str) -> Iterator[str]:
-    for callback in callbacks:
+def _arguments_read(owners: Sequence[object], loop: str) -> Iterator[str]:
+    for owner in owners:
+        before = 2 if isinstance(owner, pl.Callback) else 0  # the trainer and the module
         for moment, places in _PLACES.items():
-            hook = getattr(callback, f"on_{loop}_batch_{moment}")
+            hook = getattr(owner, f"on_{loop}_batch_{moment}")
             function = user_function(hook)
-            if function is not None and not _asks(hook, function, callback):
-                code, bound = function.__code__, isinstance(hook, MethodType)
-                yield from (name for name, place in places.items() if _reads(code, place + bound))
+            if function is not None and not _asks(hook, function, owner):
+                code, first = function.__code__, before + isinstance(hook, MethodType)
+                yield from (name for name, place in places.items() if _reads(code, place + first))
 
 
-def _asks(hook: Any, function: FunctionType, callback: pl.Callback) -> bool:
+def _asks(hook: Any, function: FunctionType, owner: object) -> bool:
     """True if a hook, or what decorates it, decides by the rank."""
     while hasattr(hook, "__wrapped__"):
         if _ASKS.intersection(hook.__code__.co_names):
             return True
         hook = hook.__wrapped__
-    return bool(_ASKS & names_in_hook(function, [callback]))
+    return bool(_ASKS & names_in_hook(function, [owner]))
 
 
 def _reads(code: CodeType, place: int) -> bool:

@@ -29,6 +29,7 @@ from tests.strategy import (
     test_foreign,
     test_freezing_in_hooks,
     test_gradient_norms,
+    test_kept_copies,
     test_manual,
     test_members,
     test_parameter_hooks,
@@ -36,7 +37,7 @@ from tests.strategy import (
     test_tensor_parallel,
 )
 from tests.strategy.harness import TwoTowers, loader
-from tests.training import test_coupled
+from tests.training import test_coupled, test_optimizer_lists
 
 
 @pytest.mark.parametrize(
@@ -125,6 +126,11 @@ class Foreign(TwoTowers):
 class Skipping(TwoTowers):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.loss(batch)
+
+
+class Early(TwoTowers):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return None if batch_idx == 2 else super().training_step(batch, batch_idx)
 
 
 class Misspelt(TwoTowers):
@@ -285,11 +291,25 @@ def test_a_batch_used_where_there_is_none(use: Callable[[Any], Any]) -> None:
         use(Placeholder(torch.empty(3, 0)))
 
 
+def returns_early(rank: int) -> None:
+    given = harness.strategy(step="micro_batches")
+    harness.trainer(given, 2).fit(Early().double(), loader(), loader(10, seed=2))
+
+
+def test_a_step_that_returns_early() -> None:
+    with pytest.raises(AssertionError, match=r"returned before it called the module for this.*step=whole"):
+        harness.run(2, returns_early)
+
+
 ROWS: dict[str, list[Any]] = {
     "manual optimization or": ["manual optimization", "own backward"],
     "`dataloader_iter` in a step": ["dataloader_iter"],
     "L-BFGS": ["L-BFGS"],
     "an optimizer that combines": [test_coupled.test_combined_parameters_are_refused],
+    "an optimizer that keeps": [test_optimizer_lists.test_refused],
+    "`optimizer.state_dict()` in": [
+        test_optimizer_lists.test_a_guarded_state_dict_is_an_error_that_names_the_ways_out,
+    ],
     "a schedule of learning rates": [test_disagreement.test_the_first_difference_is_named_on_all_ranks],
     "an optimizer that calls": ["repeated closure"],
     "`sync_batchnorm=True`": [test_batch_norm_over_replicas],
@@ -319,12 +339,13 @@ ROWS: dict[str, list[Any]] = {
         test_parameter_hooks.test_what_cannot_work_is_refused,
     ],
     "a schedule, policy": [name for name in CASES if name.endswith("of a step as a whole")],
-    "None from a step": ["no loss"],
+    "None from a step": ["no loss", test_a_step_that_returns_early],
     "`self.log` of a tensor": ["logging a tensor"],
     "values of other ranks'": [
         test_foreign.test_what_would_be_wrong_is_refused,
         test_gradient_norms.test_other_combinations_are_refused,
     ],
+    "copies of other ranks'": [test_kept_copies.test_values_that_nobody_can_lend_are_an_error],
     "hooks on gradients of parameters": [
         test_parameter_hooks.test_what_cannot_work_is_refused,
         test_parameter_hooks.test_parts_of_members_are_refused,
