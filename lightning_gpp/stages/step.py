@@ -208,7 +208,7 @@ class UserStep(StepRunner):
             raise refusal(
                 self._calls[-1].line,
                 f"the step returned before it called {named(self._calls[-1].path)} for this mini-batch",
-                f"call it for every mini-batch, and return a zero loss (0 * loss) where one does not count; or {_WHOLE}",
+                f"call it for each mini-batch, and return a zero loss where one does not count (0 * loss); or {_WHOLE}",
             )
         if holes is not None:
             self._take_mixed(found, holes)

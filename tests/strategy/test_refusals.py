@@ -297,7 +297,7 @@ def returns_early(rank: int) -> None:
 
 
 def test_a_step_that_returns_early() -> None:
-    with pytest.raises(AssertionError, match=r"returned before it called the module for this.*step=whole"):
+    with pytest.raises(AssertionError, match=r"(?s)returned before it called the module for this.*step=whole"):
         harness.run(2, returns_early)
 
 
