@@ -29,9 +29,9 @@ from lightning_gpp.strategy.checks import (
     facts_of_loaders,
     runs_whole,
 )
+from lightning_gpp.strategy.collected import ResultsOfSteps
 from lightning_gpp.strategy.data import Placeholder, is_moved_by_reading, peek
 from lightning_gpp.strategy.hooks import SharedHooks, SharedToggles
-from lightning_gpp.strategy.kept import ResultsOfSteps
 from lightning_gpp.strategy.kept_copies import complete_copies
 from lightning_gpp.strategy.lending_hooks import LendingHooks
 from lightning_gpp.strategy.metrics import MetricStates
