@@ -1,4 +1,4 @@
-"""What a step may log: single numbers, metrics, and dictionaries of them."""
+"""Checks what a step logs: single numbers, metrics, and dictionaries of them."""
 
 from __future__ import annotations
 

@@ -21,7 +21,6 @@ from lightning_gpp.checkpoints.stored import StoredValues
 from lightning_gpp.errors import CheckpointError, GPPError
 from lightning_gpp.plan import Plan
 from lightning_gpp.strategy.ahead import ReadAhead
-from lightning_gpp.strategy.batch_readers import BATCH, BatchReaders
 from lightning_gpp.strategy.checks import (
     check_callbacks,
     check_module,
@@ -29,17 +28,14 @@ from lightning_gpp.strategy.checks import (
     facts_of_loaders,
     runs_whole,
 )
-from lightning_gpp.strategy.collected import ResultsOfSteps
 from lightning_gpp.strategy.data import Placeholder, is_moved_by_reading, peek
-from lightning_gpp.strategy.hooks import SharedHooks, SharedToggles
-from lightning_gpp.strategy.kept_copies import complete_copies
-from lightning_gpp.strategy.lending_hooks import LendingHooks
+from lightning_gpp.strategy.hooks.attached import AttachedHooks
+from lightning_gpp.strategy.hooks.collected import ResultsOfSteps
+from lightning_gpp.strategy.hooks.copies import complete_copies
+from lightning_gpp.strategy.hooks.readers import BATCH, BatchReaders
 from lightning_gpp.strategy.metrics import MetricStates
-from lightning_gpp.strategy.optimizer_hooks import OptimizerHooks
 from lightning_gpp.strategy.processes import given_seed
-from lightning_gpp.strategy.pruning import SharedPruning, check_pruning, pruning_callbacks
-from lightning_gpp.strategy.random_hooks import RandomHooks
-from lightning_gpp.strategy.saving_hooks import SavingHooks
+from lightning_gpp.strategy.pruning import check_pruning, pruning_callbacks
 from lightning_gpp.strategy.steps import LightningHost, Steps, step_of
 from lightning_gpp.training.agreement import check_alike, facts_of_schedules
 from lightning_gpp.training.control import Control
@@ -49,7 +45,6 @@ from lightning_gpp.training.incoming import Incoming
 from lightning_gpp.training.loaders import mini_batches_of, warn_of_others
 from lightning_gpp.training.loss_scale import check_scaled
 from lightning_gpp.training.machine import footprint_of
-from lightning_gpp.training.mirror import Mirror
 from lightning_gpp.training.option_values import SYNCHRONOUS
 from lightning_gpp.training.options import Options
 from lightning_gpp.training.parameters import move
@@ -124,15 +119,9 @@ class Run:
         self._num_steps, self._pipeline = int(resumed.get("step", 0)), dict(resumed.get("pipeline", {}))
         self._mini_batches = int(resumed.get("mini_batches", 0))
         self._optimizers: Sequence[Optimizer] = ()
-        self._lending = LendingHooks(trainer, lambda: None if self.engine is None else self.engine.lending)
-        self._random = RandomHooks(trainer, Mirror(control, device).one_stream)
-        self._hooks = SharedHooks(self.module, control, self.steps)
-        self._optimizer_hooks = OptimizerHooks(trainer, lambda: self._trained)
-        self._toggles = SharedToggles(self.module, lambda: self._trained.undivided_optimizers())
-        self._pruning = SharedPruning(trainer, lambda: self._trained)
+        self._hooks = AttachedHooks(trainer, control, device, self._readers, self.steps, lambda: self._trained)
         self._metrics = MetricStates(self.module, control, device)
         self._results = ResultsOfSteps(trainer, control, device)
-        self._saving = SavingHooks(trainer)
         self._example_input: Any = None
         self._compared: set[str] = set()
 
@@ -230,17 +219,7 @@ class Run:
             vars(self.precision)["clip_grad_by_value"] = self._clip_values
             if self.steps.scale is not None:
                 self.steps.scale.attach()
-        if self.control.num_devices > 1:
-            self._readers.attach()
-            self._saving.attach()
-            self._random.attach()
-            self._lending.attach()  # inside of what shares the results of hooks
-            self._hooks.attach()
-            if self.engine is not None and self.job.whole:
-                self._toggles.attach()
-        if self.control.num_processes > 1 and self.engine is not None:
-            self._optimizer_hooks.attach()  # optimizers are divided over replicas, too
-            self._pruning.attach()
+        self._hooks.attach(trains=self.engine is not None, whole=self.job.whole)
         if not self.control.loads:
             _compat.bypass_batch_hooks(self.module)
         self.reading.attach()
@@ -249,14 +228,7 @@ class Run:
 
     def detach(self, complete: bool) -> None:
         """Undo `attach`; move the module to the CPU, and after a normal end (`complete`) all of it to rank 0."""
-        self._pruning.detach()
-        self._optimizer_hooks.detach()
         self._hooks.detach()
-        self._toggles.detach()
-        self._lending.detach()
-        self._random.detach()
-        self._readers.detach()
-        self._saving.detach()
         self._metrics.detach()
         _compat.restore_epoch_end(self.trainer)
         _compat.restore_evaluation_data(self.trainer)

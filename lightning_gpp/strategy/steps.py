@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from lightning_gpp._compat.lightning import replace_batch
 from lightning_gpp.capture.attributes import Attribute
 from lightning_gpp.errors import GPPError
-from lightning_gpp.strategy.batch_readers import RESULT, BatchReaders
 from lightning_gpp.strategy.checks import facts_of_trainer, reads_data
-from lightning_gpp.strategy.kept import KeptByStep
+from lightning_gpp.strategy.hooks.kept import KeptByStep
+from lightning_gpp.strategy.hooks.readers import RESULT, BatchReaders
 from lightning_gpp.strategy.logs import LogExchange, LogRecorder, UserCode
 from lightning_gpp.strategy.messages import inform
 from lightning_gpp.training.control import Control

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lightning_gpp._compat.lightning_module import LIGHTNING_STATE
 from lightning_gpp._compat.torch import pytree
 from lightning_gpp.capture.attributes import OF_EVERY_MODULE, TOLD
-from lightning_gpp.strategy.user_hooks import names_in, user_hooks
+from lightning_gpp.strategy.hooks.found import names_in, user_hooks
 from lightning_gpp.training.control import Control
 
 _END_OF_EPOCH: Final = {

@@ -9,9 +9,9 @@ from typing import Any, Final
 
 import lightning.pytorch as pl
 
-from lightning_gpp.strategy.hooks import NAMES as SHARED
+from lightning_gpp.strategy.hooks.found import LOOPS, UserHook, names_in, user_hooks
+from lightning_gpp.strategy.hooks.shared import NAMES as SHARED
 from lightning_gpp.strategy.replaced import Replaced
-from lightning_gpp.strategy.user_hooks import LOOPS, UserHook, names_in, user_hooks
 from lightning_gpp.training.lending import Lending
 
 _HOOKS: Final = tuple(

@@ -12,8 +12,8 @@ from typing import Any, Final
 
 import lightning.pytorch as pl
 
+from lightning_gpp.strategy.hooks.found import GRADIENTS, LOOPS, names_in, user_hooks
 from lightning_gpp.strategy.replaced import Replaced
-from lightning_gpp.strategy.user_hooks import GRADIENTS, LOOPS, names_in, user_hooks
 
 _HOOKS: Final = (
     *(f"on_{loop}_{moment}" for loop in LOOPS for moment in ("start", "end", "epoch_start", "epoch_end")),

@@ -10,8 +10,8 @@ from typing import Any
 import lightning.pytorch as pl
 
 from lightning_gpp.errors import ForeignTensorError
+from lightning_gpp.strategy.hooks.found import user_hooks
 from lightning_gpp.strategy.replaced import Replaced
-from lightning_gpp.strategy.user_hooks import user_hooks
 from lightning_gpp.training.foreign import lender
 
 

@@ -1,0 +1,77 @@
+"""All that surrounds the hooks of module and callbacks during a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import lightning.pytorch as pl
+import torch
+
+from lightning_gpp.strategy.hooks.lending import LendingHooks
+from lightning_gpp.strategy.hooks.optimizers import OptimizerHooks
+from lightning_gpp.strategy.hooks.random_numbers import RandomHooks
+from lightning_gpp.strategy.hooks.readers import BatchReaders
+from lightning_gpp.strategy.hooks.saving import SavingHooks
+from lightning_gpp.strategy.hooks.shared import SharedHooks, SharedToggles
+from lightning_gpp.strategy.pruning import SharedPruning
+from lightning_gpp.strategy.steps import Steps
+from lightning_gpp.training.control import Control
+from lightning_gpp.training.engine import Engine
+from lightning_gpp.training.mirror import Mirror
+
+
+class _Part(Protocol):
+    def attach(self) -> None:
+        """Replace hooks by others, which call them."""
+
+    def detach(self) -> None:
+        """Put them back."""
+
+
+class AttachedHooks:
+    """Attaches the parts, each around those before it, and detaches them in the opposite order.
+
+    Args:
+        trainer: of the run.
+        control: the side channel of this rank.
+        device: the device of this rank.
+        readers: gives all ranks the mini-batches and results that hooks read.
+        steps: runs the steps.
+        trained: returns the engine that trains.
+    """
+
+    def __init__(
+        self,
+        trainer: pl.Trainer,
+        control: Control,
+        device: torch.device,
+        readers: BatchReaders,
+        steps: Steps,
+        trained: Callable[[], Engine],
+    ) -> None:
+        module, self._control = trainer.lightning_module, control
+        self._divided: list[_Part] = [
+            readers,
+            SavingHooks(trainer),
+            RandomHooks(trainer, Mirror(control, device).one_stream),
+            LendingHooks(trainer, lambda: None if steps.engine is None else steps.engine.lending),
+            SharedHooks(module, control, steps),
+        ]
+        self._toggles = SharedToggles(module, lambda: trained().undivided_optimizers())
+        self._training: list[_Part] = [OptimizerHooks(trainer, trained), SharedPruning(trainer, trained)]
+        self._attached: list[_Part] = []
+
+    def attach(self, *, trains: bool, whole: bool) -> None:
+        """Attach what a run needs. `trains`: it trains. `whole`: the training step runs as a whole."""
+        if self._control.num_devices > 1:
+            self._attached += [*self._divided, *([self._toggles] if trains and whole else [])]
+        if self._control.num_processes > 1 and trains:  # optimizers are divided over replicas, too
+            self._attached += self._training
+        for part in self._attached:
+            part.attach()
+
+    def detach(self) -> None:
+        """Undo `attach`."""
+        while self._attached:
+            self._attached.pop().detach()
