@@ -11,7 +11,7 @@ from torchmetrics import Metric
 
 
 def unloggable(arguments: tuple[Any, ...], given: Mapping[str, Any]) -> str:
-    """What is wrong with the values in a call of `log` or `log_dict`; empty if nothing is."""
+    """The reason why a call of `log` or `log_dict` fails by its values; empty if it does not."""
     named = dict(zip(("name", "value"), arguments, strict=False)) | dict(given)
     logged = named.get("dictionary", named.get("name")) if "value" not in named else {named.get("name"): named["value"]}
     return next(_wrong(logged), "") if isinstance(logged, Mapping) else ""

@@ -87,7 +87,7 @@ class Foreign(Tensor):
     gradient_of = ""
     """The parameter whose gradient it is; empty if it is something else."""
     recipe: Recipe | None = None
-    """How its values follow from lent ones, if it was computed where values are lent."""
+    """Computes its values from lent ones, if it was computed where values are lent."""
     is_meta = property(lambda self: True)
 
     def __new__(cls, outline: Tensor, device: torch.device, origins: Sequence[Whereabouts]) -> Foreign:

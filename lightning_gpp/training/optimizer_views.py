@@ -1,4 +1,4 @@
-"""What user code sees of an optimizer whose parameters are on several ranks."""
+"""The states of an optimizer as user code sees them, whose parameters are on several ranks."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ class BatchReaders:
         return argument in self._read.get(step, ())
 
     def everywhere(self, value: Any) -> Any:
-        """What the rank that loads the data has, on all ranks of its pipeline. All of them call this."""
+        """A value of the rank that loads the data, on all ranks of its pipeline. All of them call this."""
         return self._mirror.tree(value)
 
     def _silence(self, callback: pl.Callback) -> None:
