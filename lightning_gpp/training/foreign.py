@@ -28,14 +28,11 @@ from torch import Tensor, nn
 from lightning_gpp._compat.torch import pytree, schema_arguments, without_torch_function, wrapper
 from lightning_gpp.errors import ForeignTensorError
 from lightning_gpp.training import gradient_norms
+from lightning_gpp.training.recipes import CHANGED, Lender, Recipe, is_gone, lender
 from lightning_gpp.wording import some
 
 alone: ContextVar[bool] = ContextVar("alone", default=False)
 """True where user code runs that the other ranks do not run: they would not do what is left to them."""
-Lender = Callable[[Tensor], Tensor | None]
-"""Returns the values of a parameter or buffer; None if it is another tensor."""
-lender: ContextVar[Lender | None] = ContextVar("lender", default=None)
-"""In hooks in which ranks lend each other values: another one in each hook."""
 _values: ContextVar[Mapping[str, Any] | None] = ContextVar("values", default=None)
 
 _READS: Final = {
@@ -56,22 +53,6 @@ class Whereabouts:
     def __str__(self) -> str:
         ranks = ", ".join(map(str, sorted(self.ranks)))
         return f"{self.name!r} (stage {self.stage!r}, rank {ranks})"
-
-
-@dataclass(frozen=True, slots=True)
-class Recipe:
-    """Computes the values of a tensor from lent ones.
-
-    `hook`: lends in the hook in which the tensor was computed; later the parameters have other values. None for a view
-    of a parameter, which always has the parameter's values.
-    """
-
-    hook: Lender | None
-    compute: Callable[[], Tensor | None] = lambda: None
-
-    def values(self, ask: Lender) -> Tensor | None:
-        """The values; None if they were those of an earlier hook, or were changed."""
-        return self.compute() if self.hook in (None, ask) else None
 
 
 class Foreign(Tensor):
@@ -300,7 +281,7 @@ def _one_by_one(func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, 
         if name == "_foreach_norm":
             return torch.linalg.vector_norm(tensor, *args[1:], **kwargs)
         result = tensor.detach()
-        result.recipe = _CHANGED
+        result.recipe = CHANGED
         return result
 
     return [results[place] if place in results else elsewhere(args[0][place]) for place in range(length)]
@@ -322,13 +303,6 @@ def _is_left_undone(foreign: Sequence[Foreign], written: Sequence[Tensor], opera
     left_to_others = bool(written) and all(isinstance(tensor, Foreign) for tensor in written) and not alone.get()
     apart = not frozenset.intersection(*(tensor.ranks for tensor in foreign))
     return apart or any(map(_is_parameter, here)) or bool((written or here) and not left_to_others)
-
-
-def _nobody(tensor: Tensor) -> Tensor | None:
-    """Lends in no hook."""
-
-
-_CHANGED: Final = Recipe(_nobody)
 
 
 def with_lent_values(value: Any) -> Any:
@@ -371,7 +345,7 @@ def _forget_recipes(written: Sequence[Tensor]) -> None:
     """Take note that tensors were changed, which are no parameters nor views of them."""
     for tensor in written:
         if isinstance(tensor, Foreign) and tensor.recipe is not None and tensor.recipe.hook is not None:
-            tensor.recipe = _CHANGED
+            tensor.recipe = CHANGED
 
 
 def _is_count(tensor: Tensor) -> bool:
@@ -382,22 +356,28 @@ def _is_count(tensor: Tensor) -> bool:
     return tensor.dim() == 0 and not _is_parameter(tensor) and not alone.get()
 
 
-def _is_of_earlier_hook(tensor: Foreign) -> bool:
-    return tensor.recipe is not None and tensor.recipe.hook not in (None, lender.get())
+_IN_STEP: Final = (
+    "The step runs on this rank only. Do this in the forward of a module, or let the step run as a whole "
+    "(strategy.step=whole)."
+)
+_IN_HOOK: Final = (
+    "Hooks run on every rank, each on what it holds. Do this in a step, or in a hook outside of mini-batches "
+    "(on_train_epoch_end), in which ranks lend each other values."
+)
+_LENT_BEFORE: Final = (
+    " Ranks lend the present values of parameters, not copies that earlier hooks made, or changed ones."
+)
 
 
 def _refusal(name: str, tensors: Sequence[Any]) -> ForeignTensorError:
     origins = dict.fromkeys(origin for tensor in tensors for origin in tensor.origins)
     named = some([*map(str, origins)], most=2)
-    where = "The step runs on this rank only" if alone.get() else "Hooks run on every rank, each on what it holds"
-    if any(isinstance(tensor, Foreign) and _is_of_earlier_hook(tensor) for tensor in tensors):
-        where += ", and ranks lend the present values of parameters, not copies that earlier hooks made"
+    earlier = any(isinstance(tensor, Foreign) and is_gone(tensor.recipe) for tensor in tensors)
     return ForeignTensorError(
-        f"`{name}` needs values of {named}, which this rank does not hold. {where}. Do this in a step, or in a hook "
-        "outside of mini-batches (on_train_epoch_end), in which ranks lend each other values. Keep parameters that "
-        "meet (an average of other weights) on one device: put their modules into one stage, or both stages on the "
-        "same device (strategy.stages, docs/capture.md). Skip those of other ranks by `if not p.is_meta`. Clip by "
-        "trainer.gradient_clip_val or self.clip_gradients, and get the norm of all gradients from "
-        "self.trainer.strategy.grad_norm(). Leave modules out of save_hyperparameters(ignore=[...]), and save by "
-        "trainer.save_checkpoint."
+        f"`{name}` needs values of {named}, which this rank does not hold. {_IN_STEP if alone.get() else _IN_HOOK}"
+        f"{_LENT_BEFORE if earlier else ''} Keep parameters that meet (an average of other weights) on one device: put "
+        "their modules into one stage, or both stages on the same device (strategy.stages, docs/capture.md). Skip "
+        "those of other ranks by `if not p.is_meta`. Clip by trainer.gradient_clip_val or self.clip_gradients, and get the "
+        "norm of all gradients from self.trainer.strategy.grad_norm(). Leave modules out of "
+        "save_hyperparameters(ignore=[...]), and save by trainer.save_checkpoint."
     )

@@ -22,10 +22,10 @@ from torch import Tensor, nn
 from lightning_gpp.stages.answers import Answers
 from lightning_gpp.training.control import Control
 from lightning_gpp.training.copies import SMALL
-from lightning_gpp.training.foreign import lender
 from lightning_gpp.training.host import Job
 from lightning_gpp.training.option_values import SYNCHRONOUS
 from lightning_gpp.training.parameters import Placement, replace_tensors, tensors_of, with_values
+from lightning_gpp.training.recipes import lender
 from lightning_gpp.training.replicas import Layout
 
 

@@ -12,7 +12,7 @@ import lightning.pytorch as pl
 from lightning_gpp.errors import ForeignTensorError
 from lightning_gpp.strategy.hooks.found import user_hooks
 from lightning_gpp.strategy.replaced import Replaced
-from lightning_gpp.training.foreign import lender
+from lightning_gpp.training.recipes import lender
 
 
 class SavingHooks:
