@@ -377,7 +377,7 @@ def _refusal(name: str, tensors: Sequence[Any]) -> ForeignTensorError:
         f"`{name}` needs values of {named}, which this rank does not hold. {_IN_STEP if alone.get() else _IN_HOOK}"
         f"{_LENT_BEFORE if earlier else ''} Keep parameters that meet (an average of other weights) on one device: put "
         "their modules into one stage, or both stages on the same device (strategy.stages, docs/capture.md). Skip "
-        "those of other ranks by `if not p.is_meta`. Clip by trainer.gradient_clip_val or self.clip_gradients, and get the "
-        "norm of all gradients from self.trainer.strategy.grad_norm(). Leave modules out of "
+        "those of other ranks by `if not p.is_meta`. Clip by trainer.gradient_clip_val or self.clip_gradients, and get "
+        "the norm of all gradients from self.trainer.strategy.grad_norm(). Leave modules out of "
         "save_hyperparameters(ignore=[...]), and save by trainer.save_checkpoint."
     )

@@ -1,4 +1,4 @@
-"""How the values of foreign tensors follow from those that ranks lend each other in a hook."""
+"""Recipes: the values of foreign tensors follow from those that ranks lend each other in a hook."""
 
 from __future__ import annotations
 
