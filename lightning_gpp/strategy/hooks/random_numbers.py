@@ -20,8 +20,15 @@ _HOOKS: Final = (
     *(f"on_{loop}_batch_{moment}" for loop in LOOPS for moment in ("start", "end")),
     *("on_before_backward", "on_before_zero_grad", *GRADIENTS),
 )
-_DRAWING: Final = ("rand", "normal_", "uniform", "bernoulli", "multinomial", "choice", "shuffle", "sample", "reset_par")
-"""Parts of the names of functions that draw random numbers."""
+_DRAWING: Final = {
+    *("rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "normal", "bernoulli"),
+    *("bernoulli_", "multinomial", "poisson", "random_", "exponential_", "orthogonal_", "dropout", "reset_parameters"),
+    *("random", "randrange", "gauss", "uniform", "choice", "choices", "shuffle", "sample"),
+    *("standard_normal", "permutation", "integers"),
+}
+"""Names of functions of torch, Python and NumPy that draw random numbers."""
+_FILLING: Final = ("normal_", "uniform_")
+"""Ends of names of functions that fill tensors with random numbers."""
 
 
 class RandomHooks:
@@ -38,7 +45,7 @@ class RandomHooks:
 
     def attach(self) -> None:
         for found in user_hooks(self._trainer, _HOOKS):
-            if any(part in name for name in names_in(found, self._trainer) for part in _DRAWING):
+            if any(name in _DRAWING or name.endswith(_FILLING) for name in names_in(found, self._trainer)):
                 self._replaced.put(found.owner, found.name, self._on_one_stream(found.plain))
 
     def detach(self) -> None:
