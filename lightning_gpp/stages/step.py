@@ -400,7 +400,7 @@ def _written_through(kind: type[nn.Module]) -> type:
 
     def write(cls: type, name: str, value: Any) -> None:
         if name.startswith(_OF_A_CLASS):
-            meta.__setattr__(cls, name, value)
+            type.__setattr__(cls, name, value)
         else:
             setattr(kind, name, value)
 
