@@ -157,7 +157,7 @@ class Functional(Changing):
             super().__init__()
             self.a, self.b = nn.Linear(4, 6), nn.Linear(6, 3)
 
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x: Tensor, prior: Tensor | None = None) -> Tensor:
             return self.b(self.act(self.scaled(self.a(x))))
 
         def scaled(self, x: Tensor) -> Tensor:
