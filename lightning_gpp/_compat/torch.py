@@ -94,6 +94,11 @@ def buffers_of(module: nn.Module) -> dict[str, Any]:
     return module._buffers
 
 
+def transient_buffers_of(module: nn.Module) -> set[str]:
+    """The names of a module's own buffers that its state dict leaves out."""
+    return module._non_persistent_buffers_set
+
+
 def parameters_of(module: nn.Module) -> dict[str, Any]:
     """The dictionary of a module's own parameters, for writing."""
     return module._parameters

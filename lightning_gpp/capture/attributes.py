@@ -46,7 +46,11 @@ _OMEGACONF: Final = ("_content", "_val")
 """Attributes of OmegaConf's nodes that have their values; the others change when they are read."""
 METHODS: Final = ("forward", "training_step", "validation_step", "test_step", "predict_step")
 """Methods whose global variables are noted, by attributes such as `forward.__globals__.scale`."""
-_BETWEEN: Final = (*_OMEGACONF, CHILDREN, *METHODS, "__wrapped__", "__globals__")
+OWN: Final = "__dict__"
+"""The place of what a module has itself, by attributes such as `__dict__.act`; None where it has what its class has."""
+CLASS: Final = "__class__"
+"""The class of a module, by attributes such as `__class__.act`."""
+_BETWEEN: Final = (*_OMEGACONF, CHILDREN, *METHODS, OWN, CLASS, "__wrapped__", "__globals__")
 """Parts of names that people do not write."""
 _MOST_SETTINGS: Final = 512
 """Values of an object; larger ones are data, and not compared."""
@@ -184,7 +188,8 @@ class AttributePlace:
             own = _own(owner)
             owner = own[part] if part in own else getattr(owner, part, None)
         own = _own(owner)
-        self.owner = own if isinstance(owner, dict) or self.name in own else owner
+        inside = isinstance(owner, dict) or (self.name in own and not isinstance(owner, type))
+        self.owner = own if inside else owner
 
     @property
     def id(self) -> tuple[int, str]:

@@ -17,12 +17,14 @@ from lightning_gpp.capture.attributes import Attribute
 from lightning_gpp.capture.batch import GUESSED, BatchDims, batch_size_of, cut_note, cut_of
 from lightning_gpp.capture.decisive import around, decisive, set_values, with_values
 from lightning_gpp.capture.isolate import add_sizes, caches_of_functions, forgotten
+from lightning_gpp.capture.left_tensors import without_fake_tensors
 from lightning_gpp.capture.loss import loss_of, trained_loss
 from lightning_gpp.capture.merge import input_specs, merge
 from lightning_gpp.capture.mixing import mark_mixing
 from lightning_gpp.capture.network import Network, extract
 from lightning_gpp.capture.record import RunTime, StepFunction, record, step_arguments
 from lightning_gpp.capture.recording import Ref
+from lightning_gpp.capture.shared_objects import Holder, holders
 from lightning_gpp.errors import CaptureError
 from lightning_gpp.graph import Operator, OperatorGraph, TensorSpec
 from lightning_gpp.plan import STEP
@@ -147,7 +149,7 @@ def attempted(
     module: nn.Module, attempt: Callable[[Changes], T], opens: bool = True, uncut: Mapping[str, str] = {}
 ) -> T:
     """The result of `attempt(changes)`, with changes for what cannot be recorded. `opens`, `uncut`: see `Changes`."""
-    changes = Changes(caches_of_functions(), opens, dict(uncut))
+    changes = Changes(caches_of_functions(), holders(module), opens, dict(uncut))
     while True:
         try:
             return attempt(changes)
@@ -164,10 +166,12 @@ class Changes:
 
     Args:
         caches: those of functions.
+        holders: objects of the user's in which a recording may leave tensors.
         opens: whether forwards may run as parts of the step.
     """
 
     caches: list[Any]
+    holders: list[Holder]
     opens: bool = True
     uncut: dict[str, str] = field(default_factory=dict)
     opened: dict[str, str] = field(default_factory=dict)
@@ -212,7 +216,7 @@ def _capture(
     total = batch_size_of(batch, dims)
 
     def run(num_samples: int, run_time: RunTime, values: Mapping[Attribute, Any] = {}) -> Network:
-        with forgotten(changes.caches), with_values(module, values):
+        with without_fake_tensors(changes.holders), forgotten(changes.caches), with_values(module, values):
             recording, recorder = record(
                 module,
                 batch,

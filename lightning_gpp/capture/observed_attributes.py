@@ -15,10 +15,20 @@ from torch import nn
 
 from lightning_gpp._compat.lightning_module import LIGHTNING_STATE
 from lightning_gpp._compat.torch import CHILDREN
-from lightning_gpp.capture.attributes import LIBRARIES, METHODS, OF_EVERY_MODULE, has_settings, is_plain, keeps_state
+from lightning_gpp.capture.attributes import (
+    CLASS,
+    LIBRARIES,
+    METHODS,
+    OF_EVERY_MODULE,
+    OWN,
+    has_settings,
+    is_plain,
+    keeps_state,
+)
 from lightning_gpp.user_code import names_reached
 
 _CONTAINERS: Final = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+_FUNCTIONS: Final = (types.FunctionType, staticmethod)
 
 
 class AttributeObserver(Protocol):
@@ -51,6 +61,13 @@ def _of_class(kind: type) -> dict[str, Any]:
     """Values of the user's classes."""
     users = [base for base in kind.__mro__ if base.__module__.partition(".")[0] not in LIBRARIES]
     return _settings({name: value for base in reversed(users) for name, value in vars(base).items()})
+
+
+def _functions(kind: type) -> set[str]:
+    """Names of the functions of the user's classes that an instance may replace; the steps and forwards are others."""
+    users = [base for base in kind.__mro__ if base.__module__.partition(".")[0] not in LIBRARIES]
+    found = {name for base in users for name, value in vars(base).items() if isinstance(value, _FUNCTIONS)}
+    return {name for name in found if name[:2] != "__" and name not in METHODS}
 
 
 def _globals(kind: type, name: str) -> dict[str, Any]:
@@ -96,6 +113,7 @@ def _observe(part: nn.Module, names: set[str], path: str, observer: AttributeObs
     kind = type(part)
     of_class = {name: value for name, value in _of_class(kind).items() if name not in vars(part)}
     variables = {method: _globals(kind, method) for method in METHODS}
+    functions = _functions(kind) - vars(part).keys()
 
     def read(self: nn.Module, name: str) -> Any:
         value = kind.__getattribute__(self, name)
@@ -105,6 +123,9 @@ def _observe(part: nn.Module, names: set[str], path: str, observer: AttributeObs
             read_shared(name)
         elif name in names or name in of_class:
             observer.read(path, name, value)
+        elif name in functions:
+            observer.read(path, f"{OWN}.{name}", None)
+            observer.read(path, f"{CLASS}.{name}", getattr(kind, name))
         return value
 
     def read_shared(method: str) -> None:
@@ -128,6 +149,7 @@ def _observe(part: nn.Module, names: set[str], path: str, observer: AttributeObs
         if (name in names or name in of_class) and keeps_state(before, value):
             observer.changed(path, name)
         names.discard(name)
+        functions.discard(name)
         of_class.pop(name, None)
         kind.__setattr__(self, name, value)
 

@@ -412,6 +412,13 @@ class Recorder(TorchFunctionMode):
             return None
         return number
 
+    def hold(self, made: torch.Tensor, state: torch.Tensor) -> None:
+        """Let the call of a forward that made a tensor hold the buffer that the tensor replaces."""
+        ref = self._values.get(id(made))
+        call = None if ref is None else self.recording.calls[ref.call]
+        if call is not None and call.scope != -1 and id(state) in self._states:
+            call.held = tuple(dict.fromkeys((*call.held, self._states[id(state)])))
+
     def keep(self, tensor: torch.Tensor) -> None:
         """Keep a tensor alive, so that no other tensor gets its id or memory."""
         self._alive.append(tensor)

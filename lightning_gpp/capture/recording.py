@@ -163,6 +163,8 @@ class Recording:
     """Numbers, flags and texts that the step reads and then sets to others, with the line."""
     decisive: dict[Attribute, Any] = field(default_factory=dict)
     """Numbers of the step on which its network depends."""
+    made_buffers: set[str] = field(default_factory=set)
+    """Names of the buffers that forwards or the step make, or replace by other tensors."""
 
     def changed_by_step(self) -> set[str]:
         """Names of the parameters and buffers that the step itself changes in place."""

@@ -373,6 +373,8 @@ CallHandler = Callable[[int, nn.Module, tuple[Any, ...], dict[str, Any]], Any]
 Kinds = Sequence[tuple[nn.Module, type[nn.Module]]]
 """Modules with their own classes."""
 
+_OF_A_CLASS: Final = ("__", "_abc_")
+"""Beginnings of the names of attributes that each class has for itself."""
 _ANSWER: Final = "_gpp_answer"
 """The attribute of a module that answers its calls."""
 
@@ -394,7 +396,25 @@ def _answering(kind: type[nn.Module]) -> type[nn.Module]:
         made = (kind if each is type(self) else each for each in arguments)
         return object.__new__ if function is copyreg.__newobj__ else function, tuple(made), *rest  # type: ignore[attr-defined]
 
-    return type(kind.__name__, (kind,), {"__call__": call, "__reduce_ex__": reduced, "__module__": kind.__module__})
+    about = {"__call__": call, "__reduce_ex__": reduced, "__module__": kind.__module__}
+    answering: type[nn.Module] = _written_through(kind)(kind.__name__, (kind,), about)
+    return answering
+
+
+def _written_through(kind: type[nn.Module]) -> type:
+    """The class of a subclass of `kind` whose attributes are set in `kind`, as by `type(self).scale = 2` in a hook."""
+    meta = type(kind)
+
+    def write(cls: type, name: str, value: Any) -> None:
+        if name.startswith(_OF_A_CLASS):
+            type.__setattr__(cls, name, value)
+        else:
+            setattr(kind, name, value)
+
+    def remove(cls: type, name: str) -> None:
+        delattr(kind, name)
+
+    return type(meta.__name__, (meta,), {"__setattr__": write, "__delattr__": remove})
 
 
 def attach(modules: Kinds, answer: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]) -> None:

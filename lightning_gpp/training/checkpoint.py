@@ -14,6 +14,7 @@ from lightning_gpp.checkpoints.stored import StoredValues
 from lightning_gpp.errors import CheckpointError
 from lightning_gpp.training.control import Control
 from lightning_gpp.training.foreign import Foreign
+from lightning_gpp.training.made_buffers import made_states
 from lightning_gpp.training.optimizers import OptimizerIndex
 from lightning_gpp.training.parameters import Placement, materialise, succeed, tensors_of, with_values
 from lightning_gpp.training.shards import is_shard, loadable, outline, state_shard, whole_states, whole_values
@@ -28,13 +29,14 @@ def whole_state(module: nn.Module, placement: Placement, control: Control) -> di
     """
     tensors = tensors_of(module)
     names = {id(tensor): name for name, tensor in tensors.items()}
-    received = merge(whole_values(tensors, saved_here(placement, control)), control)
     state = module.state_dict(keep_vars=True)
+    made = made_states(module, state, placement) if control.pipeline == control.member == 0 else {}
+    received = merge({**made, **whole_values(tensors, saved_here(placement, control))}, control)
     for key, value in state.items():
         if isinstance(value, Tensor):
             value = outline(value) if is_shard(value) else value
             state[key] = received.get(names.get(id(state[key]), ""), value.detach())
-    return state
+    return state | {name: value for name, value in received.items() if name not in tensors}
 
 
 def saved_here(placement: Placement, control: Control) -> set[str]:
@@ -60,9 +62,10 @@ def own_state(module: nn.Module, placement: Placement, control: Control) -> dict
     """The module's state dict, in which tensors that other ranks save have no memory."""
     names = {id(tensor): name for name, tensor in tensors_of(module).items()}
     state = module.state_dict(keep_vars=True)
+    made = made_states(module, state, placement) if control.pipeline == control.member == 0 else {}
     for key, value in state.items():
         if isinstance(value, Tensor):
-            here = _is_saved(names.get(id(value), ""), value, placement, control)
+            here = key in made or _is_saved(names.get(id(value), ""), value, placement, control)
             state[key] = value.detach() if here else torch.empty(value.shape, dtype=value.dtype, device="meta")
     return state
 

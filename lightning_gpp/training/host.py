@@ -14,6 +14,7 @@ from torch import nn
 from lightning_gpp.checkpoints.stored import StoredValues
 from lightning_gpp.plan import Plan
 from lightning_gpp.training.control import Control
+from lightning_gpp.training.made_buffers import MadeBuffers
 from lightning_gpp.training.mirror import Mirror
 from lightning_gpp.training.options import Context, Options
 from lightning_gpp.training.tensor_parallel import TensorParallel
@@ -95,6 +96,7 @@ class Job:
         evaluates_whole: whether validation in training does, too.
         on_first: whether the step, an evaluation, runs on the first device, which has all parameters.
         parallel: the tensor parallelism inside stages; None without.
+        made: the buffers that forwards make.
     """
 
     module: nn.Module
@@ -110,6 +112,7 @@ class Job:
     evaluates_whole: bool = False
     on_first: bool = False
     parallel: TensorParallel | None = None
+    made: MadeBuffers = field(default_factory=MadeBuffers)
 
     def in_device(self, tree: Any) -> Any:
         """A structure of tensors that only the first member of a device has, such as a mini-batch, on all members."""

@@ -149,7 +149,9 @@ class NetworkCalls:
     ) -> CallSession:
         job, example, places = self._job, _needing(outline(batch), needs), (self._plan, self._placement)
         context = job.host.context(TRAINING)
-        captured = capture_calls(job.module, example, context=context, device=job.device, divided=divided)
+        with job.made.as_at_set_up(job.module):
+            captured = capture_calls(job.module, example, context=context, device=job.device, divided=divided)
+        job.made.note(captured)
         session = CallSession(job, captured, *places, self._transport, self._streams, divided=divided)
         self._frozen.add(session.pipeline.frozen, {})
         if session.is_cut and not self._warned and _normalises(module):

@@ -276,10 +276,13 @@ def _meetings(program: Program) -> int:
 
 
 def check_placement(pipeline: Pipeline, plan: Plan, placement: Placement, step: str) -> None:
-    """Raise PlanError if a stage is on a device that does not hold all its parameters and buffers."""
+    """Raise PlanError if a stage is on a device that does not hold all its parameters and buffers.
+
+    All ranks have those that were registered after set-up, by a hook.
+    """
     for index, stage in enumerate(plan.stages):
         for name in (*pipeline.parameters[index], *pipeline.buffers[index]):
-            missing = set(stage.devices) - set(placement.devices[name])
+            missing = set(stage.devices) - set(placement.devices.get(name, stage.devices))
             if missing:
                 raise PlanError(
                     f"In {step}, stage {stage.name!r} on devices {sorted(stage.devices)} needs {name!r}, which was "

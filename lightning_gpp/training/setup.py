@@ -148,8 +148,10 @@ def _set_up(
     if step == TRAINING and job.control.num_processes > 1:
         check_alike({**facts_of_optimizers(optimizers), **job.host.facts()}, job.control.everyone)
     policy = _weight_policy(job.options, optimizers) if step == TRAINING else None
+    job.made.begin(job.module, job.control)
     example = job.control.broadcast(outline(batch) if job.control.first else None)
     captured, found_calls = captured_in(job, step, example, calls)
+    job.made.note(captured)
     job = as_captured(job, step, captured, optimizers)
     form = NO_FORM if job.whole else incoming.form_of(example)
     batch = job.in_device(batch) if job.control.rank == 0 else batch

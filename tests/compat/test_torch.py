@@ -46,6 +46,7 @@ from lightning_gpp._compat.torch import (
     saves_tensors,
     schema_arguments,
     storage_id,
+    transient_buffers_of,
     uncompiled,
     unset_fake_temporarily,
     version,
@@ -209,6 +210,12 @@ def test_buffers_of() -> None:
     assert norm.running_mean is not None
     assert norm.running_mean.tolist() == [1, 1]
     assert buffers_of(nn.Sequential(norm)) == {}
+
+
+def test_transient_buffers_of() -> None:
+    norm = nn.BatchNorm1d(2)
+    norm.register_buffer("table", torch.ones(2), persistent=False)
+    assert transient_buffers_of(norm) == {"table"}
 
 
 # --- autograd

@@ -147,6 +147,41 @@ class Sundry(Changing):
         globals().update(OFFSET=0.0)
 
 
+class Functional(Changing):
+    """Functions of a class: one that an instance replaces, and one that the class replaces."""
+
+    class Body(nn.Module):
+        act = staticmethod(torch.tanh)
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 6), nn.Linear(6, 3)
+
+        def forward(self, x: Tensor, prior: Tensor | None = None) -> Tensor:
+            return self.b(self.act(self.scaled(self.a(x))))
+
+        def scaled(self, x: Tensor) -> Tensor:
+            return 2 * x
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = self.Body()
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.global_step == 1:
+            self.body.act = torch.relu
+        if self.global_step == 3:
+            type(self.body).scaled = lambda body, x: x / 2
+
+    def on_fit_end(self) -> None:
+        type(self.body).scaled = _doubled
+
+
+def _doubled(body: nn.Module, x: Tensor) -> Tensor:
+    return 2 * x
+
+
 class ByStep(Changing):
     """The step itself changes what the rank that runs it knows first."""
 
@@ -301,6 +336,7 @@ KINDS = {
         Configured,
         ConfiguredByHydra,
         Sundry,
+        Functional,
         ByStep,
         Swapped,
         Frozen,
