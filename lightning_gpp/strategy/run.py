@@ -302,12 +302,15 @@ class Run:
 
     # -- optimizers ---------------------------------------------------------------------------------------------------
 
-    def optimizer_state(self, optimizer: Optimizer, *, sharded: bool = False) -> dict[str, Any]:
-        """The undivided optimizer's state; complete on rank 0, or, if `sharded`, what this rank saves."""
+    def optimizer_state(self, optimizer: Optimizer, *, sharded: bool = False, alone: bool = False) -> dict[str, Any]:
+        """The undivided optimizer's state; complete on rank 0, or, if `sharded`, what this rank saves.
+
+        `alone`: that of this rank's part, without the others.
+        """
         plain, engine = _plain(optimizer), self.saved
         if engine is None or not engine.divides(plain):
             return plain.state_dict()
-        return engine.optimizer_state_dict(plain, sharded=sharded)
+        return engine.part_of_optimizer(plain) if alone else engine.optimizer_state_dict(plain, sharded=sharded)
 
     def load_optimizers(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Load this rank's part of the optimizers' states.

@@ -158,7 +158,8 @@ class Steps:
             self.trace.add(engine)
         loss, rest = engine.loss_of(outputs) if outputs else (torch.zeros(()), {})
         (number,) = self._share([loss], changed)
-        rest = self._for_hooks(TRAINING, rest)
+        if self._readers.reads(TRAINING, RESULT):
+            rest = self._readers.everywhere(rest)
         if not self.control.loads:
             loss = torch.full((), number, dtype=torch.float64, device=self.device)
         return {"loss": loss, **rest} if rest else loss
@@ -180,11 +181,9 @@ class Steps:
         if self.engine.runs_whole(step):
             return result
         self._share([])
-        return self._for_hooks(step, result if self.control.loads else None)
-
-    def _for_hooks(self, step: str, result: Any) -> Any:
-        """A result of a step, on all ranks if hooks of callbacks read it."""
-        return self._readers.everywhere(result) if self._readers.reads(step, RESULT) else result
+        if self._readers.reads(step, RESULT):
+            return self._readers.everywhere(result)
+        return result if self.control.loads else None
 
     def _share(self, results: Sequence[Tensor], kept: Mapping[Attribute, Any] = MappingProxyType({})) -> list[float]:
         """Replay the step's logs everywhere, its wish to stop, and the attributes that it has `kept`.

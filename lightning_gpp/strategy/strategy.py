@@ -305,9 +305,11 @@ class GPPStrategy(RanksStrategy):
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The undivided optimizer's state in the user's indexing; complete on global rank 0. All ranks must call it."""
-        if self._run is None or self._failed:
+        if self._run is None:
             return super().optimizer_state(optimizer)
-        return self._running.optimizer_state(optimizer, sharded=self._checkpoints.sharded(self._saved))
+        if self._failed:  # the others have ended, and nothing is written
+            return self._run.optimizer_state(optimizer, alone=True)
+        return self._run.optimizer_state(optimizer, sharded=self._checkpoints.sharded(self._saved))
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Write a checkpoint; after a failure of this rank, which has only its part, do nothing."""

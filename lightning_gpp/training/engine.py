@@ -393,6 +393,10 @@ class Engine:
         with self.job.shown(), self.pruning.hidden(), index.divided():
             return state(index, tensors_of(self.module), self._layout.placement, self.control, owned)
 
+    def part_of_optimizer(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The state dict of an optimizer as it is on this rank, in an indexing of its own."""
+        return self._index(optimizer).own_state_dict()
+
     def load_optimizer_state_dict(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         """Load a state dict of the undivided optimizer; every rank keeps its part.
 

@@ -22,7 +22,7 @@ from lightning_gpp.training.parameters import Placement
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class BufferForm:
     """What is known of a buffer without its values; `present`: whether the rank has these."""
 
     shape: torch.Size
@@ -34,12 +34,12 @@ class Form:
         """A tensor of this form without memory."""
         return torch.empty(self.shape, dtype=self.dtype, device="meta")
 
-    def fits(self, other: Form | None) -> bool:
+    def fits(self, other: BufferForm | None) -> bool:
         """True if the other form has the same shape and dtype."""
         return other is not None and (self.shape, self.dtype) == (other.shape, other.dtype)
 
 
-Forms = Mapping[str, Form | None]
+Forms = Mapping[str, BufferForm | None]
 """Forms of buffers by their names; None for those that are registered as None."""
 _UNKNOWN: Final = object()
 
@@ -90,20 +90,22 @@ def _split(name: str) -> tuple[str, str]:
     return path, own
 
 
-def _forms(module: nn.Module) -> dict[str, Form | None]:
-    found: dict[str, Form | None] = {}
+def _forms(module: nn.Module) -> dict[str, BufferForm | None]:
+    found: dict[str, BufferForm | None] = {}
     for path, part in module.named_modules():
         transient = transient_buffers_of(part)
         for name, buffer in buffers_of(part).items():
             form = None
             if buffer is not None:
-                form = Form(buffer.shape, buffer.dtype, name not in transient, not buffer.is_meta)
+                form = BufferForm(buffer.shape, buffer.dtype, name not in transient, not buffer.is_meta)
             found[f"{path}.{name}".lstrip(".")] = form
     return found
 
 
 def _differ(now: Any, before: Any) -> bool:
-    return now is not before and not (isinstance(now, Form) and isinstance(before, Form) and now.fits(before))
+    return now is not before and not (
+        isinstance(now, BufferForm) and isinstance(before, BufferForm) and now.fits(before)
+    )
 
 
 def _put(table: dict[str, Any], name: str, before: Any) -> None:

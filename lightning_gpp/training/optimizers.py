@@ -19,10 +19,6 @@ NOTHING: Final[dict[str, Any]] = {"state": {}, "param_groups": []}
 """The state dict of an optimizer without parameters; that of Lightning for modules without an optimizer is empty."""
 
 
-Guard = RemovableHandle
-"""Ends a guard by its method `remove`."""
-
-
 class OptimizerIndex:
     """The parameters of an optimizer by name, in the user's order and groups.
 
@@ -138,8 +134,12 @@ class OptimizerIndex:
         """Names of all parameters of the optimizer."""
         return [name for group in self.groups for name in group]
 
-    def guard(self) -> Guard:
-        """Let `optimizer.state_dict()` be an error outside of this class: it has the parameters of this rank only."""
+    def guard(self) -> RemovableHandle:
+        """Let `optimizer.state_dict()` be an error outside of this class: it has the parameters of this rank only.
+
+        Returns:
+            A handle whose `remove` ends that.
+        """
         return self.optimizer.register_state_dict_pre_hook(self._refuse)
 
     def _refuse(self, optimizer: Optimizer) -> None:
@@ -151,7 +151,8 @@ class OptimizerIndex:
                 "own), not inside of `if trainer.is_global_zero`: global rank 0 gets the state of all parameters."
             )
 
-    def _state_dict(self) -> dict[str, Any]:
+    def own_state_dict(self) -> dict[str, Any]:
+        """The optimizer's state dict as it is on this rank."""
         self._reading = True
         try:
             return {**NOTHING, **self.optimizer.state_dict()}
@@ -161,7 +162,7 @@ class OptimizerIndex:
     def state(self) -> dict[str, Any]:
         """This rank's state by parameter name."""
         names = [name for group in self._kept for name in group]
-        state = self._state_dict()["state"]
+        state = self.own_state_dict()["state"]
         return {name: state[place] for place, name in enumerate(names) if place in state}
 
     def move(self, device: torch.device) -> None:
@@ -194,7 +195,7 @@ class OptimizerIndex:
 
     def _merged_groups(self) -> list[dict[str, Any]]:
         merged, start = [], 0
-        groups = self._state_dict()["param_groups"]
+        groups = self.own_state_dict()["param_groups"]
         for group, names, labels in zip(groups, self.groups, self.labels, strict=True):
             extra = {} if labels is None else {"param_names": labels}
             merged.append({**group, **extra, "params": list(range(start, start + len(names)))})

@@ -52,6 +52,7 @@ from lightning_gpp._compat.torch import (
     version,
     will_run,
     with_gradient_hooks,
+    without_saved_hooks,
     without_splits,
     without_torch_function,
     wrapper,
@@ -368,6 +369,20 @@ def test_saved_of_convolutions() -> None:
     every = torch.ops.aten.convolution_backward(gradient, *operands, *settings, [False, True, False])
     convolution(image).backward(gradient)
     assert torch.equal(every[1], convolution.weight.grad)
+
+
+def test_without_saved_hooks() -> None:
+    packed: list[torch.Size] = []
+
+    def forward() -> None:
+        torch.ones(2, requires_grad=True).exp()
+
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: packed.append(tensor.shape), lambda _: torch.ones(2)):
+        with without_saved_hooks():
+            forward()
+        assert not packed
+        forward()
+    assert packed == [(2,)]
 
 
 def test_saved_unread() -> None:

@@ -21,7 +21,7 @@ from lightning_gpp.training.engine import Engine
 from lightning_gpp.training.mirror import Mirror
 
 
-class _Part(Protocol):
+class _AroundHooks(Protocol):
     def attach(self) -> None:
         """Replace hooks by others, which call them."""
 
@@ -51,7 +51,7 @@ class AttachedHooks:
         trained: Callable[[], Engine],
     ) -> None:
         module, self._control = trainer.lightning_module, control
-        self._divided: list[_Part] = [
+        self._divided: list[_AroundHooks] = [
             readers,
             SavingHooks(trainer),
             RandomHooks(trainer, Mirror(control, device).one_stream),
@@ -59,8 +59,8 @@ class AttachedHooks:
             SharedHooks(module, control, steps),
         ]
         self._toggles = SharedToggles(module, lambda: trained().undivided_optimizers())
-        self._training: list[_Part] = [OptimizerHooks(trainer, trained), SharedPruning(trainer, trained)]
-        self._attached: list[_Part] = []
+        self._training: list[_AroundHooks] = [OptimizerHooks(trainer, trained), SharedPruning(trainer, trained)]
+        self._attached: list[_AroundHooks] = []
 
     def attach(self, *, trains: bool, whole: bool) -> None:
         """Attach what a run needs. `trains`: it trains. `whole`: the training step runs as a whole."""

@@ -14,6 +14,7 @@ import lightning.pytorch as pl
 from torch import Tensor, nn
 
 from lightning_gpp._compat.lightning_module import LIGHTNING_STATE
+from lightning_gpp._compat.torch import buffers_of, parameters_of
 from lightning_gpp.capture.attributes import FRAMEWORKS, OF_EVERY_MODULE
 from lightning_gpp.training.checkpoint import merge
 from lightning_gpp.training.control import Control
@@ -24,7 +25,7 @@ _OWN: Final = OF_EVERY_MODULE | LIGHTNING_STATE
 
 
 @dataclass(frozen=True, slots=True)
-class _Kept:
+class _KeptTensor:
     """A tensor that is kept somewhere, and what puts another one into its place."""
 
     value: Tensor
@@ -39,7 +40,7 @@ class _Kept:
 
 def complete_copies(module: pl.LightningModule, callbacks: Iterable[object], control: Control) -> None:
     """Give global rank 0 the values of the copies that callbacks and module keep, on the CPU. All ranks call this."""
-    kept = dict(_Search(module).over([module, *callbacks]))
+    kept = dict(_CopySearch(module).over([module, *callbacks]))
     lacking = {path: each.value for path, each in kept.items() if isinstance(each.value, Foreign)}
     wanted = control.broadcast({path: min(value.ranks, default=-1) for path, value in lacking.items()})
     if not wanted:
@@ -52,7 +53,7 @@ def complete_copies(module: pl.LightningModule, callbacks: Iterable[object], con
         kept[path].complete(values)
 
 
-class _Search:
+class _CopySearch:
     """Finds the tensors in attributes of objects, and in containers, modules and users' objects there.
 
     `module`: is divided, and made whole by the engine; its parts and parameters do not count.
@@ -61,25 +62,25 @@ class _Search:
     def __init__(self, module: nn.Module) -> None:
         self._seen = {id(part) for part in module.modules()}
 
-    def over(self, owners: Iterable[object]) -> Iterator[tuple[str, _Kept]]:
+    def over(self, owners: Iterable[object]) -> Iterator[tuple[str, _KeptTensor]]:
         """The tensors by paths, which are the same on all ranks."""
         for number, owner in enumerate(owners):
             yield from self._in_attributes(owner, f"{number}", _DEPTH)
 
-    def _in_attributes(self, owner: object, path: str, depth: int) -> Iterator[tuple[str, _Kept]]:
+    def _in_attributes(self, owner: object, path: str, depth: int) -> Iterator[tuple[str, _KeptTensor]]:
         attributes = vars(owner)
         for name in list(attributes):
             if name not in _OWN:
                 yield from self._inside(attributes, name, f"{path}.{name}", depth)
 
-    def _inside(self, container: Any, key: Any, path: str, depth: int) -> Iterator[tuple[str, _Kept]]:
+    def _inside(self, container: Any, key: Any, path: str, depth: int) -> Iterator[tuple[str, _KeptTensor]]:
         value = container[key]
         if isinstance(value, Tensor):
-            yield path, _Kept(value, lambda whole: container.__setitem__(key, whole))
+            yield path, _KeptTensor(value, lambda whole: container.__setitem__(key, whole))
         elif depth and id(value) not in self._seen:
             yield from self._of(value, path, depth - 1)
 
-    def _of(self, value: Any, path: str, depth: int) -> Iterator[tuple[str, _Kept]]:
+    def _of(self, value: Any, path: str, depth: int) -> Iterator[tuple[str, _KeptTensor]]:
         if isinstance(value, dict | list | tuple):
             self._seen.add(id(value))
             for key in list(value) if isinstance(value, dict) else range(len(value)):
@@ -87,7 +88,7 @@ class _Search:
         elif isinstance(value, nn.Module):
             self._seen.add(id(value))
             for name, part in value.named_modules():
-                for tensors in (part._parameters, part._buffers):
+                for tensors in (parameters_of(part), buffers_of(part)):
                     for key in tensors:
                         yield from self._inside(tensors, key, f"{path}.{name}.{key}", 0)
         elif (

@@ -17,11 +17,12 @@ from typing import Any, Final
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import BasePredictionWriter
+from torch import Tensor
 
+from lightning_gpp._compat.torch import pytree
 from lightning_gpp.strategy.replaced import Replaced
 from lightning_gpp.training.control import Control
 from lightning_gpp.training.hook_code import names_in_hook
-from lightning_gpp.training.mirror import Mirror
 from lightning_gpp.training.planner import TRAINING
 from lightning_gpp.user_code import user_function
 
@@ -38,6 +39,13 @@ _ASKS: Final = {"is_global_zero", "global_rank", "local_rank", "rank_zero_only",
 _PREDICTION: Final = tuple(f"on_predict_{each}" for each in ("batch_start", "batch_end", "epoch_end", "end"))
 
 
+class _SentTensor:
+    """The values of a tensor, on the CPU, and whether it was there."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.values, self.on_cpu = tensor.detach().cpu(), tensor.device.type == "cpu"
+
+
 class BatchReaders:
     """Gives all ranks of a pipeline the mini-batches and results that hooks of callbacks read.
 
@@ -49,7 +57,7 @@ class BatchReaders:
 
     def __init__(self, trainer: pl.Trainer, control: Control, device: torch.device) -> None:
         self._trainer, self._control = trainer, control
-        self._mirror = Mirror(control, device)
+        self._device = device
         self._read: dict[str, set[str]] = {}
         self._silenced = Replaced()
 
@@ -77,8 +85,13 @@ class BatchReaders:
         return argument in self._read.get(step, ())
 
     def everywhere(self, value: Any) -> Any:
-        """A value of the rank that loads the data, on all ranks of its pipeline. All of them call this."""
-        return self._mirror.tree(value)
+        """A value of the rank that runs the step, which waits for nobody, on all ranks of its pipeline."""
+        mine = self._control.runs_step
+        shared = self._control.share_object(pytree.tree_map_only(Tensor, _SentTensor, value) if mine else None)
+        return value if mine else pytree.tree_map_only(_SentTensor, self._received, shared)
+
+    def _received(self, sent: _SentTensor) -> Tensor:
+        return sent.values if sent.on_cpu else sent.values.to(self._device)
 
     def _silence(self, callback: pl.Callback) -> None:
         names = ("write_on_batch_end", "write_on_epoch_end") if isinstance(callback, BasePredictionWriter) else ()
