@@ -49,7 +49,7 @@ def _differs(holder: Holder, known: Any) -> bool:
 
 
 def _new(holder: Holder, known: Any) -> list[Any]:
-    """What has come into a holder."""
+    """The items that have come into a holder."""
     now = _copied(holder)
     if isinstance(now, dict):
         return [value for key, value in now.items() if known.get(key, _MISSING) is not value]

@@ -20,7 +20,7 @@ from lightning_gpp.capture.attributes import LIBRARIES, OF_EVERY_MODULE
 from lightning_gpp.user_code import is_user_code
 
 Holder = dict[Any, Any] | list[Any] | set[Any] | deque[Any] | type
-"""What may have a tensor in it: a container, a class, or the attributes of an object."""
+"""Something that may have a tensor in it: a container, a class, or the attributes of an object."""
 
 DICTS: Final = (dict, OrderedDict, defaultdict)
 SEQUENCES: Final = (list, tuple, set, frozenset, deque)
@@ -76,7 +76,7 @@ class _Reach:
                     self.all_of(inside, depth + 1)
 
     def _inside(self, value: Any) -> Iterable[Any] | None:
-        """What is in a value; None if it is of no interest."""
+        """The holder of what is in a value; None if it is of no interest."""
         if type(value) in DICTS:
             return islice(value.values(), _MOST_ITEMS)
         if type(value) in SEQUENCES:
@@ -113,7 +113,7 @@ def _is_users(name: str, file: types.ModuleType) -> bool:
 
 
 def _kept_by(function: types.FunctionType) -> Iterator[Any]:
-    """What a function keeps from call to call: defaults, attributes, and variables of the code around it."""
+    """The values that a function keeps from call to call: defaults, attributes, and variables of the code around it."""
     yield from function.__defaults__ or ()
     yield from (function.__kwdefaults__ or {}).values()
     if vars(function):

@@ -23,7 +23,7 @@ from lightning_gpp.training.parameters import Placement
 
 @dataclass(frozen=True, slots=True)
 class BufferForm:
-    """What is known of a buffer without its values; `present`: whether the rank has these."""
+    """A buffer as it is known without its values; `present`: whether the rank has these."""
 
     shape: torch.Size
     dtype: torch.dtype
