@@ -6,12 +6,10 @@ What follows from masks, every rank does to the parameters that it holds.
 
 from __future__ import annotations
 
-import functools
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelPruning
@@ -21,14 +19,13 @@ from lightning_gpp._compat.lightning import original_layers, parameters_to_prune
 from lightning_gpp._compat.torch_pruning import pruning_hooks
 from lightning_gpp.errors import ConfigError
 from lightning_gpp.plan import Plan
-from lightning_gpp.strategy.replaced import Replaced
+from lightning_gpp.strategy.hooks.found import owners_of
+from lightning_gpp.strategy.replaced import Around, Replaced
 from lightning_gpp.training.engine import Engine
 from lightning_gpp.training.host import Job
 from lightning_gpp.training.mirror import Mirror
 from lightning_gpp.training.option_values import SYNCHRONOUS
 from lightning_gpp.training.pruning import Pruning
-
-Around = Callable[[], AbstractContextManager[None]]
 
 HOOKS: Final = "on_train_epoch_end", "on_validation_epoch_end", "on_train_end"
 """Hooks in which module and callbacks see the module in torch's form: they may read masks, and count zeros."""
@@ -52,11 +49,10 @@ class SharedPruning:
             self._pruning.hide()
             self._pruning.fill(original_layers(callback))
             for name, around in self._methods(callback).items():
-                self._replace(callback, name, around)
-        callbacks: list[pl.Callback] = self._trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
-        for owner in (*callbacks, self._trainer.lightning_module) if self._replaced else ():
+                self._replaced.surround(callback, name, around)
+        for owner in owners_of(self._trainer) if self._replaced else ():
             for name in HOOKS:
-                self._replace(owner, name, self._pruning.shown)
+                self._replaced.surround(owner, name, self._pruning.shown)
 
     def detach(self) -> None:
         self._replaced.restore()
@@ -76,16 +72,6 @@ class SharedPruning:
             "make_pruning_permanent": self._pruning.shown,
             "on_save_checkpoint": self._pruning.shown,
         }
-
-    def _replace(self, owner: object, name: str, around: Around) -> None:
-        plain = getattr(owner, name)
-
-        @functools.wraps(plain)
-        def method(*args: Any, **kwargs: Any) -> Any:
-            with around():
-                return plain(*args, **kwargs)
-
-        self._replaced.put(owner, name, method)
 
 
 def pruning_callbacks(trainer: pl.Trainer) -> list[ModelPruning]:

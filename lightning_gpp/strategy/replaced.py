@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Final
+
+Around = Callable[[], AbstractContextManager[None]]
+"""Makes a context."""
 
 _NOTHING: Final = object()
 
@@ -22,6 +26,17 @@ class Replaced:
         """Put an attribute into an object itself, in front of that of its class."""
         self._before.append((owner, name, vars(owner).get(name, _NOTHING)))
         vars(owner)[name] = value
+
+    def surround(self, owner: object, name: str, around: Around) -> None:
+        """Let a method of an object run inside a context, which is made for each call."""
+        plain = getattr(owner, name)
+
+        @functools.wraps(plain)
+        def method(*args: Any, **kwargs: Any) -> Any:
+            with around():
+                return plain(*args, **kwargs)
+
+        self.put(owner, name, method)
 
     def restore(self) -> None:
         """Undo all of it, the last one first."""

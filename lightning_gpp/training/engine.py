@@ -116,8 +116,7 @@ class Engine:
             num_steps=lambda: self.num_steps,
         )
         self._stragglers = Stragglers(self.job, lambda: computing_seconds(self.plan, self.graph, self.machine()))
-        owned = replicas is not None and replicas.sharding == "zero1"
-        self._guards = [index.guard() for index in indices if owned or self.control.num_devices > 1]
+        self._guards = [index.guard() for index in indices if self._owned or self.control.num_devices > 1]
         for index in indices:
             index.move(self.device)
 
@@ -387,11 +386,15 @@ class Engine:
 
         `sharded`: nothing is sent; every rank has the entries that it saves.
         """
-        owned = self._replicas is not None and self._replicas.sharding == "zero1"
         state = own_optimizer_state if sharded else whole_optimizer_state
         index = self._index(optimizer)
         with self.job.shown(), self.pruning.hidden(), index.divided():
-            return state(index, tensors_of(self.module), self._layout.placement, self.control, owned)
+            return state(index, tensors_of(self.module), self._layout.placement, self.control, self._owned)
+
+    @property
+    def _owned(self) -> bool:
+        """True if no two ranks step the same parameter."""
+        return self._replicas is not None and self._replicas.sharding == "zero1"
 
     def part_of_optimizer(self, optimizer: Optimizer) -> dict[str, Any]:
         """The state dict of an optimizer as it is on this rank, in an indexing of its own."""

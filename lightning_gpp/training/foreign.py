@@ -155,13 +155,12 @@ class Foreign(Tensor):
 
 def _draw(func: Any, leaves: Sequence[Any], structure: Any) -> None:
     """Draw the random numbers that an operator draws elsewhere: where ranks share a stream, it goes on alike."""
-    made = [torch.empty(leaf.shape, dtype=leaf.dtype, device=leaf.device) if _stands(leaf) else leaf for leaf in leaves]
+    made = [
+        torch.empty(leaf.shape, dtype=leaf.dtype, device=leaf.device) if isinstance(leaf, Foreign) else leaf
+        for leaf in leaves
+    ]
     given, named = pytree.tree_unflatten(made, structure)
     func(*given, **named)
-
-
-def _stands(leaf: object) -> bool:
-    return isinstance(leaf, Foreign)
 
 
 def foreign_like(tensor: Tensor, device: torch.device, origins: Sequence[Whereabouts]) -> Foreign:
@@ -336,9 +335,10 @@ def _note_recipes(result: Any, func: Any, args: Any, kwargs: Any, ask: Lender) -
 
     given = [leaf.recipe for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Foreign)]
     is_view = func.is_view and all(recipe is None or recipe.hook is None for recipe in given)
+    gone = any(map(is_gone, given))
     for place, leaf in enumerate(pytree.tree_leaves(result)):
         if isinstance(leaf, Foreign) and leaf.recipe is None:
-            leaf.recipe = Recipe(None if is_view else ask, partial(value, place))
+            leaf.recipe = CHANGED if gone else Recipe(None if is_view else ask, partial(value, place))
 
 
 def _forget_recipes(written: Sequence[Tensor]) -> None:

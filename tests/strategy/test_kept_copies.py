@@ -132,5 +132,5 @@ def test_a_view_has_the_present_values() -> None:
 
 @pytest.mark.parametrize("kind", [Remembers, Doubles, Listed])
 def test_values_that_nobody_can_lend_are_an_error(kind: Callable[[], TwoTowers]) -> None:
-    with pytest.raises(AssertionError, match="not copies that earlier hooks made|which this rank does not hold"):
+    with pytest.raises(AssertionError, match="not copies that earlier hooks made, or changed ones"):
         run(2, losses_on_ranks, kind)

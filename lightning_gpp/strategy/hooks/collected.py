@@ -11,18 +11,17 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lightning_gpp._compat.lightning_module import LIGHTNING_STATE
 from lightning_gpp._compat.torch import pytree
-from lightning_gpp.capture.attributes import OF_EVERY_MODULE, TOLD
+from lightning_gpp.capture.attributes import TOLD
 from lightning_gpp.strategy.hooks.found import names_in, user_hooks
 from lightning_gpp.training.control import Control
+from lightning_gpp.training.step_attributes import NOT_USERS
 
 _END_OF_EPOCH: Final = {
     f"{step}_step": tuple(f"on_{loop}_{moment}" for moment in ("epoch_end", "end"))
     for step, loop in (("training", "train"), ("validation", "validation"), ("test", "test"))
 }
 _MOST_BYTES: Final = 64 << 20
-_OWN: Final = OF_EVERY_MODULE | LIGHTNING_STATE
 
 
 class ResultsOfSteps:
@@ -47,7 +46,9 @@ class ResultsOfSteps:
                 vars(module).update(pytree.tree_map_only(Tensor, self._here, received))
 
     def _collected(self, module: nn.Module, names: Set[str]) -> dict[str, Any]:
-        own = {name: value for name, value in vars(module).items() if name in names - _OWN and _is_collected(value)}
+        own = {
+            name: value for name, value in vars(module).items() if name in names - NOT_USERS and _is_collected(value)
+        }
         if (size := sum(map(_bytes, pytree.tree_leaves(own)))) > _MOST_BYTES:
             self._control.warn(
                 f"Steps have collected {size >> 20} MiB in {', '.join(sorted(own))}, which hooks at the end of the "

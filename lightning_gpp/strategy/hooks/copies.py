@@ -13,15 +13,14 @@ from typing import Any, Final
 import lightning.pytorch as pl
 from torch import Tensor, nn
 
-from lightning_gpp._compat.lightning_module import LIGHTNING_STATE
 from lightning_gpp._compat.torch import buffers_of, parameters_of
-from lightning_gpp.capture.attributes import FRAMEWORKS, OF_EVERY_MODULE
+from lightning_gpp.capture.attributes import FRAMEWORKS
 from lightning_gpp.training.checkpoint import merge
 from lightning_gpp.training.control import Control
 from lightning_gpp.training.foreign import Foreign
+from lightning_gpp.training.step_attributes import NOT_USERS
 
 _DEPTH: Final = 5
-_OWN: Final = OF_EVERY_MODULE | LIGHTNING_STATE
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +69,7 @@ class _CopySearch:
     def _in_attributes(self, owner: object, path: str, depth: int) -> Iterator[tuple[str, _KeptTensor]]:
         attributes = vars(owner)
         for name in list(attributes):
-            if name not in _OWN:
+            if name not in NOT_USERS:
                 yield from self._inside(attributes, name, f"{path}.{name}", depth)
 
     def _inside(self, container: Any, key: Any, path: str, depth: int) -> Iterator[tuple[str, _KeptTensor]]:
@@ -91,11 +90,7 @@ class _CopySearch:
                 for tensors in (parameters_of(part), buffers_of(part)):
                     for key in tensors:
                         yield from self._inside(tensors, key, f"{path}.{name}.{key}", 0)
-        elif (
-            hasattr(value, "__dict__")
-            and not callable(value)
-            and type(value).__module__.split(".")[0] not in FRAMEWORKS
-        ):
+        elif _is_users(value):
             self._seen.add(id(value))
             yield from self._in_attributes(value, path, depth)
 

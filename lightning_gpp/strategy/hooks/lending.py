@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
-from contextlib import nullcontext
-from typing import Any, Final
+from contextlib import AbstractContextManager, nullcontext
+from typing import Final
 
 import lightning.pytorch as pl
 
 from lightning_gpp.strategy.hooks.found import LOOPS, UserHook, names_in, user_hooks
 from lightning_gpp.strategy.hooks.shared import NAMES as SHARED
-from lightning_gpp.strategy.replaced import Replaced
+from lightning_gpp.strategy.replaced import Around, Replaced
 from lightning_gpp.training.lending import Lending
 
 _HOOKS: Final = tuple(
@@ -33,19 +32,17 @@ class LendingHooks:
 
     def attach(self) -> None:
         for found in user_hooks(self._trainer, _HOOKS):
-            self._replaced.put(found.owner, found.name, self._lent(found))
+            self._replaced.surround(found.owner, found.name, self._lent(found))
 
     def detach(self) -> None:
         self._replaced.restore()
 
-    def _lent(self, found: UserHook) -> Callable[..., Any]:
+    def _lent(self, found: UserHook) -> Around:
         named = names_in(found, self._trainer)
         shared = found.owner is self._trainer.lightning_module and found.name in SHARED
 
-        @functools.wraps(found.plain)
-        def hook(*args: Any, **kwargs: Any) -> Any:
+        def around() -> AbstractContextManager[None]:
             lending = self._lending()
-            with nullcontext() if lending is None else lending.in_hook(named, shared=shared):
-                return found.plain(*args, **kwargs)
+            return nullcontext() if lending is None else lending.in_hook(named, shared=shared)
 
-        return hook
+        return around

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Final
 
 import lightning.pytorch as pl
@@ -40,32 +39,22 @@ class OptimizerHooks:
             for name in GRADIENTS:  # of libraries, too
                 plain = getattr(owner, name, None)
                 if plain is not None and getattr(plain, "__func__", None) not in _plain_hooks(name):
-                    self._replaced.put(owner, name, self._with_norms(plain))
+                    self._replaced.surround(owner, name, self._with_norms)
         for found in user_hooks(self._trainer, _OTHERS):
             if "param_groups" in names_in(found, self._trainer):
-                self._replaced.put(found.owner, found.name, self._undivided(found.plain))
+                self._replaced.surround(found.owner, found.name, self._undivided)
 
     def detach(self) -> None:
         self._replaced.restore()
 
-    def _with_norms(self, plain: Callable[..., Any]) -> Callable[..., Any]:
-        hook = self._undivided(plain)
+    @contextmanager
+    def _with_norms(self) -> Iterator[None]:
+        norms = None if accumulates(self._trainer) else self._engine().known_norms()
+        with self._undivided(), nullcontext() if norms is None else known(norms):
+            yield
 
-        @functools.wraps(plain)
-        def with_norms(*args: Any, **kwargs: Any) -> Any:
-            norms = None if accumulates(self._trainer) else self._engine().known_norms()
-            with nullcontext() if norms is None else known(norms):
-                return hook(*args, **kwargs)
-
-        return with_norms
-
-    def _undivided(self, plain: Any) -> Callable[..., Any]:
-        @functools.wraps(plain)
-        def hook(*args: Any, **kwargs: Any) -> Any:
-            with self._engine().undivided_optimizers():
-                return plain(*args, **kwargs)
-
-        return hook
+    def _undivided(self) -> AbstractContextManager[None]:
+        return self._engine().undivided_optimizers()
 
 
 def _plain_hooks(name: str) -> list[Any]:

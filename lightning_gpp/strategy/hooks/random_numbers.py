@@ -5,15 +5,12 @@ So ranks take the same decisions, and what is drawn for parameters of other rank
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from typing import Any, Final
+from typing import Final
 
 import lightning.pytorch as pl
 
 from lightning_gpp.strategy.hooks.found import GRADIENTS, LOOPS, names_in, user_hooks
-from lightning_gpp.strategy.replaced import Replaced
+from lightning_gpp.strategy.replaced import Around, Replaced
 
 _HOOKS: Final = (
     *(f"on_{loop}_{moment}" for loop in LOOPS for moment in ("start", "end", "epoch_start", "epoch_end")),
@@ -39,22 +36,14 @@ class RandomHooks:
         one_stream: makes a context in which all processes draw the numbers of the first one; they enter it together.
     """
 
-    def __init__(self, trainer: pl.Trainer, one_stream: Callable[[], AbstractContextManager[None]]) -> None:
+    def __init__(self, trainer: pl.Trainer, one_stream: Around) -> None:
         self._trainer, self._one_stream = trainer, one_stream
         self._replaced = Replaced()
 
     def attach(self) -> None:
         for found in user_hooks(self._trainer, _HOOKS):
             if any(name in _DRAWING or name.endswith(_FILLING) for name in names_in(found, self._trainer)):
-                self._replaced.put(found.owner, found.name, self._on_one_stream(found.plain))
+                self._replaced.surround(found.owner, found.name, self._one_stream)
 
     def detach(self) -> None:
         self._replaced.restore()
-
-    def _on_one_stream(self, plain: Any) -> Callable[..., Any]:
-        @functools.wraps(plain)
-        def hook(*args: Any, **kwargs: Any) -> Any:
-            with self._one_stream():
-                return plain(*args, **kwargs)
-
-        return hook

@@ -20,6 +20,7 @@ from lightning.pytorch.callbacks import BasePredictionWriter
 from torch import Tensor
 
 from lightning_gpp._compat.torch import pytree
+from lightning_gpp.strategy.hooks.found import owners_of
 from lightning_gpp.strategy.replaced import Replaced
 from lightning_gpp.training.control import Control
 from lightning_gpp.training.hook_code import names_in_hook
@@ -63,8 +64,7 @@ class BatchReaders:
 
     def attach(self) -> None:
         """Agree on what is read; silence hooks of prediction where there are no predictions. All ranks call this."""
-        callbacks: list[pl.Callback] = self._trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
-        module = self._trainer.lightning_module
+        *callbacks, module = owners_of(self._trainer)
         found = {
             step: {*_arguments_read(callbacks, loop), *({BATCH} & {*_arguments_read([module], loop)})}
             for step, loop in _LOOPS.items()
@@ -93,7 +93,7 @@ class BatchReaders:
     def _received(self, sent: _SentTensor) -> Tensor:
         return sent.values if sent.on_cpu else sent.values.to(self._device)
 
-    def _silence(self, callback: pl.Callback) -> None:
+    def _silence(self, callback: object) -> None:
         names = ("write_on_batch_end", "write_on_epoch_end") if isinstance(callback, BasePredictionWriter) else ()
         for name in names or _PREDICTION:
             self._silenced.put(callback, name, _silent(getattr(callback, name)))

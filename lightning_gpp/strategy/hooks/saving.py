@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from contextlib import suppress
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 import lightning.pytorch as pl
 
@@ -25,20 +23,17 @@ class SavingHooks:
         """Replace the hooks on all ranks but global rank 0."""
         if not self._trainer.is_global_zero:
             for found in user_hooks(self._trainer, ["on_save_checkpoint"]):
-                self._replaced.put(found.owner, found.name, _without_values(found.plain))
+                self._replaced.surround(found.owner, found.name, _without_values)
 
     def detach(self) -> None:
         self._replaced.restore()
 
 
-def _without_values(plain: Any) -> Callable[..., Any]:
-    @functools.wraps(plain)
-    def hook(*args: Any, **kwargs: Any) -> None:
-        token = lender.set(None)  # the rank that writes does not wait for this one
-        try:
-            with suppress(ForeignTensorError):
-                plain(*args, **kwargs)
-        finally:
-            lender.reset(token)
-
-    return hook
+@contextmanager
+def _without_values() -> Iterator[None]:
+    token = lender.set(None)  # the rank that writes does not wait for this one
+    try:
+        with suppress(ForeignTensorError):
+            yield
+    finally:
+        lender.reset(token)
