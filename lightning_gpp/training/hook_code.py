@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -27,9 +28,15 @@ def names_in_hooks(owners: Sequence[object], helpers: Sequence[object]) -> list[
     return [_names(code, kinds) for kind, name in hooks for code in _codes(kind, name)]
 
 
-def names_in_hook(function: types.FunctionType, owners: Sequence[object]) -> set[str]:
+def names_in_hook(function: types.FunctionType, owners: Sequence[object]) -> frozenset[str]:
     """The names of attributes and functions in a hook, and in functions and methods of these objects that it calls."""
-    return _names(function.__code__, list(dict.fromkeys(type(each) for each in owners)), function.__globals__)
+    return _names_in_function(function, tuple(dict.fromkeys(type(each) for each in owners)))
+
+
+@functools.lru_cache(maxsize=256)
+def _names_in_function(function: types.FunctionType, kinds: tuple[type, ...]) -> frozenset[str]:
+    """The names, found once: several parts of a run ask for those of the same hook."""
+    return frozenset(_names(function.__code__, kinds, function.__globals__))
 
 
 def _is_hook(name: str) -> bool:

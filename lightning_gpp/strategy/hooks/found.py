@@ -42,6 +42,6 @@ def user_hooks(trainer: pl.Trainer, names: Iterable[str]) -> Iterator[UserHook]:
                 yield UserHook(owner, name, plain, function)
 
 
-def names_in(hook: UserHook, trainer: pl.Trainer) -> set[str]:
+def names_in(hook: UserHook, trainer: pl.Trainer) -> frozenset[str]:
     """The names in the code of a hook, and of what it calls of callbacks and modules."""
     return names_in_hook(hook.function, [*owners_of(trainer), *trainer.lightning_module.modules()])
