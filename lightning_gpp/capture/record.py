@@ -28,7 +28,7 @@ from lightning_gpp.capture.attributes import originals
 from lightning_gpp.capture.batch import GUESSED, BatchDims, map_samples
 from lightning_gpp.capture.isolate import isolated_copy, names_of
 from lightning_gpp.capture.logged import unloggable
-from lightning_gpp.capture.made_buffers import BufferWatch
+from lightning_gpp.capture.made_tensors import MadeWatch
 from lightning_gpp.capture.meter import Meter
 from lightning_gpp.capture.metrics import metrics_of
 from lightning_gpp.capture.noted_attributes import NotedAttributes
@@ -126,7 +126,7 @@ def record(
             for leaf in pytree.tree_leaves(fake):
                 if isinstance(leaf, torch.Tensor):
                     recorder.batch_tensor(leaf)
-            watch = BufferWatch(replica)
+            watch = MadeWatch(replica)
             _run(replica, _called(replica, step, run_time, function), fake, recorder, notes)
             watch.note(recorder)
     recording = recorder.recording

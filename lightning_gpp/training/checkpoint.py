@@ -14,7 +14,7 @@ from lightning_gpp.checkpoints.stored import StoredValues
 from lightning_gpp.errors import CheckpointError
 from lightning_gpp.training.control import Control
 from lightning_gpp.training.foreign import Foreign
-from lightning_gpp.training.made_buffers import made_states
+from lightning_gpp.training.made_tensors import made_states
 from lightning_gpp.training.optimizers import OptimizerIndex
 from lightning_gpp.training.parameters import Placement, materialise, succeed, tensors_of, with_values
 from lightning_gpp.training.shards import is_shard, loadable, outline, state_shard, whole_states, whole_values

@@ -150,7 +150,8 @@ def _set_up(
     policy = _weight_policy(job.options, optimizers) if step == TRAINING else None
     job.made.begin(job.module, job.control)
     example = job.control.broadcast(outline(batch) if job.control.first else None)
-    captured, found_calls = captured_in(job, step, example, calls)
+    with job.made.as_at_set_up(job.module):
+        captured, found_calls = captured_in(job, step, example, calls)
     job.made.note(captured)
     job = as_captured(job, step, captured, optimizers)
     form = NO_FORM if job.whole else incoming.form_of(example)

@@ -1,13 +1,14 @@
-"""Buffers that forwards make or replace during a run, such as tables of positions that the first forward fills in.
+"""Tensors that forwards make in modules during a run, such as tables of positions that the first forward fills in.
 
 They belong to the ranks that run their modules; other ranks have them as they were at set-up, or not at all. So each
 capture of the run sees them as they were at set-up: then all ranks record the same calls. At the next set-up, all ranks
-have them.
+have the buffers among them, which belong to the state of a module. What forwards put into plain attributes is theirs:
+captures see an attribute empty as long as it is on any rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 from lightning_gpp._compat.torch import buffers_of, transient_buffers_of
 from lightning_gpp.capture import Capture
+from lightning_gpp.capture.made_tensors import filled_attributes, full_name
 from lightning_gpp.training.control import Control
 from lightning_gpp.training.parameters import Placement
 
@@ -44,12 +46,89 @@ Forms = Mapping[str, BufferForm | None]
 _UNKNOWN: Final = object()
 
 
+class MadeTensors:
+    """The buffers and attributes that captures of a run found to be made by forwards, or by the step."""
+
+    def __init__(self) -> None:
+        self._buffers, self._attributes = MadeBuffers(), FilledAttributes()
+
+    def begin(self, module: nn.Module, control: Control) -> None:
+        """Begin a run; all ranks call this together, before the first capture."""
+        self._buffers.begin(module, control)
+        self._attributes.begin(module, control)
+
+    def note(self, captured: Any) -> None:
+        """Note what a captured step makes."""
+        if isinstance(captured, Capture):
+            self._buffers.names |= captured.network.recording.made_buffers
+            self._attributes.names |= captured.network.recording.filled_attributes
+
+    @contextmanager
+    def as_at_set_up(self, module: nn.Module) -> Iterator[None]:
+        """Inside, the module has what is made as it was at set-up."""
+        with self._buffers.as_at_set_up(module), self._attributes.empty(module):
+            yield
+
+
+class FilledAttributes:
+    """Attributes that had no tensor before forwards ran.
+
+    Attributes:
+        names: their names.
+    """
+
+    def __init__(self) -> None:
+        self.names: set[str] = set()
+        self._missing: set[str] = set()
+
+    def begin(self, module: nn.Module, control: Control) -> None:
+        """Find the attributes that an earlier run has filled on some ranks; all ranks call this together."""
+        filled = control.gather_all(_filled(module)) if control.num_processes > 1 else [set[str]()]
+        self.names = set.union(*filled) - set.intersection(*filled)
+        self._missing = set.union(*control.gather_all(_absent(module, self.names))) if self.names else set()
+
+    @contextmanager
+    def empty(self, module: nn.Module) -> Iterator[None]:
+        """Inside, these attributes are None, or do not exist if a rank has none of this name."""
+        kept = {name: _attributes_around(module, name).get(_split(name)[1], _UNKNOWN) for name in sorted(self.names)}
+        for name in kept:
+            _set(module, name, _UNKNOWN if name in self._missing else None)
+        try:
+            yield
+        finally:
+            for name, value in kept.items():
+                _set(module, name, value)
+
+
+def _filled(module: nn.Module) -> set[str]:
+    return {full_name(path, name) for path, part in module.named_modules() for name in filled_attributes(part)}
+
+
+def _absent(module: nn.Module, names: Iterable[str]) -> set[str]:
+    return {name for name in names if _split(name)[1] not in _attributes_around(module, name)}
+
+
+def _attributes_around(module: nn.Module, name: str) -> dict[str, Any]:
+    return vars(module.get_submodule(_split(name)[0]))
+
+
+def _set(module: nn.Module, name: str, value: Any) -> None:
+    attributes, own = _attributes_around(module, name), _split(name)[1]
+    attributes.pop(own, None)
+    if value is not _UNKNOWN:
+        attributes[own] = value
+
+
 class MadeBuffers:
-    """The buffers that captures of a run found to be made or replaced by forwards, or by the step."""
+    """Buffers that are made or replaced by forwards, or by the step.
+
+    Attributes:
+        names: their names.
+    """
 
     def __init__(self) -> None:
         self._first: Forms = {}
-        self._names: set[str] = set()
+        self.names: set[str] = set()
 
     def begin(self, module: nn.Module, control: Control) -> None:
         """Give all ranks the buffers that an earlier run has made on some, yet without values; all call it together.
@@ -58,22 +137,17 @@ class MadeBuffers:
         """
         for forms in control.gather_all(_forms(module)) if control.num_processes > 1 else ():
             _add_missing(module, forms)
-        self._first, self._names = _forms(module), set()
-
-    def note(self, captured: Any) -> None:
-        """Note the buffers that a captured step makes or replaces."""
-        if isinstance(captured, Capture):
-            self._names |= captured.network.recording.made_buffers
+        self._first, self.names = _forms(module), set()
 
     @contextmanager
     def as_at_set_up(self, module: nn.Module) -> Iterator[None]:
         """Inside, the module has these buffers as they were at set-up, without values where they are others now."""
         now = _forms(module)
-        changed = [name for name in sorted(self._names) if _differ(now.get(name, _UNKNOWN), self._before(name))]
+        changed = [name for name in sorted(self.names) if _differ(now.get(name, _UNKNOWN), self._before(name))]
         tables = {path: buffers_of(module.get_submodule(path)) for path in {_split(name)[0] for name in changed}}
         kept = {path: dict(table) for path, table in tables.items()}
         for path, name in map(_split, changed):
-            _put(tables[path], name, self._before(f"{path}.{name}".lstrip(".")))
+            _put(tables[path], name, self._before(full_name(path, name)))
         try:
             yield
         finally:
@@ -98,7 +172,7 @@ def _forms(module: nn.Module) -> dict[str, BufferForm | None]:
             form = None
             if buffer is not None:
                 form = BufferForm(buffer.shape, buffer.dtype, name not in transient, not buffer.is_meta)
-            found[f"{path}.{name}".lstrip(".")] = form
+            found[full_name(path, name)] = form
     return found
 
 

@@ -1,4 +1,4 @@
-"""Buffers that forwards make or replace: runs, checkpoints and later runs are those of one process."""
+"""Buffers and attributes that forwards make or replace: runs, checkpoints and later runs are those of one process."""
 
 from __future__ import annotations
 
@@ -56,6 +56,23 @@ class Empty(Table):
         self.register_buffer("table", torch.empty(0, 4))
 
 
+class Plain(Table):
+    """Has the table in an attribute, which is no part of the state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.table
+        self.table = None
+
+
+class Absent(Table):
+    """Has no such attribute before its first forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.table
+
+
 class Tabled(pl.LightningModule):
     def __init__(self, first: nn.Module) -> None:
         super().__init__()
@@ -105,11 +122,24 @@ class InCutForward(Tabled):
         return self.last(self.first(x).tanh() * self.shift[: x.shape[1]])
 
 
+class InRoot(Tabled):
+    """The forward that the stages cut puts the table into an attribute."""
+
+    def __init__(self, first: nn.Module) -> None:
+        super().__init__(first)
+        self.shift = None
+
+    forward = InCutForward.forward
+
+
 MODULES: dict[str, tuple[type[Tabled], type[nn.Module]]] = {
     "none": (Tabled, Table),
     "saved": (Tabled, Saved),
     "registered": (Tabled, Registered),
     "empty": (Tabled, Empty),
+    "attribute": (Tabled, Plain),
+    "absent": (Tabled, Absent),
+    "root": (InRoot, Plain),
     "step": (InStep, Table),
     "cut": (InCutForward, Saved),
 }
