@@ -1,4 +1,4 @@
-"""Tensors that a step makes or replaces in modules while it runs, such as tables of positions that the first forward fills.
+"""Tensors that a step makes or replaces in modules while it runs, such as positions that the first forward fills in.
 
 They are buffers, or plain attributes that were None or did not exist.
 """
