@@ -25,7 +25,7 @@ from torchmetrics import Metric
 from lightning_gpp._compat.lightning import FORWARD_CACHE
 from lightning_gpp.errors import ConfigError
 from lightning_gpp.training.control import Control
-from lightning_gpp.training.foreign import with_lent_values
+from lightning_gpp.training.foreign import Foreign, with_lent_values
 from lightning_gpp.training.logged_reductions import REDUCTIONS
 from lightning_gpp.training.options import Context
 
@@ -168,7 +168,8 @@ class LogRecorder:
         del arguments["self"]
         size = arguments.pop("batch_size", None)
         metric = self._metric_path(name, value, arguments)
-        current = getattr(value, FORWARD_CACHE) if isinstance(value, Metric) else with_lent_values(value)
+        current = getattr(value, FORWARD_CACHE) if isinstance(value, Metric) else value
+        current = with_lent_values(current) if isinstance(current, Foreign) else current
         scalar = self._scalar(name, current) if metric is None or _is_scalar(current) else None
         dtype = current.dtype if isinstance(current, Tensor) and current.is_floating_point() else None
         occurrence = sum(call.name == name for call, _, _ in self._run)

@@ -42,8 +42,8 @@ class MetricStates:
         alone = self.control.num_pipelines == 1
         for metric in self._metrics().values():
             own, gather = _own(metric.distributed_available_fn), _own(metric.dist_sync_fn)
-            metric.distributed_available_fn = _InRun(bool if alone else own, own)  # bool returns False
-            metric.dist_sync_fn = _InRun(partial(self._gather, gather or gather_all_tensors), gather)
+            metric.distributed_available_fn = _InRun.of(bool if alone else own, own)  # bool returns False
+            metric.dist_sync_fn = _InRun.of(partial(self._gather, gather or gather_all_tensors), gather)
 
     def _gather(self, gather: Callable[..., Any], value: Tensor, group: object = None) -> Any:
         return gather(value, group=self.control.mesh.replica_group)
@@ -82,19 +82,17 @@ def _set(metric: Metric, state: dict[str, Any], count: int) -> None:
     reset_metric(metric, None, count)
 
 
-class _InRun:
-    """A function of a metric since a run: its copies keep it, and files have the metric's own function.
+class _InRun(partial[Any]):
+    """A function of a metric since a run: its copies keep it, and files have the metric's own function, `own`."""
 
-    Args:
-        now: the function since the run.
-        own: what the metric had before it.
-    """
+    own: Any
 
-    def __init__(self, now: Callable[..., Any], own: Any) -> None:
-        self._now, self.own = now, own
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._now(*args, **kwargs)
+    @classmethod
+    def of(cls, now: Callable[..., Any], own: Any) -> _InRun:
+        """The function `now` in place of `own`."""
+        made = cls(now)
+        made.own = own
+        return made
 
     def __copy__(self) -> _InRun:
         return self

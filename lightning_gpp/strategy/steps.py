@@ -18,7 +18,7 @@ from lightning_gpp._compat.lightning import replace_batch
 from lightning_gpp.capture.attributes import Attribute
 from lightning_gpp.errors import GPPError
 from lightning_gpp.strategy.checks import facts_of_trainer, reads_data
-from lightning_gpp.strategy.hooks.kept import KeptByStep
+from lightning_gpp.strategy.hooks.kept import ReadByHooks
 from lightning_gpp.strategy.hooks.readers import RESULT, BatchReaders
 from lightning_gpp.strategy.logs import LogExchange, LogRecorder, UserCode
 from lightning_gpp.strategy.messages import inform
@@ -29,7 +29,7 @@ from lightning_gpp.training.incoming import Incoming
 from lightning_gpp.training.loss_scale import LossScale
 from lightning_gpp.training.options import Context
 from lightning_gpp.training.planner import TRAINING
-from lightning_gpp.training.step_attributes import take_over
+from lightning_gpp.training.step_attributes import StepAttributes, take_over
 from lightning_gpp.training.trace import TraceFile
 
 CONTEXTS: Final = {
@@ -133,7 +133,9 @@ class Steps:
         self.engine: Engine | None = None
         self.trace: TraceFile | None = None
         self._set_up, self._readers = set_up, readers
-        self._kept = KeptByStep(module, control) if control.runs_step and control.num_devices > 1 else None
+        sends = control.runs_step and control.num_devices > 1
+        self._attributes = StepAttributes(module) if sends else None
+        self._read_by_hooks = ReadByHooks(module, control)
 
     @property
     def whole(self) -> bool:
@@ -149,16 +151,18 @@ class Steps:
         if engine is None:
             raise GPPError("The training step runs before the trainer's set-up; use trainer.fit(model).")
         accumulated = self.module.trainer.accumulate_grad_batches
-        if self._kept is not None:
-            self._kept.note()
+        if self._attributes is not None:
+            self._attributes.note()
         outputs = engine.train(arguments, accumulated=accumulated, last=last, scale=scale)
-        changed = {} if self._kept is None else self._kept.changed(len(outputs))
+        changed = {} if self._attributes is None else self._attributes.changed()
+        if changed and len(outputs) > 1:
+            self._read_by_hooks.tell(changed)
         self.host.recorder.turn(engine.num_steps - 1)
         if self.trace is not None:
             self.trace.add(engine)
         loss, rest = engine.loss_of(outputs) if outputs else (torch.zeros(()), {})
         (number,) = self._share([loss], changed)
-        if self._readers.reads(TRAINING, RESULT):
+        if RESULT in self._readers.read.get(TRAINING, ()):
             rest = self._readers.everywhere(rest)
         if not self.control.loads:
             loss = torch.full((), number, dtype=torch.float64, device=self.device)
@@ -181,7 +185,7 @@ class Steps:
         if self.engine.runs_whole(step):
             return result
         self._share([])
-        if self._readers.reads(step, RESULT):
+        if RESULT in self._readers.read.get(step, ()):
             return self._readers.everywhere(result)
         return result if self.control.loads else None
 

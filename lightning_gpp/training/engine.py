@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Final
 
 import torch
@@ -288,11 +288,12 @@ class Engine:
         weight = scale / accumulated
         if not self._runner.sums:
             weight /= self._incoming.batch_size * self.control.num_pipelines
-        with self._parameter_hooks.waiting(accumulates=accumulated > 1 or not last), self.pruning.applied():
+        with self._surrounded(accumulates=accumulated > 1 or not last):
             outputs = self._runner.train(arguments, weight, accumulated, self.num_steps)
         if not last:
-            self.pruning.mask_gradients()
-            self._parameter_hooks.run()
+            self._mask_gradients()
+            self._change_gradients()
+            self._after_accumulation()
         if self.current is not None and self.current.latest is not None:
             self.current.tell_not_split()
             self._stragglers.note(self.current.latest)
@@ -300,6 +301,27 @@ class Engine:
             self._finite.note(losses_of(outputs))
         self.num_steps += 1
         return outputs
+
+    def _surrounded(self, *, accumulates: bool) -> AbstractContextManager[Any]:
+        """What surrounds the forwards and backwards of a mini-batch, where parameters have hooks or are pruned."""
+        contexts = ExitStack()
+        if self._training.hooked:
+            contexts.enter_context(self._parameter_hooks.waiting(accumulates=accumulates))
+        if self.pruning.pruned:
+            contexts.enter_context(self.pruning.applied())
+        return contexts
+
+    def _mask_gradients(self) -> None:
+        if self.pruning.pruned:
+            self.pruning.mask_gradients()
+
+    def _change_gradients(self) -> None:
+        if self._parameter_hooks.waiting_for:
+            self._parameter_hooks.change_gradients()
+
+    def _after_accumulation(self) -> None:
+        if self._parameter_hooks.waiting_for:
+            self._parameter_hooks.after_accumulation()
 
     def loss_of(self, outputs: Outputs) -> tuple[Tensor, dict[str, Any]]:
         """The loss of a mini-batch, and the rest of the dict that a training step returned."""
@@ -309,15 +331,15 @@ class Engine:
     def sum_gradients(self) -> None:
         """Complete the reductions of gradients over ranks with the same parameters, before an optimizer step."""
         self._training.finish()
-        self.pruning.mask_gradients()
+        self._mask_gradients()
         if self._asynchronous is not None:
             self._asynchronous.sum_gradients()
-        self._parameter_hooks.change_gradients()
+        self._change_gradients()
         if self._gradients is not None and self.job.options.on_nonfinite != "ignore":
             self._gradients.check(self.num_steps - 1)
         if self._finite is not None:
             self._finite.before_update(self.num_steps - 1)
-        self._parameter_hooks.after_accumulation()
+        self._after_accumulation()
         if self._asynchronous is not None:
             self._asynchronous.before_update()
 

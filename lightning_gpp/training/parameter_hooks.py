@@ -43,12 +43,15 @@ class ParameterHooks:
         job: the job of the run.
         layout: the parameter placement.
         hooked: returns the module's parameters with hooks; it is called for each mini-batch.
+
+    Attributes:
+        waiting_for: the parameters whose hooks wait, with their gradients of earlier mini-batches.
     """
 
     def __init__(self, job: Job, layout: Layout, hooked: Callable[[], Sequence[Tensor]]) -> None:
         self._job, self._layout, self._hooked = job, layout, hooked
         self._streams = RandomStreams(job.seed, job.device)
-        self._before: dict[Tensor, Tensor | None] = {}
+        self.waiting_for: dict[Tensor, Tensor | None] = {}
         self._count = 0
 
     @property
@@ -67,7 +70,7 @@ class ParameterHooks:
         Raises:
             ConfigError: the hooks cannot get what they get on one process.
         """
-        self._before = {}
+        self.waiting_for = {}
         hooked = self._hooked()
         if not hooked:
             yield
@@ -76,11 +79,15 @@ class ParameterHooks:
         if accumulates:
             self._check_accumulation(hooked)
         here = [parameter for parameter in hooked if not parameter.is_meta]
-        self._before, self._count = {parameter: parameter.grad for parameter in here}, self._count + 1
+        self.waiting_for, self._count = {parameter: parameter.grad for parameter in here}, self._count + 1
         for parameter in here:
             parameter.grad = None
-        with _without_hooks(here):
-            yield
+        try:
+            with _without_hooks(here):
+                yield
+        except BaseException:
+            self.waiting_for = {}
+            raise
 
     def run(self) -> None:
         """Run all hooks on the gradients of the mini-batch, which are complete."""
@@ -90,23 +97,23 @@ class ParameterHooks:
     @torch.no_grad()
     def change_gradients(self) -> None:
         """Run the hooks that get a gradient, and add it to those of earlier mini-batches."""
-        for parameter, before in reversed(list(self._before.items())):
+        for parameter, before in reversed(list(self.waiting_for.items())):
             if parameter.grad is not None:
                 with self._drawing_alike(parameter):
                     parameter.grad = _added(before, _hooked(parameter, parameter.grad))
             else:
                 parameter.grad = before
-                del self._before[parameter]
+                del self.waiting_for[parameter]
 
     @torch.no_grad()
     def after_accumulation(self) -> None:
         """Run the hooks that get a parameter after that; not if its gradient was dropped since."""
-        for parameter in reversed(self._before):
+        for parameter in reversed(self.waiting_for):
             if parameter.grad is not None:
                 with self._drawing_alike(parameter):
                     for hook in list(gradient_hooks(parameter)[1].values()):
                         hook(parameter)
-        self._before = {}
+        self.waiting_for = {}
 
     def _drawing_alike(self, parameter: Tensor) -> AbstractContextManager[None]:
         """Inside, the ranks that hold a parameter draw the same random numbers."""

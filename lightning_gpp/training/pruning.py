@@ -91,13 +91,16 @@ class Pruning:
         placement: the ranks that hold its parameters.
         control: the side channel of this rank.
         device: the device of this rank.
+
+    Attributes:
+        pruned: the pruned parameters while the module is in plain form.
     """
 
     def __init__(self, module: nn.Module, placement: Placement, control: Control, device: torch.device) -> None:
         self._module, self._placement, self._control, self._device = module, placement, control, device
         self._paths = {part: path for path, part in module.named_modules()}
         self._orders = {part: list(parameters_of(part)) for part in self._paths}
-        self._pruned: list[Pruned] = []
+        self.pruned: list[Pruned] = []
         self._shown = True
 
     # -- the two forms ------------------------------------------------------------------------------------------------
@@ -126,18 +129,18 @@ class Pruning:
     def show(self) -> None:
         """Bring the module into torch's form, in which it was before training."""
         if not self._shown:
-            for pruned in self._pruned:
+            for pruned in self.pruned:
                 pruned.put()
-            self._pruned, self._shown = [], True
+            self.pruned, self._shown = [], True
 
     def hide(self) -> None:
         """Bring the module into plain form, in which stages can train it."""
         if not self._shown:
             return
-        self._pruned, self._shown = [Pruned.taken(*found) for found in list(self._hooks())], False
-        for part in {pruned.part for pruned in self._pruned}:
+        self.pruned, self._shown = [Pruned.taken(*found) for found in list(self._hooks())], False
+        for part in {pruned.part for pruned in self.pruned}:
             _sort(part, self._orders[part])
-        for pruned in self._pruned:
+        for pruned in self.pruned:
             self._forget(pruned)
 
     def multiply(self) -> None:
@@ -172,7 +175,7 @@ class Pruning:
     @contextmanager
     def applied(self) -> Iterator[None]:
         """Inside, the values of pruned parameters are those with masks: for forwards and backwards."""
-        here = [pruned for pruned in self._pruned if not pruned.mask.is_meta]
+        here = [pruned for pruned in self.pruned if not pruned.mask.is_meta]
         before = [pruned.parameter.data for pruned in here]
         for pruned in here:
             pruned.parameter.data = pruned.multiply()
@@ -185,7 +188,7 @@ class Pruning:
     @torch.no_grad()
     def mask_gradients(self) -> None:
         """Multiply complete gradients with the masks."""
-        for pruned in self._pruned:
+        for pruned in self.pruned:
             gradient = None if pruned.mask.is_meta else pruned.parameter.grad
             if gradient is not None:
                 gradient.mul_(pruned.mask.to(gradient.dtype))

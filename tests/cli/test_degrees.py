@@ -93,6 +93,7 @@ def test_only_the_stage_that_is_too_large_has_several_processes(
 
 
 @pytest.mark.acceptance
+@pytest.mark.timeout(600)
 def test_a_plan_of_different_numbers_trains_and_tests(tmp_path: Path) -> None:
     model = [
         f"model._target_={__name__}.{WideTowers.__name__}",

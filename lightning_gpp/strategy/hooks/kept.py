@@ -1,8 +1,8 @@
-"""Values that the training step keeps in attributes, for hooks that run on every rank."""
+"""Values that the training step keeps in attributes, and hooks read: with micro-batches they are those of the last."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 from typing import Any, Final
 
 import lightning.pytorch as pl
@@ -11,7 +11,6 @@ from torch import Tensor
 from lightning_gpp.capture.attributes import Attribute, dotted
 from lightning_gpp.training.control import Control
 from lightning_gpp.training.hook_code import names_in_hook
-from lightning_gpp.training.step_attributes import StepAttributes
 from lightning_gpp.user_code import user_function
 
 _ACTING: Final = (
@@ -21,32 +20,18 @@ _ACTING: Final = (
 """Methods that change gradients, parameters and learning rates, or make functions that do."""
 
 
-class KeptByStep:
-    """The attributes that the step has changed, on the rank that runs it.
-
-    With several micro-batches they have the values of the last one, and a hook that decides by them is told of.
-    """
+class ReadByHooks:
+    """Warns of hooks that decide by what the step has changed on a part of the mini-batch, on the rank that runs it."""
 
     def __init__(self, module: pl.LightningModule, control: Control) -> None:
         self._module, self._control = module, control
-        self._attributes = StepAttributes(module)
         self._read: dict[str, str] | None = None
 
-    def note(self) -> None:
-        """Note the values before the step."""
-        self._attributes.note()
-
-    def changed(self, num_micro_batches: int) -> dict[Attribute, Any]:
-        """The values that the step has changed."""
-        changed = self._attributes.changed()
-        if changed and num_micro_batches > 1:
-            self._tell_parts({dotted(key) for key, value in changed.items() if _may_be_a_mean(value)})
-        return changed
-
-    def _tell_parts(self, names: Iterable[str]) -> None:
+    def tell(self, changed: Mapping[Attribute, Any]) -> None:
+        """Warn of each attribute once, for values that the step has changed in one of several micro-batches."""
         if self._read is None:
             self._read = _read_in_hooks(self._module)
-        for name in sorted(names):
+        for name in sorted(dotted(key) for key, value in changed.items() if _may_be_a_mean(value)):
             reader = self._read.pop(name.rpartition(".")[2], None)
             if reader is not None:
                 self._control.warn(

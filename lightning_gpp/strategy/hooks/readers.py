@@ -54,12 +54,15 @@ class BatchReaders:
         trainer: of the run.
         control: the side channel of this rank.
         device: the device of this rank.
+
+    Attributes:
+        read: what hooks around each step read: the mini-batch (`BATCH`), the result (`RESULT`).
     """
 
     def __init__(self, trainer: pl.Trainer, control: Control, device: torch.device) -> None:
         self._trainer, self._control = trainer, control
         self._device = device
-        self._read: dict[str, set[str]] = {}
+        self.read: dict[str, set[str]] = {}
         self._silenced = Replaced()
 
     def attach(self) -> None:
@@ -69,7 +72,7 @@ class BatchReaders:
             step: {*_arguments_read(callbacks, loop), *({BATCH} & {*_arguments_read([module], loop)})}
             for step, loop in _LOOPS.items()
         }
-        self._read = self._control.broadcast(found)
+        self.read = self._control.broadcast(found)
         if not self._control.loads:
             for callback in callbacks:
                 if isinstance(callback, BasePredictionWriter) or RESULT in _arguments_read([callback], "predict"):
@@ -77,12 +80,8 @@ class BatchReaders:
 
     def detach(self) -> None:
         """Undo `attach`."""
-        self._read = {}
+        self.read = {}
         self._silenced.restore()
-
-    def reads(self, step: str, argument: str) -> bool:
-        """True if a hook around this step reads the mini-batch (`BATCH`) or the result (`RESULT`)."""
-        return argument in self._read.get(step, ())
 
     def everywhere(self, value: Any) -> Any:
         """A value of the rank that runs the step, which waits for nobody, on all ranks of its pipeline."""
