@@ -8,6 +8,7 @@ from typing import Any
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
 
 from lightning_gpp._compat.lightning_module import set_device_mesh
 from lightning_gpp.errors import ConfigError
@@ -119,22 +120,47 @@ class RanksStrategy(JobProcesses, ParallelStrategy):
         inside = self._run is not None and self._run.steps.host.user_code.running
         return self._control is None or inside or self._failed
 
+    def _with_others(self) -> Control | None:
+        """The way to the other ranks, if they would answer."""
+        if self._control is None or self._alone:
+            return None
+        self._meet_in_hook()
+        return self._control
+
+    def _meet_in_hook(self) -> None:
+        """In a hook that lends values, let all ranks come here first."""
+        if self._engine is not None and self._engine.lending is not None:
+            self._engine.lending.meet()
+
     def barrier(self, name: str | None = None) -> None:
         """Wait for all ranks; inside the user's step, which only one rank runs, do nothing."""
-        if self._control is not None and not self._alone:
-            self._control.barrier()
+        control = self._with_others()
+        if control is not None:
+            control.barrier()
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """Broadcast `obj` from rank `src`. Inside the user's step, which only one rank runs, returns `obj`."""
-        return obj if self._control is None or self._alone else self._control.broadcast(obj, src)
+        control = self._with_others()
+        return obj if control is None else control.broadcast(obj, src)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduce over the pipelines: stages of one pipeline hold parts of one computation, not copies of it."""
+        self._meet_over_pipelines()
         return self._reduced(tensor, group, reduce_op)
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """Stack the tensors of all pipelines; with one pipeline, return the tensor itself."""
+        self._meet_over_pipelines()
+        return super().all_gather(tensor, group, sync_grads)
+
+    def _meet_over_pipelines(self) -> None:
+        if self._control is not None and self._control.num_pipelines > 1:
+            self._with_others()
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """True if all ranks (or any rank) decided yes."""
-        return decision if self._control is None or self._alone else self._control.unanimous(decision, everyone=all)
+        control = self._with_others()
+        return decision if control is None else control.unanimous(decision, everyone=all)
 
     @property
     def _engine(self) -> Engine | None:

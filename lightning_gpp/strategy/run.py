@@ -33,6 +33,7 @@ from lightning_gpp.strategy.hooks.attached import AttachedHooks
 from lightning_gpp.strategy.hooks.collected import ResultsOfSteps
 from lightning_gpp.strategy.hooks.copies import complete_copies
 from lightning_gpp.strategy.hooks.readers import BATCH, BatchReaders
+from lightning_gpp.strategy.hooks.saving import SavingHooks
 from lightning_gpp.strategy.metrics import MetricStates
 from lightning_gpp.strategy.processes import given_seed
 from lightning_gpp.strategy.pruning import check_pruning, pruning_callbacks
@@ -122,6 +123,7 @@ class Run:
         self._hooks = AttachedHooks(trainer, control, device, self._readers, self.steps, lambda: self._trained)
         self._metrics = MetricStates(self.module, control, device)
         self._results = ResultsOfSteps(trainer, control, device)
+        self._saving_later = SavingHooks(trainer)
         self._example_input: Any = None
         self._compared: set[str] = set()
 
@@ -299,6 +301,18 @@ class Run:
         if step not in self._compared and self.control.num_processes > 1:
             self._compared.add(step)
             check_alike(facts_of_loaders(step, num_batches), self.control.everyone)
+
+    # -- checkpoints after the run ------------------------------------------------------------------------------------
+
+    def begin_saving(self) -> None:
+        """Begin a checkpoint, whose hooks run on all ranks, also after the run, when rank 0 has the whole module."""
+        self.end_saving()
+        if self.control.num_devices > 1 and not self._hooks.attached:
+            self._saving_later.attach()
+
+    def end_saving(self) -> None:
+        """End it, after the hooks."""
+        self._saving_later.detach()
 
     # -- optimizers ---------------------------------------------------------------------------------------------------
 

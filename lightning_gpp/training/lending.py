@@ -55,6 +55,7 @@ class Lending:
         self._paths = dict(self._divided())
         self._answers = Answers([module.get_submodule(path) for path in self._paths.values()], self._call)
         self._borrowed: list[tuple[Tensor, Tensor]] = []
+        self._active = False
 
     def _divided(self) -> Iterator[tuple[int, str]]:
         """Ids and paths of the modules with values that some ranks lack."""
@@ -71,14 +72,19 @@ class Lending:
     def in_hook(self, named: Set[str] = frozenset(), *, shared: bool = False) -> Iterator[None]:
         """Inside, all ranks run a hook, in which each may call modules whose values are elsewhere, or read values.
 
+        A hook that is called in another one belongs to that.
+
         Args:
             named: names in the hook's code; small buffers with such names are lent from the beginning, as hooks read
                 them outside of modules (the noise levels of a diffusion).
             shared: whether an error of one rank alone may be left out; then ranks meet after an error, too.
         """
+        if self._active:
+            yield
+            return
         buffers = {name for name, buffer in self._module.named_buffers() if buffer.nbytes <= SMALL}
         self._lend(sorted(name for name in buffers if name.rpartition(".")[2] in named), keep=True)
-        token = lender.set(partial(self._value))  # another one in each hook
+        token, self._active = lender.set(partial(self._value)), True  # another one in each hook
         try:
             with self._answers.given():
                 yield
@@ -90,10 +96,16 @@ class Lending:
             self._lend_others()
         finally:
             lender.reset(token)
+            self._active = False
             self._give_back()
 
+    def meet(self) -> None:
+        """Inside of a hook, lend what other ranks want until all have come here, to do something together."""
+        if self._active:
+            self._lend_others()
+
     def _lend_others(self) -> None:
-        """Lend what other ranks want until all are at the end of the hook."""
+        """Lend what other ranks want until none wants more."""
         while any(names is not None for names in self._meet(None)):
             pass
 
@@ -121,7 +133,7 @@ class Lending:
         return next((values for before, values in self._borrowed if before is lacking), None)
 
     def _meet(self, wanted: Sequence[str] | None) -> list[Sequence[str] | None]:
-        """Lend the values that ranks want, by name; None is a rank at the end of its hook."""
+        """Lend the values that ranks want, by name; None is a rank that wants no more."""
         requests: list[Sequence[str] | None] = self._control.gather_in_pipeline(wanted)
         for names in sorted({tuple(names) for names in requests if names is not None}):
             self._lend(names, keep=names == tuple(wanted or ()))

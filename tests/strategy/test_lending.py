@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
@@ -85,6 +86,20 @@ class ReadsWeights(Plain):
             self.seen += [float(weight.sum()) for weight in torch.load(file).values()]
 
 
+class Saves(Plain):
+    """Saves a checkpoint in a hook, which calls another hook; each calls the network."""
+
+    @torch.no_grad()
+    def on_train_epoch_end(self) -> None:
+        self.body(ONE)
+        with tempfile.TemporaryDirectory() as folder:
+            self.trainer.save_checkpoint(f"{folder}/saved.ckpt")
+        self.seen += [float(self(ONE).sum()), float(self.body.weight.sum())]
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.seen += [float(self(ONE).sum()), float(self.head.weight.norm())]
+
+
 class Logs(pl.Callback):
     @rank_zero_only
     @torch.no_grad()
@@ -145,11 +160,11 @@ def both(function: Callable[..., Any], *given: Any) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize(
-    "kind", [Samples, SamplesOnRankZero, ReadsWeights, pytest.param(Fails, marks=pytest.mark.acceptance)]
+    "kind", [Samples, SamplesOnRankZero, ReadsWeights, Saves, pytest.param(Fails, marks=pytest.mark.acceptance)]
 )
 def test_hooks_at_the_ends_of_epochs_call_the_network(kind: type[Plain]) -> None:
     (seen, metrics), (expected, logged) = both(fit, kind, [])
-    assert len(expected) in (2, 2 * (4 + 1 + 5))
+    assert len(expected) in (2, 2 * 4, 2 * (4 + 1 + 5))
     assert seen == pytest.approx(expected, rel=1e-12)
     assert metrics == pytest.approx(logged, rel=1e-12)
 

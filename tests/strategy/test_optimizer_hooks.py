@@ -92,6 +92,7 @@ class Notes(Callback):
 
     def on_save_checkpoint(self, machine: Any, module: Any, checkpoint: Any) -> None:
         checkpoint["means"] = {name: value.abs().mean().item() for name, value in checkpoint["state_dict"].items()}
+        checkpoint["norms"] = {name: value.norm().item() for name, value in module.named_parameters()}
 
     def on_train_epoch_end(self, machine: Any, module: Any) -> None:
         machine.save_checkpoint(f"{self.folder}/{machine.world_size}.ckpt")
@@ -99,7 +100,11 @@ class Notes(Callback):
 
 def saves(given: Any, devices: int, folder: str) -> None:
     torch.manual_seed(0)
-    trainer(given, devices, callbacks=[Notes(folder)], max_epochs=1).fit(TwoTowers().double(), loader(), loader())
+    module, machine = TwoTowers().double(), trainer(given, devices, callbacks=[Notes(folder)], max_epochs=1)
+    machine.fit(module, loader(), loader())
+    attributes = set(vars(module))
+    machine.save_checkpoint(f"{folder}/{devices}later.ckpt")
+    assert set(vars(module)) == attributes
 
 
 def saves_on_ranks(rank: int, folder: str) -> None:
@@ -109,8 +114,10 @@ def saves_on_ranks(rank: int, folder: str) -> None:
 def test_a_hook_reads_the_values_of_the_checkpoint_that_is_written(tmp_path: Path) -> None:
     saves("auto", 1, str(tmp_path))
     run(2, saves_on_ranks, str(tmp_path))
-    one, two = (torch.load(tmp_path / f"{devices}.ckpt", weights_only=False)["means"] for devices in (1, 2))
-    assert two == pytest.approx(one, rel=1e-11)
+    for name in ("", "later"):
+        one, two = (torch.load(tmp_path / f"{devices}{name}.ckpt", weights_only=False) for devices in (1, 2))
+        for entry in ("means", "norms"):
+            assert two[entry] == pytest.approx(one[entry], rel=1e-11), (name, entry)
 
 
 class States(Callback):

@@ -39,6 +39,9 @@ class AttachedHooks:
         readers: gives all ranks the mini-batches and results that hooks read.
         steps: runs the steps.
         trained: returns the engine that trains.
+
+    Attributes:
+        attached: the parts that are attached.
     """
 
     def __init__(
@@ -60,18 +63,18 @@ class AttachedHooks:
         ]
         self._toggles = SharedToggles(module, lambda: trained().undivided_optimizers())
         self._training: list[_AroundHooks] = [OptimizerHooks(trainer, trained), SharedPruning(trainer, trained)]
-        self._attached: list[_AroundHooks] = []
+        self.attached: list[_AroundHooks] = []
 
     def attach(self, *, trains: bool, whole: bool) -> None:
         """Attach what a run needs. `trains`: it trains. `whole`: the training step runs as a whole."""
         if self._control.num_devices > 1:
-            self._attached += [*self._divided, *([self._toggles] if trains and whole else [])]
+            self.attached += [*self._divided, *([self._toggles] if trains and whole else [])]
         if self._control.num_processes > 1 and trains:  # optimizers are divided over replicas, too
-            self._attached += self._training
-        for part in self._attached:
+            self.attached += self._training
+        for part in self.attached:
             part.attach()
 
     def detach(self) -> None:
         """Undo `attach`."""
-        while self._attached:
-            self._attached.pop().detach()
+        while self.attached:
+            self.attached.pop().detach()

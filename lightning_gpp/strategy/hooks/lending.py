@@ -1,4 +1,4 @@
-"""Hooks of module and callbacks outside of mini-batches, which may call the network on every rank."""
+"""Hooks of module and callbacks outside of mini-batches, which may call the network on every rank, and read weights."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from lightning_gpp.strategy.hooks.shared import NAMES as SHARED
 from lightning_gpp.strategy.replaced import Around, Replaced
 from lightning_gpp.training.lending import Lending
 
-_HOOKS: Final = tuple(
-    f"on_{loop}_{moment}" for loop in LOOPS for moment in ("start", "end", "epoch_start", "epoch_end")
+_HOOKS: Final = (
+    *(f"on_{loop}_{moment}" for loop in LOOPS for moment in ("start", "end", "epoch_start", "epoch_end")),
+    "on_save_checkpoint",
 )
 
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
+from functools import partial
 
 import lightning.pytorch as pl
 
 from lightning_gpp.errors import ForeignTensorError
 from lightning_gpp.strategy.hooks.found import user_hooks
 from lightning_gpp.strategy.replaced import Replaced
-from lightning_gpp.training.recipes import lender
 
 
 class SavingHooks:
@@ -23,17 +22,7 @@ class SavingHooks:
         """Replace the hooks on all ranks but global rank 0."""
         if not self._trainer.is_global_zero:
             for found in user_hooks(self._trainer, ["on_save_checkpoint"]):
-                self._replaced.surround(found.owner, found.name, _without_values)
+                self._replaced.surround(found.owner, found.name, partial(suppress, ForeignTensorError))
 
     def detach(self) -> None:
         self._replaced.restore()
-
-
-@contextmanager
-def _without_values() -> Iterator[None]:
-    token = lender.set(None)  # the rank that writes does not wait for this one
-    try:
-        with suppress(ForeignTensorError):
-            yield
-    finally:
-        lender.reset(token)
