@@ -149,15 +149,16 @@ class LogRecorder:
         """
         self._run = []
         before, self._user_code.running = self._user_code.running, True
+        logs = [vars(owner).get("log") for owner in self._owners]
         for owner in self._owners:
-            object.__setattr__(owner, "log", self._log)
+            vars(owner)["log"] = self._log
         try:
             with context():
                 yield
         finally:
             self._user_code.running = before
-            for owner in self._owners:
-                vars(owner).pop("log", None)
+            for owner, log in zip(self._owners, logs, strict=True):
+                _put_back(owner, log)
         calls = self.calls if batch is None else self._early.setdefault(batch, {})
         for call, value, size in self._run:
             calls.setdefault(call, Values()).add(value, num_samples, size)
@@ -198,6 +199,13 @@ class LogRecorder:
                 "number. Log its mean, or several values under several names."
             )
         return value
+
+
+def _put_back(owner: pl.LightningModule, log: Any) -> None:
+    if log is None:
+        vars(owner).pop("log", None)
+    else:
+        vars(owner)["log"] = log
 
 
 def _is_scalar(value: Any) -> bool:

@@ -115,13 +115,14 @@ class Run:
         check_divided(control.mesh.most_members, parallel)
         self.incoming = Incoming(self.module, control, options.batch_dims)
         self._readers = BatchReaders(trainer, control, device)
-        self.steps = Steps(self.module, control, host, self.incoming, device, self._set_up_evaluation, self._readers)
+        self._metrics = MetricStates(self.module, control, device)
+        shared = self._readers, self._metrics
+        self.steps = Steps(self.module, control, host, self.incoming, device, self._set_up_evaluation, *shared)
         self.reading = ReadAhead(trainer, self.incoming, device)
         self._num_steps, self._pipeline = int(resumed.get("step", 0)), dict(resumed.get("pipeline", {}))
         self._mini_batches = int(resumed.get("mini_batches", 0))
         self._optimizers: Sequence[Optimizer] = ()
         self._hooks = AttachedHooks(trainer, control, device, self._readers, self.steps, lambda: self._trained)
-        self._metrics = MetricStates(self.module, control, device)
         self._results = ResultsOfSteps(trainer, control, device)
         self._saving_later = SavingHooks(trainer)
         self._example_input: Any = None

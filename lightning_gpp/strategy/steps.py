@@ -19,9 +19,10 @@ from lightning_gpp.capture.attributes import Attribute
 from lightning_gpp.errors import GPPError
 from lightning_gpp.strategy.checks import facts_of_trainer, reads_data
 from lightning_gpp.strategy.hooks.kept import ReadByHooks
-from lightning_gpp.strategy.hooks.readers import RESULT, BatchReaders
+from lightning_gpp.strategy.hooks.readers import METRICS, RESULT, BatchReaders
 from lightning_gpp.strategy.logs import LogExchange, LogRecorder, UserCode
 from lightning_gpp.strategy.messages import inform
+from lightning_gpp.strategy.metrics import MetricStates
 from lightning_gpp.training.control import Control
 from lightning_gpp.training.engine import Engine
 from lightning_gpp.training.host import Host
@@ -109,7 +110,8 @@ class Steps:
         incoming: announces the next mini-batch.
         device: the device of this rank.
         set_up: sets up the engine at the first mini-batch, from the name of the step and the mini-batch.
-        readers: the hooks of callbacks that read results.
+        readers: what hooks around mini-batches read.
+        metrics: the metrics that the steps update.
 
     Attributes:
         engine: the engine that runs the steps; None before it is set up.
@@ -126,13 +128,14 @@ class Steps:
         device: torch.device,
         set_up: Callable[[str, Any], Engine],
         readers: BatchReaders,
+        metrics: MetricStates,
     ) -> None:
         self.module, self.control, self.host, self.incoming, self.device = module, control, host, incoming, device
         self.logs = LogExchange(control, device)
         self.scale = LossScale.of(host.scaler, control, device)
         self.engine: Engine | None = None
         self.trace: TraceFile | None = None
-        self._set_up, self._readers = set_up, readers
+        self._set_up, self._readers, self._metrics = set_up, readers, metrics
         sends = control.runs_step and control.num_devices > 1
         self._attributes = StepAttributes(module) if sends else None
         self._read_by_hooks = ReadByHooks(module, control)
@@ -162,8 +165,7 @@ class Steps:
             self.trace.add(engine)
         loss, rest = engine.loss_of(outputs) if outputs else (torch.zeros(()), {})
         (number,) = self._share([loss], changed)
-        if RESULT in self._readers.read.get(TRAINING, ()):
-            rest = self._readers.everywhere(rest)
+        rest = self._for_hooks(TRAINING, rest)
         if not self.control.loads:
             loss = torch.full((), number, dtype=torch.float64, device=self.device)
         return {"loss": loss, **rest} if rest else loss
@@ -185,9 +187,14 @@ class Steps:
         if self.engine.runs_whole(step):
             return result
         self._share([])
-        if RESULT in self._readers.read.get(step, ()):
-            return self._readers.everywhere(result)
-        return result if self.control.loads else None
+        return self._for_hooks(step, result if self.control.loads else None)
+
+    def _for_hooks(self, step: str, result: Any) -> Any:
+        """Give every rank what hooks around the step read. Returns the result, everywhere if they read it."""
+        read = self._readers.read.get(step, ())
+        if METRICS in read:
+            self._metrics.share()
+        return self._readers.everywhere(result) if RESULT in read else result
 
     def _share(self, results: Sequence[Tensor], kept: Mapping[Attribute, Any] = MappingProxyType({})) -> list[float]:
         """Replay the step's logs everywhere, its wish to stop, and the attributes that it has `kept`.

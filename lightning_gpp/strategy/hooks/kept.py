@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any
 
 import lightning.pytorch as pl
 from torch import Tensor
 
 from lightning_gpp.capture.attributes import Attribute, dotted
+from lightning_gpp.strategy.hooks.found import ACTING
 from lightning_gpp.training.control import Control
 from lightning_gpp.training.hook_code import names_in_hook
 from lightning_gpp.user_code import user_function
-
-_ACTING: Final = (
-    *("on_before_zero_grad", "on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping"),
-    *("optimizer_step", "lr_scheduler_step", "configure_optimizers"),
-)
-"""Methods that change gradients, parameters and learning rates, or make functions that do."""
 
 
 class ReadByHooks:
@@ -52,7 +47,7 @@ def _read_in_hooks(module: pl.LightningModule) -> dict[str, str]:
     callbacks: list[pl.Callback] = module.trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
     found: dict[str, str] = {}
     for owner in (module, *callbacks):
-        for hook in _ACTING:
+        for hook in (*ACTING, "configure_optimizers"):
             if (function := user_function(getattr(type(owner), hook, None))) is not None:
                 found |= dict.fromkeys(names_in_hook(function, [module, owner]), f"{type(owner).__name__}.{hook}")
     return found

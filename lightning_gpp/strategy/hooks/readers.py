@@ -1,4 +1,4 @@
-"""The hooks that read mini-batches and results of steps, which are on the rank that runs the step.
+"""The hooks that read mini-batches, results of steps and metrics, which are on the rank that runs the step.
 
 In training, validation and test every rank gets what they read, since hooks run on all of them. Predictions stay where
 they are, as for writers: callbacks that read them run their hooks of prediction only there, so that nothing is written
@@ -20,7 +20,7 @@ from lightning.pytorch.callbacks import BasePredictionWriter
 from torch import Tensor
 
 from lightning_gpp._compat.torch import pytree
-from lightning_gpp.strategy.hooks.found import owners_of
+from lightning_gpp.strategy.hooks.found import ACTING, names_in, owners_of, user_hooks
 from lightning_gpp.strategy.replaced import Replaced
 from lightning_gpp.training.control import Control
 from lightning_gpp.training.hook_code import names_in_hook
@@ -29,6 +29,7 @@ from lightning_gpp.user_code import user_function
 
 BATCH: Final = "batch"
 RESULT: Final = "result"
+METRICS: Final = "metrics"
 
 _LOOPS: Final = {TRAINING: "train", "validation_step": "validation", "test_step": "test"}
 _PLACES: Final = {"start": {BATCH: 0}, "end": {RESULT: 0, BATCH: 1}}
@@ -56,7 +57,8 @@ class BatchReaders:
         device: the device of this rank.
 
     Attributes:
-        read: what hooks around each step read: the mini-batch (`BATCH`), the result (`RESULT`).
+        read: what hooks around each step read: the mini-batch (`BATCH`), the result (`RESULT`), values of metrics that
+            the step updates (`METRICS`).
     """
 
     def __init__(self, trainer: pl.Trainer, control: Control, device: torch.device) -> None:
@@ -69,7 +71,11 @@ class BatchReaders:
         """Agree on what is read; silence hooks of prediction where there are no predictions. All ranks call this."""
         *callbacks, module = owners_of(self._trainer)
         found = {
-            step: {*_arguments_read(callbacks, loop), *({BATCH} & {*_arguments_read([module], loop)})}
+            step: {
+                *_arguments_read(callbacks, loop),
+                *({BATCH} & {*_arguments_read([module], loop)}),
+                *self._metrics_read(loop),
+            }
             for step, loop in _LOOPS.items()
         }
         self.read = self._control.broadcast(found)
@@ -82,6 +88,11 @@ class BatchReaders:
         """Undo `attach`."""
         self.read = {}
         self._silenced.restore()
+
+    def _metrics_read(self, loop: str) -> set[str]:
+        names = [f"on_{loop}_batch_{moment}" for moment in _PLACES] + (list(ACTING) if loop == "train" else [])
+        hooks = user_hooks(self._trainer, names)
+        return {METRICS} if any("compute" in names_in(hook, self._trainer) for hook in hooks) else set()
 
     def everywhere(self, value: Any) -> Any:
         """A value of the rank that runs the step, which waits for nobody, on all ranks of its pipeline."""
