@@ -116,7 +116,8 @@ class Engine:
             num_steps=lambda: self.num_steps,
         )
         self._stragglers = Stragglers(self.job, lambda: computing_seconds(self.plan, self.graph, self.machine()))
-        self._guards = [index.guard() for index in indices if self._owned or self.control.num_devices > 1]
+        guards = [index.guard() for index in indices if self._owned or self.control.num_devices > 1]
+        self._guards = [guard for guard in guards if guard is not None]
         for index in indices:
             index.move(self.device)
 
@@ -303,7 +304,7 @@ class Engine:
         return outputs
 
     def _surrounded(self, *, accumulates: bool) -> AbstractContextManager[Any]:
-        """What surrounds the forwards and backwards of a mini-batch, where parameters have hooks or are pruned."""
+        """A context for the forwards and backwards of a mini-batch, where parameters have hooks or are pruned."""
         contexts = ExitStack()
         if self._training.hooked:
             contexts.enter_context(self._parameter_hooks.waiting(accumulates=accumulates))

@@ -14,7 +14,7 @@ the teacher of a distillation, are branches of their own.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterator, Sequence, Set
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from fnmatch import fnmatchcase
 from itertools import cycle
 
@@ -45,6 +45,27 @@ def originals(module: nn.Module, used: Set[str]) -> dict[str, str]:
         for (_, copied), (_, known) in _pairs(module, used, trained)
         for (copy, _), (original, _) in zip(names_of(copied), names_of(known), strict=True)
     }
+
+
+def counters(module: nn.Module, copied: Mapping[str, str]) -> set[str]:
+    """The buffers of one number that modules around copies have themselves, such as the updates of an average so far.
+
+    Args:
+        module: the user's module.
+        copied: the tensors of copies, each with its original.
+    """
+    around = {path: part for path, part in module.named_modules() if _inside(path, copied)}
+    return {
+        f"{path}.{name}"
+        for path, part in around.items()
+        if not _inside(path, copied.values())
+        for name, buffer in part.named_buffers(recurse=False)
+        if buffer.numel() == 1 and f"{path}.{name}" not in copied
+    }
+
+
+def _inside(path: str, names: Iterable[str]) -> bool:
+    return any(name.startswith(f"{path}.") for name in names)
 
 
 def kept_with_originals(graph: OperatorGraph, module: nn.Module, learning: Set[str] = frozenset({""})) -> OperatorGraph:

@@ -76,14 +76,16 @@ class Lending:
 
         Args:
             named: names in the hook's code; small buffers with such names are lent from the beginning, as hooks read
-                them outside of modules (the noise levels of a diffusion).
+                them outside of modules (the noise levels of a diffusion). So are all single numbers, by which hooks
+                decide, and which they count on: ranks that have them would do so before others have read them.
             shared: whether an error of one rank alone may be left out; then ranks meet after an error, too.
         """
         if self._active:
             yield
             return
-        buffers = {name for name, buffer in self._module.named_buffers() if buffer.nbytes <= SMALL}
-        self._lend(sorted(name for name in buffers if name.rpartition(".")[2] in named), keep=True)
+        small = {name: buffer for name, buffer in self._module.named_buffers() if buffer.nbytes <= SMALL}
+        lent = (name for name, buffer in small.items() if buffer.numel() == 1 or name.rpartition(".")[2] in named)
+        self._lend(sorted(lent), keep=True)
         token, self._active = lender.set(partial(self._value)), True  # another one in each hook
         try:
             with self._answers.given():

@@ -134,13 +134,17 @@ class OptimizerIndex:
         """Names of all parameters of the optimizer."""
         return [name for group in self.groups for name in group]
 
-    def guard(self) -> RemovableHandle:
+    def guard(self) -> RemovableHandle | None:
         """Let `optimizer.state_dict()` be an error outside of this class: it has the parameters of this rank only.
 
         Returns:
-            A handle whose `remove` ends that.
+            A handle whose `remove` ends that; None for an optimizer without hooks, such as a wrapper of another one
+                that never calls `Optimizer.__init__`.
         """
-        return self.optimizer.register_state_dict_pre_hook(self._refuse)
+        try:
+            return self.optimizer.register_state_dict_pre_hook(self._refuse)
+        except AttributeError:
+            return None
 
     def _refuse(self, optimizer: Optimizer) -> None:
         if not self._reading:

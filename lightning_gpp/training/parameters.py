@@ -19,7 +19,7 @@ from lightning_gpp.runtime.sharding.shards import local
 from lightning_gpp.runtime.transport import as_sent
 from lightning_gpp.training.control import Control
 from lightning_gpp.training.foreign import Foreign, Whereabouts, attributes_of, foreign_like
-from lightning_gpp.training.frozen_copies import originals
+from lightning_gpp.training.frozen_copies import counters, originals
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +63,8 @@ def place(
 ) -> Placement:
     """The parameter placement. Tensors that no stage uses are with the user's step, frozen copies with their originals.
 
+    What counts the updates of copies is everywhere, because hooks on every rank decide by it.
+
     Args:
         module: the user's module.
         plan: the plan of the run.
@@ -77,6 +79,8 @@ def place(
     copied = originals(module, {name for name, users in stages.items() if users})
     stages = {name: users if name in itself else stages[copied.get(name, name)] for name, users in stages.items()}
     devices = {name: {device for stage in users for device in stage.devices} for name, users in stages.items()}
+    counting = counters(module, copied) - itself
+    devices |= {name: set(range(plan.num_devices)) for name in counting if not devices[name]}
     return Placement(
         {name: tuple(sorted(found or steps)) for name, found in devices.items()},
         {name: ", ".join(stage.name for stage in users) or STEP for name, users in stages.items()},

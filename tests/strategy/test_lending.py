@@ -13,6 +13,7 @@ import pytest
 import torch
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader
 
 from tests.strategy import harness
@@ -84,6 +85,24 @@ class ReadsWeights(Plain):
             torch.save({name: weight.cpu().clone() for name, weight in self.state_dict().items()}, file)
             file.seek(0)
             self.seen += [float(weight.sum()) for weight in torch.load(file).values()]
+
+
+class Averages(Plain):
+    """Averages weights by torch, whose counter belongs to no stage; counts epochs, and decides by both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.average = AveragedModel(self.body)
+        self.register_buffer("epochs", torch.zeros(1))
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.average.update_parameters(self.body)
+
+    def on_train_epoch_end(self) -> None:
+        if self.epochs > 0:
+            self.average.update_parameters(self.body)
+        self.epochs += 1
+        self.seen += [float(weight.detach().sum()) for weight in self.average.parameters()]
 
 
 class Saves(Plain):
@@ -160,11 +179,12 @@ def both(function: Callable[..., Any], *given: Any) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize(
-    "kind", [Samples, SamplesOnRankZero, ReadsWeights, Saves, pytest.param(Fails, marks=pytest.mark.acceptance)]
+    "kind",
+    [Samples, SamplesOnRankZero, ReadsWeights, Saves, Averages, pytest.param(Fails, marks=pytest.mark.acceptance)],
 )
 def test_hooks_at_the_ends_of_epochs_call_the_network(kind: type[Plain]) -> None:
     (seen, metrics), (expected, logged) = both(fit, kind, [])
-    assert len(expected) in (2, 2 * 4, 2 * (4 + 1 + 5))
+    assert len(expected) in (2, 2 * 2, 2 * 4, 2 * (4 + 1 + 5))
     assert seen == pytest.approx(expected, rel=1e-12)
     assert metrics == pytest.approx(logged, rel=1e-12)
 
