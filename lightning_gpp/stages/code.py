@@ -136,15 +136,22 @@ class StageCode:
             self._emit(call.number, call.first, call.last)
 
     def _whole(self, call: ModuleCall, inside: set[int]) -> bool:
-        """True if the original module can be called: its arguments exist here, and only its result is read outside."""
+        """True if the original module can be called: it reads its arguments, and only its result is read outside.
+
+        It reads more where its weights are results of others (torch.func.functional_call).
+        """
         leaves = pytree.tree_leaves((call.args, call.kwargs))
-        if any(isinstance(leaf, Opaque) for leaf in leaves):
+        given = {ref for ref in self._refs_of(inside) if ref.call not in inside}
+        if any(isinstance(leaf, Opaque) for leaf in leaves) or given - {leaf for leaf in leaves if _is_ref(leaf)}:
             return False
         returned = {leaf for leaf in pytree.tree_leaves(call.result) if isinstance(leaf, Ref)}
         outside = [c for c in self.network.calls[call.last :] if c.index not in inside]
         read = {ref for c in outside for ref in c.refs() if ref.call in inside}
         read |= {ref for ref in (*self.wanted, *self.network.needed) if ref.call in inside}
         return all(ref in returned or self._is_alias(ref) for ref in read)
+
+    def _refs_of(self, numbers: Iterable[int]) -> set[Ref]:
+        return {ref for number in numbers for ref in self.network.calls[number].refs()}
 
     def _is_alias(self, ref: Ref) -> bool:
         return ref.output >= self.network.calls[ref.call].num_returned
@@ -175,8 +182,8 @@ class StageCode:
             target = self._name("checkpoint", functools.partial(checkpoint, self.names[target], use_reentrant=False))
         elif call.checkpoint is None and self._is_recomputed(call.path):
             target = self._name("again", recomputed(self.names[target]))
-        read = {ref for number in inside for ref in self.network.calls[number].refs()}
-        self.unread = {leaf for leaf in pytree.tree_leaves((call.args, call.kwargs)) if isinstance(leaf, Ref)} - read
+        arguments = pytree.tree_leaves((call.args, call.kwargs))
+        self.unread = {leaf for leaf in arguments if _is_ref(leaf)} - self._refs_of(inside)
         result = self._temporary() if not isinstance(call.result, Ref) else variable(call.result)
         self._line(f"{result} = {target}({self._arguments(call.args, call.kwargs)})", call.context)
         self.unread = set()
@@ -326,6 +333,10 @@ def _shaped(spec: TensorSpec, values: dict[str, torch.Tensor], num_samples: int)
     """A tensor that takes no memory, on the device of the stage."""
     device = next((value.device for value in values.values()), None)
     return torch.zeros((), dtype=getattr(torch, spec.dtype), device=device).expand(spec.sizes(num_samples))
+
+
+def _is_ref(leaf: Any) -> bool:
+    return isinstance(leaf, Ref)
 
 
 def _is_name(text: str) -> bool:
