@@ -1,11 +1,13 @@
 """Tensors that a step makes or replaces in modules while it runs, such as positions that the first forward fills in.
 
-They are buffers, or plain attributes that were None or did not exist.
+They are buffers, or plain attributes that were None or did not exist. With them belong the numbers that say for what
+they were made, such as the longest sequence so far.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any, Final
 
 from torch import Tensor, nn
 
@@ -13,9 +15,11 @@ from lightning_gpp._compat.torch import buffers_of
 from lightning_gpp.capture.attributes import OF_EVERY_MODULE
 from lightning_gpp.capture.recorder import Recorder
 
+_NUMBERS: Final = (bool, int, float, str, type(None))
+
 
 class MadeWatch:
-    """Notes which buffers of a module a recording makes or replaces, and which attributes it fills.
+    """Notes which buffers of a module a recording makes or replaces, which attributes it fills, and numbers with them.
 
     Args:
         replica: the copy of the user's module that is recorded, before it runs.
@@ -25,23 +29,37 @@ class MadeWatch:
         self._replica = replica
         self._before = {path: dict(buffers_of(part)) for path, part in replica.named_modules()}
         self._filled = {path: filled_attributes(part).keys() for path, part in replica.named_modules()}
+        self._numbers = {path: numbers_of(part) for path, part in replica.named_modules()}
 
     def note(self, recorder: Recorder) -> None:
         """Note them in the recording, and with the calls that made buffers: these hold what they replaced."""
+        recording = recorder.recording
         for path, part in self._replica.named_modules():
-            before = self._before.get(path, {})
-            for name, buffer in buffers_of(part).items():
-                if buffer is not None and buffer is not before.get(name):
-                    recorder.recording.made_buffers.add(full_name(path, name))
-                    _hold(recorder, before.get(name), buffer)
+            buffers, before = buffers_of(part), self._before.get(path, {})
+            made = {name for name, each in buffers.items() if each is not None and each is not before.get(name)}
             filled = filled_attributes(part).keys() - self._filled.get(path, set())
-            recorder.recording.filled_attributes |= {full_name(path, name) for name in filled}
+            recording.made_buffers |= {full_name(path, name) for name in made}
+            recording.filled_attributes |= {full_name(path, name) for name in filled}
+            if made | filled:
+                recording.filled_attributes |= {full_name(path, name) for name in self._changed_numbers(path, part)}
+            for name in made:
+                _hold(recorder, before.get(name), buffers[name])
+
+    def _changed_numbers(self, path: str, part: nn.Module) -> set[str]:
+        before, now = self._numbers.get(path, {}), numbers_of(part)
+        return {name for name in before.keys() & now.keys() if before[name] != now[name]}
 
 
 def filled_attributes(part: nn.Module) -> Mapping[str, Tensor]:
     """The tensors in plain attributes of a module, by name."""
     own = vars(part).items()
     return {name: value for name, value in own if isinstance(value, Tensor) and name not in OF_EVERY_MODULE}
+
+
+def numbers_of(part: nn.Module) -> dict[str, Any]:
+    """The numbers and texts in plain attributes of a module, by name, and those that are None."""
+    own = vars(part).items()
+    return {name: value for name, value in own if type(value) in _NUMBERS and name not in OF_EVERY_MODULE}
 
 
 def full_name(path: str, name: str) -> str:

@@ -166,7 +166,8 @@ class Recording:
     made_buffers: set[str] = field(default_factory=set)
     """Names of the buffers that forwards or the step make, or replace by other tensors."""
     filled_attributes: set[str] = field(default_factory=set)
-    """Names of the plain attributes that have tensors since forwards or the step ran, and had none before."""
+    """Names of the plain attributes that have tensors since forwards or the step ran, and had none before; and of
+    numbers that changed in modules that made tensors."""
 
     def changed_by_step(self) -> set[str]:
         """Names of the parameters and buffers that the step itself changes in place."""

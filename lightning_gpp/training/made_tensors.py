@@ -8,7 +8,7 @@ captures see an attribute empty as long as it is on any rank.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from lightning_gpp._compat.torch import buffers_of, transient_buffers_of
 from lightning_gpp.capture import Capture
-from lightning_gpp.capture.made_tensors import filled_attributes, full_name
+from lightning_gpp.capture.made_tensors import filled_attributes, full_name, numbers_of
 from lightning_gpp.training.control import Control
 from lightning_gpp.training.parameters import Placement
 
@@ -71,7 +71,7 @@ class MadeTensors:
 
 
 class FilledAttributes:
-    """Attributes that had no tensor before forwards ran.
+    """Attributes that had no tensor before forwards ran, and the numbers that forwards set together with tensors.
 
     Attributes:
         names: their names.
@@ -79,20 +79,35 @@ class FilledAttributes:
 
     def __init__(self) -> None:
         self.names: set[str] = set()
-        self._missing: set[str] = set()
+        self._first: dict[str, Any] = {}
 
     def begin(self, module: nn.Module, control: Control) -> None:
-        """Find the attributes that an earlier run has filled on some ranks; all ranks call this together."""
+        """Find the attributes that an earlier run has filled on some ranks; all ranks call this together.
+
+        They begin as they are on a rank where they are empty.
+        """
+        self._first = _numbers(module)
         filled = control.gather_all(_filled(module)) if control.num_processes > 1 else [set[str]()]
         self.names = set.union(*filled) - set.intersection(*filled)
-        self._missing = set.union(*control.gather_all(_absent(module, self.names))) if self.names else set()
+        if self.names:
+            around = {_split(name)[0] for name in self.names}
+            ranks = control.gather_all({name: each for name, each in self._first.items() if _split(name)[0] in around})
+            for name in sorted(self.names):
+                self._begin_as(ranks[next(rank for rank, names in enumerate(filled) if name not in names)], name)
+
+    def _begin_as(self, numbers: Mapping[str, Any], name: str) -> None:
+        """Begin with the numbers of a rank on which this attribute is empty, in the module that has it."""
+        self._first.pop(name, None)
+        beside = {each: value for each, value in numbers.items() if _split(each)[0] == _split(name)[0]}
+        self._first |= beside
+        self.names |= {each for each in beside if each != name}
 
     @contextmanager
     def empty(self, module: nn.Module) -> Iterator[None]:
-        """Inside, these attributes are None, or do not exist if a rank has none of this name."""
+        """Inside, these attributes are as they began; those that did not exist do not."""
         kept = {name: _attributes_around(module, name).get(_split(name)[1], _UNKNOWN) for name in sorted(self.names)}
         for name in kept:
-            _set(module, name, _UNKNOWN if name in self._missing else None)
+            _set(module, name, self._first.get(name, _UNKNOWN))
         try:
             yield
         finally:
@@ -100,12 +115,13 @@ class FilledAttributes:
                 _set(module, name, value)
 
 
+def _numbers(module: nn.Module) -> dict[str, Any]:
+    numbers = ((path, numbers_of(part)) for path, part in module.named_modules())
+    return {full_name(path, name): value for path, found in numbers for name, value in found.items()}
+
+
 def _filled(module: nn.Module) -> set[str]:
     return {full_name(path, name) for path, part in module.named_modules() for name in filled_attributes(part)}
-
-
-def _absent(module: nn.Module, names: Iterable[str]) -> set[str]:
-    return {name for name in names if _split(name)[1] not in _attributes_around(module, name)}
 
 
 def _attributes_around(module: nn.Module, name: str) -> dict[str, Any]:
@@ -135,8 +151,9 @@ class MadeBuffers:
 
         The buffers of the module are then those that captures of the run begin with.
         """
-        for forms in control.gather_all(_forms(module)) if control.num_processes > 1 else ():
-            _add_missing(module, forms)
+        known = _forms(module), _numbers(module)
+        for forms, numbers in control.gather_all(known) if control.num_processes > 1 else ():
+            _add_missing(module, forms, numbers)
         self._first, self.names = _forms(module), set()
 
     @contextmanager
@@ -189,14 +206,20 @@ def _put(table: dict[str, Any], name: str, before: Any) -> None:
         table[name] = None if before is None else before.empty()
 
 
-def _add_missing(module: nn.Module, forms: Forms) -> None:
-    """Register the buffers of another rank that this one lacks, or has in another form and without values."""
+def _add_missing(module: nn.Module, forms: Forms, numbers: Mapping[str, Any]) -> None:
+    """Register the buffers of another rank that this one lacks, or has in another form and without values.
+
+    The numbers of their modules go with them.
+    """
     own, parts = _forms(module), dict(module.named_modules())
     for name, form in forms.items():
         mine, (path, last) = own.get(name), _split(name)
         lacking = mine is None or not (mine.present or mine.fits(form))
         if form is not None and form.present and lacking and path in parts:
             parts[path].register_buffer(last, form.empty(), persistent=form.persistent)
+            beside = {_split(each)[1]: value for each, value in numbers.items() if _split(each)[0] == path}
+            attributes: dict[str, Any] = vars(parts[path])  # type: ignore[assignment]
+            attributes.update(beside)
 
 
 def made_states(module: nn.Module, state: Mapping[str, Any], placement: Placement) -> dict[str, Tensor]:

@@ -73,6 +73,28 @@ class Absent(Table):
         del self.table
 
 
+class Longest(Table):
+    """Knows by a number for what the table is long enough."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.longest = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[1] > self.longest:
+            self.longest = x.shape[1]
+            self.fill(torch.arange(4.0 * x.shape[1], dtype=x.dtype).view(-1, 4) / 10)
+        return self.layer(x + self.table[: x.shape[1]])
+
+
+class LongestPlain(Longest):
+    """Has the table in an attribute, from the first forward on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.table
+
+
 class Tabled(pl.LightningModule):
     def __init__(self, first: nn.Module) -> None:
         super().__init__()
@@ -139,6 +161,8 @@ MODULES: dict[str, tuple[type[Tabled], type[nn.Module]]] = {
     "empty": (Tabled, Empty),
     "attribute": (Tabled, Plain),
     "absent": (Tabled, Absent),
+    "longest": (Tabled, Longest),
+    "longest_attribute": (Tabled, LongestPlain),
     "root": (InRoot, Plain),
     "step": (InStep, Table),
     "cut": (InCutForward, Saved),
@@ -159,7 +183,7 @@ def trained(name: str, devices: int, folder: Path) -> tuple[list[float], dict[st
     stages = [{"modules": ["first"], "devices": [1]}, {"modules": ["last", "@step"], "devices": [0]}]
     strategy = harness.strategy(num_micro_batches=2, stages=stages) if devices > 1 else "auto"
     trainer = harness.trainer(strategy, devices, num_sanity_val_steps=0)
-    trainer.fit(module, data(5), data(7))
+    trainer.fit(module, DataLoader([*data(5), *data(4)], batch_size=None), data(7))
     losses, module.losses = module.losses, []
     file = folder / f"{name}{devices}.ckpt"
     trainer.save_checkpoint(file)
