@@ -356,9 +356,10 @@ def first_training_batch(
         None if there is no training data, or no `peek`.
     """
     loop = trainer.fit_loop
+    _restore_epoch(trainer)
     loop.setup_data()
     combined = loop._combined_loader
-    if combined is None:
+    if combined is None or combined._mode == "sequential":  # which the loop refuses when it starts
         return None
     moved = any(is_moved(loader) for loader in combined.flattened)
     fetched = _first_fetched(loop._data_fetcher, moved)
@@ -369,6 +370,14 @@ def first_training_batch(
         return clone(fetched[0][0]) if fetched else None
     peeked = [peek(loader) for loader in combined.flattened]
     return None if any(batch is None for batch in peeked) else pytree.tree_unflatten(peeked, combined._spec)
+
+
+def _restore_epoch(trainer: Any) -> None:
+    """Let loaders be made for the epoch of the checkpoint that the run resumes from, before loops are restored."""
+    checkpoint = trainer._checkpoint_connector._loaded_checkpoint or {}
+    state = checkpoint.get("loops", {}).get("fit_loop", {}).get("epoch_progress")
+    if state is not None:
+        trainer.fit_loop.epoch_progress.load_state_dict(state)
 
 
 def _first_fetched(fetcher: Any, moved: bool) -> list[Any]:

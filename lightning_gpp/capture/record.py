@@ -197,7 +197,10 @@ def _remedy(error: Exception, in_step: bool) -> str:
             "move this line behind the step's last call of a module, where it runs as plain Python; or put it and the "
             "modules that read its result into the forward of a module of their own, which is then never cut"
         )
-    return "change this line"
+    return (
+        "put this line and the modules that read its result into the forward of a module of their own, which is then "
+        "never cut"
+    )
 
 
 def step_arguments(function: Callable[..., Any], batch_idx: int, dataloader_idx: int = 0) -> list[int]:

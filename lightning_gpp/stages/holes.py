@@ -17,12 +17,15 @@ from lightning_gpp.capture.recorder import target_of, target_of_apply
 class Holes(TorchFunctionMode):
     """Returns meta tensors for calls on values of other devices, and notes the real values they are combined with.
 
-    `device`: the device that they seem to be on.
+    Args:
+        device: the device that they seem to be on.
+        with_parameters: whether parameters of other devices are holes, too: the step computes again what stages have
+            computed with them, and nothing depends on it.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, with_parameters: bool = False) -> None:
         super().__init__()
-        self.device = device
+        self.device, self._with_parameters = device, with_parameters
         self.holes: dict[int, torch.Tensor] = {}
         self.calls: list[list[Any]] = []
         self.targets: list[str] = []
@@ -48,6 +51,11 @@ class Holes(TorchFunctionMode):
         target = functools.partial(target_of, func, getattr(func, "__name__", str(func)))
         return self._called(func, target, args, kwargs or {})
 
+    def _is_hole(self, leaf: Any) -> bool:
+        if id(leaf) in self.holes:
+            return True
+        return self._with_parameters and isinstance(leaf, torch.Tensor) and leaf.is_meta
+
     def _apply(self, cls: type, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A custom autograd function is one call, whatever it does inside."""
         return self._called(plain, functools.partial(target_of_apply, cls), args, kwargs)
@@ -56,14 +64,14 @@ class Holes(TorchFunctionMode):
         self, func: Callable[..., Any], named: Callable[[], str], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         leaves, structure = pytree.tree_flatten((args, kwargs))
-        if self._inside or not any(id(leaf) in self.holes for leaf in leaves):
+        if self._inside or not any(map(self._is_hole, leaves)):
             return func(*args, **kwargs)
         target = named()
         if target == "Tensor.device.__get__":
             return self.device
         self._inside = True
         try:
-            on_meta = [leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+            on_meta = [_on_meta(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
             versions = [version(leaf) if isinstance(leaf, torch.Tensor) else 0 for leaf in on_meta]
             args, kwargs = pytree.tree_unflatten(on_meta, structure)
             result = func(*args, **kwargs)
@@ -79,3 +87,11 @@ class Holes(TorchFunctionMode):
             self.targets.append(target)
             self.add((result, changed))
         return result
+
+
+def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
+    """A plain tensor without memory, also of a parameter that other ranks hold, which is of a class of its own."""
+    if type(tensor) in (torch.Tensor, torch.nn.Parameter):
+        return tensor.to("meta")
+    outline = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+    return outline.requires_grad_(tensor.requires_grad)

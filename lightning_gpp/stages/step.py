@@ -285,8 +285,8 @@ class UserStep(StepRunner):
         return ShapeError(
             f"Input {leaf} of {kind} {number} ({named(self._calls[number].path)}) has shape "
             f"{tuple(tensor.shape)} ({dtype}) for {num_samples} samples; the captured batch had "
-            f"{tuple(map(str, spec.shape))} ({spec.dtype}) for b samples. Pad to one shape, or give an "
-            "example batch of this shape (strategy.example_batch)."
+            f"{tuple(map(str, spec.shape))} ({spec.dtype}) for b samples, in a mini-batch of the same form. Change "
+            f"shapes in the data, where it is noticed; or {_WHOLE}."
         )
 
     # --- step
@@ -305,7 +305,7 @@ class UserStep(StepRunner):
         Values that the captured step only passed on to network calls are meta tensors, and so are values computed from
         them; reading them is an error of torch.
         """
-        holes = self._holes(micro_batch)
+        holes = self._holes(micro_batch, with_parameters=True)
 
         def value(ref: Ref) -> torch.Tensor:
             known = values.get(self._names[ref])
@@ -325,9 +325,10 @@ class UserStep(StepRunner):
         leaves, structure = self._results[id(call)]
         return pytree.tree_unflatten([value(leaf) if isinstance(leaf, Ref) else leaf for leaf in leaves], structure)
 
-    def _holes(self, micro_batch: MicroBatch) -> Holes | None:
+    def _holes(self, micro_batch: MicroBatch, *, with_parameters: bool = False) -> Holes | None:
         """The holes of a run of the step; None if it computes nothing between its network calls."""
-        return Holes(self._open[micro_batch.lane].device) if self._mixes else None
+        device = self._open[micro_batch.lane].device
+        return Holes(device, with_parameters=with_parameters) if self._mixes else None
 
     def _hole(self, ref: Ref, num_samples: int, holes: Holes | None) -> torch.Tensor:
         spec = self.spec_of(ref)

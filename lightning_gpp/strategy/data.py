@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -15,6 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_gpp._compat.lightning import forget_indices
 from lightning_gpp.errors import ConfigError
+from lightning_gpp.strategy.data_state import unchanged
 from lightning_gpp.training.control import Control
 from lightning_gpp.training.loaders import SharedLoader
 from lightning_gpp.user_code import UNKNOWN, line_of
@@ -47,11 +47,11 @@ class Placeholder:
 
 
 class ShadowLoader:
-    """Replaces a data loader on ranks without data: it has the same length, but yields placeholders."""
+    """Replaces a data loader on ranks without data: it has the same length and settings, but yields placeholders."""
 
     def __init__(self, loader: Any, control: Control, agreed: bool) -> None:
         self.loader, self.control, self.agreed = loader, control, agreed
-        for name in ("sampler", "batch_sampler", "dataset"):
+        for name in ("sampler", "batch_sampler", "dataset", "batch_size", "drop_last", "collate_fn", "num_workers"):
             if hasattr(loader, name):
                 setattr(self, name, getattr(loader, name))
         forget_indices(getattr(loader, "batch_sampler", None))
@@ -145,7 +145,9 @@ def is_moved_by_reading(loader: Any) -> bool:
 
 
 def peek(loader: Any) -> Any:
-    """The first batch of a loader, without changing the loader, random numbers or running workers; None if it is empty.
+    """The first batch of a loader, without changing the loader, its data, random numbers or running workers.
+
+    None if it is empty.
 
     Batches that are None, which Lightning leaves out, do not count. The loader must not be one that reading moves.
 
@@ -154,7 +156,7 @@ def peek(loader: Any) -> Any:
     """
     loader = _inside(loader)
     try:
-        with isolate_rng(), _kept_generators(loader):
+        with isolate_rng(), unchanged(loader):
             return next((batch for batch in _read(loader) if batch is not None), None)
     except Exception as error:
         line = line_of(error)
@@ -183,17 +185,3 @@ def _read(loader: Any) -> Iterator[Any]:
 def _reads_indices(loader: Any) -> bool:
     """True if samples can be read by their indices, without the loader."""
     return isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
-
-
-@contextmanager
-def _kept_generators(loader: Any) -> Iterator[None]:
-    """Restore the state of the loader's and its samplers' own random generators."""
-    sampler, batch_sampler = getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)
-    owners = (loader, sampler, batch_sampler, getattr(batch_sampler, "sampler", None))
-    found = [getattr(owner, "generator", None) for owner in owners]
-    generators = [(item, item.get_state()) for item in found if isinstance(item, torch.Generator)]
-    try:
-        yield
-    finally:
-        for generator, state in generators:
-            generator.set_state(state)
