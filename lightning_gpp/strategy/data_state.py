@@ -1,4 +1,4 @@
-"""What reading a mini-batch changes in users' objects is undone: counters, positions, random generators of their own.
+"""Changes that reading a mini-batch makes in users' objects are undone: counters, positions, own random generators.
 
 The first mini-batch is read at set-up, and once more by the loop. Samplers that count epochs, and data with generators
 for augmentation, would be one ahead in all of training.
