@@ -75,7 +75,7 @@ def _of_class(kind: type) -> Iterator[Any]:
 
 
 def _of_function(function: FunctionType) -> Iterator[Any]:
-    """What a function has in its closure, and the generators among the global variables that it names."""
+    """The contents of a closure, and the generators among the global variables that a function names."""
     for cell in function.__closure__ or ():
         try:
             yield cell.cell_contents
