@@ -63,7 +63,8 @@ from lightning_gpp.planning.bounds.capacity import (
     bound_by_capacity,
     capacities_of,
 )
-from lightning_gpp.planning.bounds.memory import LeastMemory, least_memory
+from lightning_gpp.planning.bounds.memory import LeastMemory, distinct_bytes, least_memory
+from lightning_gpp.planning.bounds.path import PathBound, PathShare
 from lightning_gpp.planning.problem.problem import Array, Problem, UnitSeconds
 
 SHARES = (0.0, 0.5, 1.0)
@@ -126,13 +127,19 @@ class _Bounds:
         self.problem, self.size = problem, size
         self.bottlenecks = bottleneck_units(problem, np.add(*_fastest(problem, size)))
         self.capacities: Capacities | None = None
+        self.path: PathBound | None = None
+        self.followed = False
 
     @property
     def complete(self) -> bool:
-        return self.capacities is not None and not self.bottlenecks
+        return self.followed and not self.bottlenecks
 
     def better(self, least: float) -> float:
         """The next bound, or what is known already."""
+        if self.capacities is not None and not self.followed:
+            self.path = self.path or _path_bound(self.problem, self.size)
+            least, self.followed = self.path.better(least) if self.path else (least, True)
+            return least
         if self.capacities is not None:
             split = _split(self.problem, self.size)
             return bound_by_bottleneck(self.problem, self.size, self.capacities, split, self.bottlenecks.pop(0), least)
@@ -277,6 +284,76 @@ def _slowdowns(problem: Problem, total: Array, size: int) -> list[float]:
     """Slowdown of every kind of device relative to the fastest, for the unit where it is smallest."""
     tables = [problem.seconds(size, kind) for kind in range(len(problem.cluster.kinds))]
     return [max(1.0, float(np.min(table.total / np.maximum(total, 1e-30)))) for table in tables]
+
+
+LIGHT = 0.01
+"""Units that take less than this share of their path, all together, are left out of it."""
+
+
+PATH_CELLS = 128
+"""The least number of cells in which the devices of stages on a path are counted, if there are so many devices."""
+
+
+def _path_bound(problem: Problem, size: int) -> PathBound | None:
+    """The bound from the longest path; None if devices differ, or if most of the work is elsewhere."""
+    units, total = _longest_path(problem, size), np.add(*_fastest(problem, size))
+    if not _equally_fast(problem, size) or 2 * float(total[units].sum()) < float(total.sum()):
+        return None
+    return PathBound(
+        shares=[_path_share(problem, size, fewest, most, units) for fewest, most in _equal_shares(problem, size)],
+        number=-(-problem.batch_size // size),
+        num_devices=problem.num_devices,
+        cell=max(1, min(2 * size, problem.num_devices) // PATH_CELLS),
+    )
+
+
+def _longest_path(problem: Problem, size: int) -> list[int]:
+    """The units of the path that takes longest, in order, without the lightest ones."""
+    total = np.add(*_fastest(problem, size))
+    ahead, parent = _ahead(_returning(problem), total)
+    units = [int(np.argmax(ahead + total))]
+    while parent[units[-1]] >= 0:
+        units.append(parent[units[-1]])
+    ascending = sorted(units, key=lambda unit: float(total[unit]))
+    light = np.cumsum(total[ascending]) < LIGHT * float(total[units].sum())
+    return sorted({*ascending[int(light.sum()) :]}, key=units[::-1].index)
+
+
+def _path_share(problem: Problem, size: int, fewest: int, most: int, units: list[int]) -> PathShare:
+    choice = _choice(problem, size, fewest, most)
+    forward, backward = _fastest(problem, _share(problem, problem.batch_size % size or size, most))
+    weights, _ = distinct_bytes(problem, size)
+    summing = 2 * (fewest - 1) / fewest * weights / _bandwidth(problem, fewest) * _summed_at_the_end(problem)
+    return PathShare(
+        fewest=fewest,
+        busy=problem.batch_size / size * choice.busy[units],
+        forward=choice.forward[units],
+        backward=backward[units],
+        way=(forward + backward)[units],
+        summing=summing[units],
+    )
+
+
+def _summed_at_the_end(problem: Problem) -> float:
+    """The part of the sums of gradients that follows the last backward: with `fsdp`, weights are gathered before."""
+    return 0.0 if not problem.footprint.training else 1.0 if problem.sharding in ("none", "zero1", "auto") else 0.5
+
+
+MAX_SHARE_RANGES, SHARE_RANGE = 8, 1.15
+"""Ranges of numbers of replicas, from `MAX_SHARE_RANGES` replicas on, are at least of this ratio."""
+
+
+def _equal_shares(problem: Problem, size: int) -> list[tuple[int, int]]:
+    """Numbers of replicas whose largest shares have as many samples, smallest and largest; close ones are together."""
+    limit = int(min(problem.max_replicas, problem.num_devices))
+    ranges = [(1, 1)]
+    while ranges[-1][1] < limit:
+        fewest = ranges[-1][1] + 1
+        share = -(-size // fewest)
+        most = limit if share == 1 else min(limit, -(-size // (share - 1)) - 1)
+        joins = fewest > MAX_SHARE_RANGES and most <= SHARE_RANGE * ranges[-1][0]
+        ranges[-1:] = [(ranges[-1][0], most)] if joins else [ranges[-1], (fewest, most)]
+    return ranges
 
 
 class _Paths:
