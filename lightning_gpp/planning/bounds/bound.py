@@ -138,7 +138,8 @@ class _Bounds:
         """The next bound, or what is known already."""
         if self.capacities is not None and not self.followed:
             self.path = self.path or _path_bound(self.problem, self.size)
-            least, self.followed = self.path.better(least) if self.path else (least, True)
+            least = self.path.better(least) if self.path else least
+            self.followed = self.path is None or self.path.complete(least)
             return least
         if self.capacities is not None:
             split = _split(self.problem, self.size)
@@ -299,8 +300,9 @@ def _path_bound(problem: Problem, size: int) -> PathBound | None:
     units, total = _longest_path(problem, size), np.add(*_fastest(problem, size))
     if not _equally_fast(problem, size) or 2 * float(total[units].sum()) < float(total.sum()):
         return None
+    weights = _summed_at_the_end(problem) * distinct_bytes(problem, size)[0]
     return PathBound(
-        shares=[_path_share(problem, size, fewest, most, units) for fewest, most in _equal_shares(problem, size)],
+        shares=[_path_share(problem, size, *pair, units, weights) for pair in _equal_shares(problem, size)],
         number=-(-problem.batch_size // size),
         num_devices=problem.num_devices,
         cell=max(1, min(2 * size, problem.num_devices) // PATH_CELLS),
@@ -319,11 +321,10 @@ def _longest_path(problem: Problem, size: int) -> list[int]:
     return sorted({*ascending[int(light.sum()) :]}, key=units[::-1].index)
 
 
-def _path_share(problem: Problem, size: int, fewest: int, most: int, units: list[int]) -> PathShare:
+def _path_share(problem: Problem, size: int, fewest: int, most: int, units: list[int], weights: Array) -> PathShare:
     choice = _choice(problem, size, fewest, most)
     forward, backward = _fastest(problem, _share(problem, problem.batch_size % size or size, most))
-    weights, _ = distinct_bytes(problem, size)
-    summing = 2 * (fewest - 1) / fewest * weights / _bandwidth(problem, fewest) * _summed_at_the_end(problem)
+    summing = 2 * (fewest - 1) / fewest * weights / _bandwidth(problem, fewest)
     return PathShare(
         fewest=fewest,
         busy=problem.batch_size / size * choice.busy[units],

@@ -19,11 +19,11 @@ All of it grows with H_s and with X_s = H_s + E_s, and so do those of the next s
 
     max(H_s + R_s, X_s) + M (f_s + g_s) + turn_s <= T,   H' = H_s + f_s,   X' = max(H_s + R_s, X_s) + f_s + g_s.
 
-So for each number of units and of devices that run them, only the least H and the least X count (each of any plan, which
-is at most that of a common one). T is ruled out if the whole path has no place on all devices. D_s is taken with as
-many replicas as possible in all later stages. Of the numbers of replicas in a range, the smallest one counts as the
-number of devices, and the largest one for the share of a micro-batch. The first units of the path, as well as the
-last ones, are on at least as many devices as their work takes in T seconds; others are not looked at.
+So for each number of units and of devices that run them, only the least H and the least X count, each of any plan. T is
+ruled out if the whole path has no place on all devices. D_s is taken with as many replicas as possible in all later
+stages. Of the numbers of replicas in a range, the smallest one counts as the number of devices, and the largest one for
+the share of a micro-batch. The units ahead of any are on at least as many devices as their work takes in T seconds, and
+so are the others; fewer devices than that are not looked at.
 """
 
 from __future__ import annotations
@@ -38,8 +38,11 @@ from numpy.typing import NDArray
 
 from lightning_gpp.planning.problem.problem import Array
 
-STRIDE, PRECISION = 1.05, 1.005
+STRIDE, PRECISION = 1.1, 1.005
 """Ratios of the times that are tested: of one to the next, and between the last one that was ruled out and the next."""
+
+ROUNDING = 1 + 1e-9
+"""Times count as so much longer, because of rounding errors."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +76,7 @@ class _Ending:
     summing: Array
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class PathBound:
     """The search for the least step.
 
@@ -82,32 +85,47 @@ class PathBound:
         number: of micro-batches.
         num_devices: of the cluster.
         cell: devices are counted in multiples of this number, and rounded down for every stage.
+        high: seconds that are not ruled out.
+        endings: the stages that may fit into a step of the last tests.
     """
 
     shares: Sequence[PathShare]
     number: int
     num_devices: int
     cell: int
+    high: float = inf
+    endings: Sequence[_Ending] = ()
 
-    def better(self, least: float) -> tuple[float, bool]:
-        """Seconds of a step that no plan can beat, given a bound that is known already; and whether it is the best."""
+    def better(self, least: float) -> float:
+        """Seconds of a step that no plan can beat, given a bound that is known already; by one more test."""
+        if self.high == inf:
+            return self._first(least)
+        middle = (least * self.high) ** 0.5
+        if not self._fits(self.endings, middle):
+            return middle
+        self.high = middle
+        return least
+
+    def complete(self, least: float) -> bool:
+        """True if no further test is worth it."""
+        return self.high <= least * PRECISION
+
+    def _first(self, least: float) -> float:
         high = least * STRIDE
-        endings = self._endings(high)
-        if not self._fits(endings, high):
-            return high, False
-        while high / least > PRECISION:
-            middle = (least * high) ** 0.5
-            least, high = (least, middle) if self._fits(endings, middle) else (middle, high)
-        return least, True
+        self.endings = self._endings(high * ROUNDING**2)
+        if not self._fits(self.endings, high):
+            return high
+        self.high = high
+        return least
 
     def _cells(self, share: PathShare) -> int:
         return share.fewest // self.cell
 
-    @cached_property
-    def _ahead(self) -> Array:
-        """Seconds on a cell of the units ahead of each, and of all."""
-        least = np.min([self._cells(share) * share.busy for share in self.shares], axis=0)
-        return np.concatenate([[0.0], np.cumsum(least)])
+    def _needed(self, seconds: float) -> NDArray[np.int64]:
+        """Cells of devices that the units ahead of each need at least, and all: those that can run each in time."""
+        work = [np.where(share.busy <= seconds, self._cells(share) * share.busy, inf) for share in self.shares]
+        cells = np.concatenate([[0.0], np.cumsum(np.min(work, axis=0))]) / seconds
+        return np.floor(np.minimum(cells, self.num_devices + 1) * (1 - 1e-9)).astype(int)
 
     @cached_property
     def _ways(self) -> Array:
@@ -120,46 +138,53 @@ class PathBound:
         return [self._ending(end, most) for end in range(1, len(self._ways))]
 
     def _ending(self, end: int, most: float) -> _Ending:
-        columns = [self._columns(share, end, most) for share in self.shares]
+        columns = [self._columns(number, end, most) for number in range(len(self.shares))]
         return _Ending(**{name: np.concatenate([each[name] for each in columns]) for name in columns[0]})
 
-    def _columns(self, share: PathShare, end: int, most: float) -> dict[str, NDArray[np.int64] | Array]:
-        """The fields of the stages of one number of replicas that end before a unit."""
-        first = end - self._longest(share, end, most)
-        parts = share.busy, share.forward, share.backward, share.summing
-        busy, forward, backward, summing = (np.cumsum(part[first:end][::-1]) for part in parts)
+    @cached_property
+    def _sums(self) -> list[Array]:
+        """By share: seconds of all units ahead of each, and of all: `busy`, `forward`, `backward`, and `summing`."""
+        parts = ([share.busy, share.forward, share.backward, share.summing] for share in self.shares)
+        return [np.pad(np.cumsum(part, axis=1), ((0, 0), (1, 0))) for part in parts]
+
+    def _columns(self, number: int, end: int, most: float) -> dict[str, NDArray[np.int64] | Array]:
+        """The fields of the stages with one of the shares that end before a unit."""
+        sums, cells = self._sums[number], self._cells(self.shares[number])
+        first = int(np.searchsorted(sums[0], sums[0, end] - most))
+        busy, forward, backward, summing = sums[:, end, None] - sums[:, first:end]
         turn = np.maximum(0.0, self._ways[end] - (self.number - 1) * forward)
         return {
-            "starts": np.arange(end - 1, first - 1, -1),
-            "cells": np.full(end - first, self._cells(share)),
+            "starts": np.arange(first, end),
+            "cells": np.full(end - first, cells),
             "needs": busy + turn,
             "forward": forward,
             "both": forward + backward,
             "summing": summing,
         }
 
-    def _longest(self, share: PathShare, end: int, most: float) -> int:
-        """The largest number of units before `end` that replicas can run within these seconds."""
-        return int(np.searchsorted(np.cumsum((share.busy + share.summing)[:end][::-1]), most))
-
     def _fits(self, endings: Sequence[_Ending], seconds: float) -> bool:
         """True if a step may take so many seconds.
 
         Column j of row u stands for the first u units on j cells more than their work needs at least.
         """
-        needed = np.floor(self._ahead / seconds * (1 - 1e-9)).astype(int)
+        seconds *= ROUNDING
+        needed = self._needed(seconds)
         spare = self.num_devices // self.cell - int(needed[-1])
         if spare < 0:
             return False
         spare += 1  # as `needed` is rounded
-        head, both = (np.full((len(needed), spare + 2), inf) for _ in range(2))  # the last column is for too few devices
+        head, both = (
+            np.full((len(needed), spare + 2), inf) for _ in range(2)
+        )  # the last column, or -1: too few devices
         head[0, :-1] = both[0, :-1] = 0.0
+        reached = np.arange(len(needed)) == 0
         for end, ending in enumerate(endings, 1):
-            kept = np.flatnonzero(ending.needs <= seconds)
+            kept = np.flatnonzero((ending.needs <= seconds) & reached[ending.starts])
             starts = ending.starts[kept]
             columns = (needed[end] - needed[starts] - ending.cells[kept])[:, None] + np.arange(spare + 1)
-            places = starts[:, None], np.where(columns < 0, spare + 1, np.minimum(columns, spare))
+            places = starts[:, None], np.clip(columns, -1, spare)
             _extend(ending, kept, seconds, (head[places], both[places]), (head[end, :-1], both[end, :-1]))
+            reached[end] = bool((both[end] < inf).any())
         return bool(both[-1, spare - 1] < inf)
 
 
@@ -172,4 +197,3 @@ def _extend(
     fits = ahead + ending.needs[kept, None] <= seconds
     after[0][:] = np.where(fits, head + ending.forward[kept, None], inf).min(axis=0, initial=inf)
     after[1][:] = np.where(fits, ahead + ending.both[kept, None], inf).min(axis=0, initial=inf)
-
