@@ -240,7 +240,7 @@ def test_without_returning_gradients_nothing_is_said_of_bottlenecks() -> None:
 def _without_bottlenecks(problem: Problem, monkeypatch: pytest.MonkeyPatch) -> float:
     with monkeypatch.context() as patch:
         patch.setattr(bound, "bottleneck_units", lambda *_: [])
-        patch.setattr(bound, "_path_bound", lambda *_: None)
+        patch.setattr(bound, "path_bound", lambda *_: None)
         return lower_bound(problem)
 
 

@@ -100,7 +100,7 @@ class PathBound:
         """Seconds of a step that no plan can beat, given a bound that is known already; by one more test."""
         if self.high == inf:
             return self._first(least)
-        middle = (least * self.high) ** 0.5
+        middle = float(np.sqrt(least * self.high))
         if not self._fits(self.endings, middle):
             return middle
         self.high = middle
