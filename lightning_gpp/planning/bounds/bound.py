@@ -34,8 +34,8 @@ for any q and x, with the price of memory added (`memory`). If devices differ, t
 K is how many of these the others are worth: a device that takes w times as long has w times less work in T - I_s
 seconds, and so have its sums of gradients. The right side falls with T, so the smallest T that satisfies it bounds the
 step from below. In addition, some stage has to run each unit M times, units are never divided, and stages wait for the
-stage of a unit that all micro-batches pass (`capacity`), and for each other along a path (`path`). The bound of the problem is the least of the bounds of its
-micro-batch sizes.
+stage of a unit that all micro-batches pass (`capacity`), and for each other along a path (`path`). The bound of the
+problem is the least of the bounds of its micro-batch sizes.
 
 Not included is that memory limits the micro-batches in flight: a device may have all others to work on while it waits
 for one.
