@@ -34,24 +34,21 @@ for any q and x, with the price of memory added (`memory`). If devices differ, t
 K is how many of these the others are worth: a device that takes w times as long has w times less work in T - I_s
 seconds, and so have its sums of gradients. The right side falls with T, so the smallest T that satisfies it bounds the
 step from below. In addition, some stage has to run each unit M times, units are never divided, and stages wait for the
-stage of a unit that all micro-batches pass (`capacity`). The bound of the problem is the least of the bounds of its
-micro-batch sizes.
+stage of a unit that all micro-batches pass (`capacity`), and for each other along a path (`path`). The bound of the
+problem is the least of the bounds of its micro-batch sizes.
 
-Not included is how long a device waits between its last forward and its last backward, or between its first ones: it
-may have all other micro-batches to work on, as far as its memory allows.
+Not included is that memory limits the micro-batches in flight: a device may have all others to work on while it waits
+for one.
 """
 
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple
 from heapq import heapify, heappop, heappush
 from math import inf
-from typing import Any
 
-import networkx as nx
 import numpy as np
 
 from lightning_gpp.planning.bounds.capacity import (
@@ -63,7 +60,10 @@ from lightning_gpp.planning.bounds.capacity import (
     bound_by_capacity,
     capacities_of,
 )
+from lightning_gpp.planning.bounds.longest_path import path_bound, paths_ahead, returning
 from lightning_gpp.planning.bounds.memory import LeastMemory, least_memory
+from lightning_gpp.planning.bounds.path import PathBound
+from lightning_gpp.planning.bounds.replica_costs import ReplicaRange, fastest, range_costs
 from lightning_gpp.planning.problem.problem import Array, Problem, UnitSeconds
 
 SHARES = (0.0, 0.5, 1.0)
@@ -115,7 +115,7 @@ def bound_of_size(problem: Problem, size: int) -> float:
 
 def _bound_by_balance(problem: Problem, size: int) -> float:
     """All devices busy all the time."""
-    work = problem.batch_size / size * float(np.sum(_fastest(problem, size)))
+    work = problem.batch_size / size * float(np.sum(fastest(problem, size)))
     return work / _num_fastest(problem, size)
 
 
@@ -124,15 +124,22 @@ class _Bounds:
 
     def __init__(self, problem: Problem, size: int) -> None:
         self.problem, self.size = problem, size
-        self.bottlenecks = bottleneck_units(problem, np.add(*_fastest(problem, size)))
+        self.bottlenecks = bottleneck_units(problem, np.add(*fastest(problem, size)))
         self.capacities: Capacities | None = None
+        self.path: PathBound | None = None
+        self.followed = False
 
     @property
     def complete(self) -> bool:
-        return self.capacities is not None and not self.bottlenecks
+        return self.followed and not self.bottlenecks
 
     def better(self, least: float) -> float:
         """The next bound, or what is known already."""
+        if self.capacities is not None and not self.followed:
+            self.path = self.path or path_bound(self.problem, self.size)
+            least = self.path.better(least) if self.path else least
+            self.followed = self.path is None or self.path.complete(least)
+            return least
         if self.capacities is not None:
             split = _split(self.problem, self.size)
             return bound_by_bottleneck(self.problem, self.size, self.capacities, split, self.bottlenecks.pop(0), least)
@@ -149,9 +156,9 @@ def _capacities(problem: Problem, size: int) -> Capacities:
             busy=choice.busy,
             summing=choice.summing / choice.fewest,
         )
-        for choice in (_choice(problem, size, fewest, most) for fewest, most in _replica_ranges(problem, size))
+        for choice in (range_costs(problem, size, fewest, most) for fewest, most in _replica_ranges(problem, size))
     ]
-    forward, backward = _fastest(problem, size)
+    forward, backward = fastest(problem, size)
     return capacities_of(problem.batch_size / size, problem.num_devices, shares, forward + backward)
 
 
@@ -179,37 +186,17 @@ def _tables(problem: Problem, size: int) -> list[UnitSeconds]:
 
 
 def _bound_by_waiting(problem: Problem, size: int) -> float:
-    choices = _stacked([_choice(problem, size, fewest, most) for fewest, most in _replica_ranges(problem, size)])
+    choices = _stacked([range_costs(problem, size, fewest, most) for fewest, most in _replica_ranges(problem, size)])
     paths = _Paths(problem, size)
     memory = least_memory(problem, size, choices.fewest[:, 0].astype(int).tolist())
     return _solve(choices, paths, _num_fastest(problem, size), memory)
 
 
-@dataclass(frozen=True, slots=True)
-class _ReplicaRange:
-    """Least costs of all units for any number of replicas from `fewest` to `most`; or of several ranges, as rows."""
-
-    fewest: Any
-    most: Any
-    forward: Array
-    backward: Array
-    """Seconds of a full micro-batch on one replica."""
-
-    busy: Array
-    """Seconds of both, on average over all micro-batches."""
-
-    together: Array
-    """Device-seconds of a micro-batch on all replicas; small shares are less efficient."""
-
-    summing: Array
-    """Device-seconds of reducing the gradients."""
-
-
-def _stacked(choices: Sequence[_ReplicaRange]) -> _ReplicaRange:
+def _stacked(choices: Sequence[ReplicaRange]) -> ReplicaRange:
     """The ranges as rows."""
     columns = zip(*(astuple(choice) for choice in choices), strict=True)
     fewest, most, *others = (np.array(column, dtype=float) for column in columns)
-    return _ReplicaRange(fewest[:, None], most[:, None], *others)
+    return ReplicaRange(fewest[:, None], most[:, None], *others)
 
 
 MAX_SINGLE, RANGE = 16, 1.15
@@ -227,49 +214,9 @@ def _replica_ranges(problem: Problem, size: int) -> list[tuple[int, int]]:
     return list(zip(firsts, [start - 1 for start in firsts[1:]] + [most], strict=True))
 
 
-def _choice(problem: Problem, size: int, fewest: int, most: int) -> _ReplicaRange:
-    forward, backward = _fastest(problem, _share(problem, size, most))
-    number, last = divmod(problem.batch_size, size)
-    seconds: Array = number * (forward + backward)
-    if last:
-        seconds = seconds + np.add(*_fastest(problem, _share(problem, last, most)))
-    busy = seconds * size / problem.batch_size
-    alone, shared = (np.add(*_fastest(problem, samples)) for samples in (size, max(1, size // fewest)))
-    together = np.maximum(alone, fewest * np.maximum(shared, busy))
-    summing = 2 * (fewest - 1) * problem.parameter_bytes / _bandwidth(problem, fewest)
-    return _ReplicaRange(fewest, most, forward, backward, busy, together, summing)
-
-
-def _share(problem: Problem, size: int, replicas: int) -> int:
-    """Samples of a micro-batch: of the last replica's share if devices are equally fast, otherwise of the smallest."""
-    return -(-size // replicas) if _equally_fast(problem, size) else max(1, size // replicas)
-
-
-def _equally_fast(problem: Problem, size: int) -> bool:
-    first, *others = (problem.seconds(size, kind).total for kind in range(len(problem.cluster.kinds)))
-    return all(np.array_equal(first, other) for other in others)
-
-
-def _bandwidth(problem: Problem, replicas: int) -> float:
-    """Bandwidth of the slowest link that any choice of this number of devices has to use."""
-    single = [link.bytes_per_second for link in problem.cluster.links.values()]
-    for level in problem.cluster.levels:
-        if max(Counter(level.groups).values()) >= replicas:
-            return max([level.link.bytes_per_second, *single])
-    return max([level.link.bytes_per_second for level in problem.cluster.levels] + single)
-
-
-def _fastest(problem: Problem, size: int) -> tuple[Array, Array]:
-    """Forward and backward seconds of all units on their fastest kind of device."""
-    tables = [problem.seconds(size, kind) for kind in range(len(problem.cluster.kinds))]
-    forward = np.min([table.forward for table in tables], axis=0)
-    total = np.min([table.total for table in tables], axis=0)
-    return np.minimum(forward, total), total - np.minimum(forward, total)
-
-
 def _num_fastest(problem: Problem, size: int) -> float:
     """The most devices of which each is the fastest for every unit that the cluster is worth."""
-    slowdowns = _slowdowns(problem, np.add(*_fastest(problem, size)), size)
+    slowdowns = _slowdowns(problem, np.add(*fastest(problem, size)), size)
     return sum(1 / slowdowns[problem.cluster.kind(device)] for device in range(problem.num_devices))
 
 
@@ -283,10 +230,10 @@ class _Paths:
     """Every unit's longest path of ancestors, and the work on it."""
 
     def __init__(self, problem: Problem, size: int) -> None:
-        self.total = np.add(*_fastest(problem, size))
+        self.total = np.add(*fastest(problem, size))
         self.size, self.number = size, problem.batch_size / size  # a shorter last micro-batch counts as a fraction
         self.slowdown = max(_slowdowns(problem, self.total, size))
-        self.ahead, self.parent = _ahead(_returning(problem), self.total)
+        self.ahead, self.parent = paths_ahead(returning(problem), self.total)
         self.longest = max(float(self.ahead.max(initial=0.0)), 1e-30)
 
     @property
@@ -308,28 +255,7 @@ class _Paths:
         return np.array(found)
 
 
-def _returning(problem: Problem) -> nx.DiGraph:
-    """The graph of units with only the edges along which gradients come back: along others, no backward waits."""
-    graph = nx.DiGraph()
-    graph.add_nodes_from(range(problem.num_units))
-    for value in problem.units.values:
-        if value.num_directions == 2 and value.bytes.at(1) > 0:
-            graph.add_edges_from((value.src, dst) for dst in value.dsts)
-    return graph
-
-
-def _ahead(order: nx.DiGraph, total: Array) -> tuple[Array, list[int]]:
-    """For every unit the seconds of its longest path of ancestors, and that path's last unit; -1 for sources."""
-    ahead, parent = np.zeros(len(total)), [-1] * len(total)
-    for unit in range(len(total)):
-        preceding = list(order.predecessors(unit))
-        if preceding:
-            parent[unit] = max(preceding, key=lambda other: float(ahead[other] + total[other]))
-            ahead[unit] = ahead[parent[unit]] + total[parent[unit]]
-    return ahead, parent
-
-
-def _solve(choices: _ReplicaRange, paths: _Paths, num_devices: float, memory: LeastMemory) -> float:
+def _solve(choices: ReplicaRange, paths: _Paths, num_devices: float, memory: LeastMemory) -> float:
     """The smallest T of the inequality."""
     work = float(paths.work.sum())
     low, high = work / num_devices, work + float(paths.total.sum())
@@ -345,7 +271,7 @@ def _solve(choices: _ReplicaRange, paths: _Paths, num_devices: float, memory: Le
 class _Waits:
     """The right side of the inequality, if the last stage is guessed to wait for the share `last` of a step."""
 
-    def __init__(self, choices: _ReplicaRange, paths: _Paths, last: float) -> None:
+    def __init__(self, choices: ReplicaRange, paths: _Paths, last: float) -> None:
         self.choices, self.paths, self.last = choices, paths, last
         working = paths.working(last)
         self.behind = paths.behind(paths.work / working**2)

@@ -58,7 +58,7 @@ class LeastMemory:
 
 def least_memory(problem: Problem, size: int, replicas: Sequence[int]) -> LeastMemory:
     """The least memory of plans with micro-batches of `size` samples, for at least these numbers of replicas."""
-    weights, saved = _distinct_bytes(problem, size)
+    weights, saved = distinct_bytes(problem, size)
     sharding = "zero1" if problem.sharding == "auto" else problem.sharding
     copies = [
         number * held_copies(problem.footprint.copies, sharding, number * problem.num_pipelines) for number in replicas
@@ -73,7 +73,7 @@ def least_memory(problem: Problem, size: int, replicas: Sequence[int]) -> LeastM
     )
 
 
-def _distinct_bytes(problem: Problem, size: int) -> tuple[Array, float]:
+def distinct_bytes(problem: Problem, size: int) -> tuple[Array, float]:
     """Bytes of weights by unit, and saved bytes for `size` samples in total."""
     graph, parameters, operators = problem.graph, set[str](), set[str]()
     weights, saved = problem.parameter_bytes.copy(), float(problem.saved_bytes(size).sum())
