@@ -49,8 +49,10 @@ def isolated_copy(module: nn.Module, mode: FakeTensorMode, device: torch.device)
     for tensor in (*module.parameters(), *module.buffers()):
         memo.setdefault(id(tensor), _fake(tensor, mode, device))
     replica = private_copy(module, memo)
+    shared = set(map(id, metrics_of(module).values()))  # in objects that both have
     for metric in metrics_of(replica).values():
-        _silence(metric, mode)
+        if id(metric) not in shared:
+            _silence(metric, mode)
     return replica
 
 

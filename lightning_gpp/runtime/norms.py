@@ -28,7 +28,8 @@ def norm_over_ranks(
     """
     if not norm_type > 0:
         raise ConfigError(f"The norm for gradient clipping is {norm_type}; use a number above 0, or infinity.")
-    norms = [torch.linalg.vector_norm(part, norm_type, dtype=torch.float64) for part in parts if part.numel()]
+    real = [part.abs() if part.is_complex() else part for part in parts if part.numel()]
+    norms = [torch.linalg.vector_norm(part, norm_type, dtype=torch.float64) for part in real]
     result = torch.stack(norms) if norms else torch.zeros(1, dtype=torch.float64, device=device)
     if math.isinf(norm_type):
         result = result.max()

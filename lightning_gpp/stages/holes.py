@@ -19,8 +19,8 @@ class Holes(TorchFunctionMode):
 
     Args:
         device: the device that they seem to be on.
-        with_parameters: whether parameters of other devices are holes, too: the step computes again what stages have
-            computed with them, and nothing depends on it.
+        with_parameters: whether parameters of other devices are holes, too, where they meet values: the step computes
+            again what stages have computed with them, and nothing depends on it.
     """
 
     def __init__(self, device: torch.device, *, with_parameters: bool = False) -> None:
@@ -51,10 +51,11 @@ class Holes(TorchFunctionMode):
         target = functools.partial(target_of, func, getattr(func, "__name__", str(func)))
         return self._called(func, target, args, kwargs or {})
 
-    def _is_hole(self, leaf: Any) -> bool:
-        if id(leaf) in self.holes:
-            return True
-        return self._with_parameters and isinstance(leaf, torch.Tensor) and leaf.is_meta
+    def _meets_parameters(self, leaves: list[Any]) -> bool:
+        """True for values that are combined with parameters of other devices; what such parameters alone do is done."""
+        if not self._with_parameters:
+            return False
+        return len({leaf.is_meta for leaf in leaves if isinstance(leaf, torch.Tensor)}) == 2
 
     def _apply(self, cls: type, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A custom autograd function is one call, whatever it does inside."""
@@ -64,7 +65,7 @@ class Holes(TorchFunctionMode):
         self, func: Callable[..., Any], named: Callable[[], str], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         leaves, structure = pytree.tree_flatten((args, kwargs))
-        if self._inside or not any(map(self._is_hole, leaves)):
+        if self._inside or not (any(id(leaf) in self.holes for leaf in leaves) or self._meets_parameters(leaves)):
             return func(*args, **kwargs)
         target = named()
         if target == "Tensor.device.__get__":

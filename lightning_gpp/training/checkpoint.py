@@ -227,7 +227,7 @@ def make_whole(module: nn.Module, placement: Placement, control: Control) -> Non
         return
     swaps = {}
     for name, tensor in tensors.items():
-        if tensor.is_meta:
+        if tensor.is_meta and name in received:  # hooks make buffers from values of others, which have no values here
             swaps[id(tensor)] = (tensor, with_values(tensor, received[name]))
     succeed(module, swaps)
 

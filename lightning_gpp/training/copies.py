@@ -48,7 +48,7 @@ def silent_copy(
     return copied
 
 
-def step_copy(module: nn.Module, changed: Collection[str], answered: Collection[str]) -> nn.Module:
+def step_copy(module: nn.Module, changed: Collection[str]) -> nn.Module:
     """A copy on which the step can run with results of its network calls, for little time and memory.
 
     It shares parameters and large buffers with the module. It logs nothing.
@@ -56,16 +56,12 @@ def step_copy(module: nn.Module, changed: Collection[str], answered: Collection[
     Args:
         module: the module.
         changed: names of parameters and buffers that the step may change; the copy has its own.
-        answered: paths of modules that are not computed; the copy has their attributes, and shares what is inside.
     """
     memo: dict[int, Any] = {}
     for name, tensor in tensors_of(module).items():
         own = name in changed or (not isinstance(tensor, nn.Parameter) and _is_small(tensor))
         memo[id(tensor)] = with_values(tensor, tensor.detach().clone()) if own and not _is_foreign(tensor) else tensor
-    for path in filter(None, answered):
-        inner = module.get_submodule(path)
-        memo[id(inner)] = _outline(inner)
-    _add_belongings((part for part in module.modules() if id(part) not in memo), memo)
+    _add_belongings(module.modules(), memo)
     return _silenced(private_copy(module, memo), module)
 
 
@@ -75,13 +71,6 @@ def _is_foreign(tensor: Tensor) -> bool:
 
 def _is_small(value: Tensor | np.ndarray) -> bool:
     return value.nbytes <= SMALL
-
-
-def _outline(module: nn.Module) -> nn.Module:
-    """Another module with the same attributes, and the same parts."""
-    other: nn.Module = object.__new__(type(module))
-    vars(other).update(vars(module))
-    return other
 
 
 def _silenced(copied: nn.Module, module: nn.Module) -> nn.Module:
@@ -123,7 +112,7 @@ def _add(value: Any, memo: dict[int, Any], depth: int) -> None:
 
 def _is_light(value: Any, depth: int) -> bool:
     """True for objects of few numbers, such as averages and generators, which are no part of a larger program."""
-    if isinstance(value, (*_PLAIN, *_DUPLICATED)):
+    if isinstance(value, (*_PLAIN, *_DUPLICATED, Metric)):
         return True
     if isinstance(value, Tensor | np.ndarray):
         return _is_small(value)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
-from lightning_gpp.errors import CaptureError, NoNetworkError, ShapeError
+from lightning_gpp.errors import CaptureError, GPPError, NoNetworkError, PlanError, ShapeError
 from lightning_gpp.training.batches import outline
 from lightning_gpp.training.feed import Feed
 from lightning_gpp.training.incoming import Incoming
@@ -20,6 +20,9 @@ from lightning_gpp.training.whole_step import WholeStep, capture_whole, may_eval
 from lightning_gpp.wording import sentence
 
 log = logging.getLogger(__name__)
+
+_CANNOT_BE_CUT = (CaptureError, ShapeError, PlanError)
+"""What is raised for a step that micro-batches cannot take, or that goes through stages more than once."""
 
 
 class EvaluationPass:
@@ -113,7 +116,7 @@ class EvaluationSteps:
         current = self._current()
         try:
             session = self._runner.session(step, arguments)
-        except (CaptureError, ShapeError) as error:
+        except _CANNOT_BE_CUT as error:
             refused = error
         else:
             return self._run_cut(session, current, arguments)
@@ -150,9 +153,7 @@ class EvaluationSteps:
             self.under_way.end()
             self.under_way = None
 
-    def _whole_from_now_on(
-        self, step: str, arguments: Sequence[Any], refused: CaptureError | ShapeError
-    ) -> list[Any] | None:
+    def _whole_from_now_on(self, step: str, arguments: Sequence[Any], refused: GPPError) -> list[Any] | None:
         """Let a step that cannot be captured for micro-batches run as a whole; None if it cannot, either."""
         shared = self.hand_out(arguments)
         if not self._has_calls(step, outline(shared[0])):
@@ -192,7 +193,7 @@ class EvaluationSteps:
         return self.under_way
 
 
-def _why_borrowing(step: str, refused: CaptureError | ShapeError) -> str:
+def _why_borrowing(step: str, refused: GPPError) -> str:
     name, reason = step.replace("_", " "), sentence(getattr(refused, "reason", "") or refused)
     return (
         f"The {name} runs on the first device, to which the others lend the values of their parameters for each "

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from lightning_gpp.capture import Capture
+from lightning_gpp.capture.recording import Ref
 from lightning_gpp.capture.refusal import refusal
 from lightning_gpp.errors import CaptureError
 from lightning_gpp.graph import TensorSpec
@@ -51,6 +52,39 @@ def check_calls(job: Job, session: Session, batch: Any, batch_size: int) -> None
         recording = step.network.recording
         line = recording.truths[-1][1] if recording.complete else recording.stopped.partition(": ")[0]
         raise refusal(line, "how often the step calls the network depends on data", _REMEDY)
+
+
+def check_positions(session: Session) -> None:
+    """Refuse a step that indexes results of the network by positions in the mini-batch (`h[torch.arange(len(h)), y]`).
+
+    In evaluation the step runs once per mini-batch, and its tensors are cut for micro-batches, in which samples have
+    other positions.
+
+    Raises:
+        CaptureError: it does.
+    """
+    step = session.pipeline.step
+    if not isinstance(step, UserStep):
+        return
+    for call in step.network.calls:
+        if call.scope == -1 and call.target in _BY_POSITION and any(_has_positions(step, ref) for ref in call.refs()):
+            raise refusal(
+                call.line,
+                "the step indexes results of the network by positions of samples in the mini-batch",
+                "do it in a module's forward, or behind the step's last call of a module",
+            )
+
+
+_BY_POSITION: Final = {
+    *("__getitem__", "__setitem__", "index_select", "index_add", "index_add_", "index_copy", "index_copy_"),
+    *("index_put", "index_put_", "index_fill", "index_fill_"),
+}
+
+
+def _has_positions(step: UserStep, ref: Ref) -> bool:
+    """True for whole numbers of all samples that the step has made, or has got from the mini-batch."""
+    spec = step.spec_of(ref)
+    return ref.call < 0 and spec.varies and "int" in spec.dtype
 
 
 def _depends_on_data(step: UserStep) -> bool:

@@ -29,7 +29,7 @@ from lightning_gpp.training.members import agreed_regions
 from lightning_gpp.training.parallel_regions import captured_apart
 from lightning_gpp.training.planner import TRAINING, captured_step, refitted
 from lightning_gpp.training.reductions import with_reductions_in_step
-from lightning_gpp.training.rehearsal import check_calls
+from lightning_gpp.training.rehearsal import check_calls, check_positions
 from lightning_gpp.training.replicas import Layout, Replicas
 from lightning_gpp.training.session import Session
 from lightning_gpp.training.shards import without_shards
@@ -82,6 +82,7 @@ class Sessions:
         session = self._session(step, captured, batch)
         if step != TRAINING and may_evaluate_whole(self.job.options, self.layout.plan):
             check_calls(self.job, session, batch, self.incoming.batch_size)
+            check_positions(session)
         self.incoming.frozen.add(session.pipeline.frozen, session.pipeline.live)
         return session
 

@@ -47,8 +47,6 @@ def unnoticed(job: Job) -> ExitStack:
 
 def copy_for(job: Job, step: UserStep) -> nn.Module:
     """A copy of the module on which a step can run with results of its network calls."""
-    network, opened = step.network, set(step.opened)
-    changed = network.recording.changed_by_step()
-    copied = step_copy(job.module, changed, {call.path for call in network.modules} - opened)
+    copied = step_copy(job.module, step.network.recording.changed_by_step())
     vars(copied).update(job.host.stand_ins(copied))
     return copied

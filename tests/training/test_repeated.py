@@ -103,6 +103,8 @@ def test_collectives_are_refused_without_waiting_for_others(tmp_path: Any) -> No
 
 
 class Average:
+    metric: MulticlassAccuracy
+
     def __init__(self) -> None:
         self.values = [1.0]
 
@@ -111,15 +113,17 @@ class Keeping(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.net = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+        self.net.accuracy, self.net.kept = MulticlassAccuracy(3), [0]
         self.own, self.accuracy = nn.Linear(2, 2), MulticlassAccuracy(3)
         self.table, self.average, self.latest = {"a": [torch.zeros(2)]}, Average(), deque([1])
+        self.average.metric = MulticlassAccuracy(3)
         self.array, self.random, self.generator = np.zeros(2), random.Random(0), torch.Generator()
         self.register_buffer("center", torch.zeros(2))
 
 
 def test_a_copy_of_the_step_has_its_own_belongings_and_shares_parameters() -> None:
     module = Keeping()
-    copied: Any = step_copy(module, {"own.bias"}, {"net"})
+    copied: Any = step_copy(module, {"own.bias"})
     copied.table["a"][0] += 1
     copied.average.values.append(2.0)
     copied.latest.append(2)
@@ -127,7 +131,10 @@ def test_a_copy_of_the_step_has_its_own_belongings_and_shares_parameters() -> No
     copied.center += 1
     copied.random.random()
     torch.rand(2, generator=copied.generator)
-    copied.accuracy.update(torch.tensor([1]), torch.tensor([1]))
+    metrics = copied.accuracy, copied.net.accuracy, copied.average.metric
+    for metric in metrics:
+        metric.update(torch.tensor([1]), torch.tensor([1]))
+    copied.net.kept.append(1)
     with torch.no_grad():
         copied.own.bias.zero_()
     fresh = Keeping()
@@ -136,8 +143,9 @@ def test_a_copy_of_the_step_has_its_own_belongings_and_shares_parameters() -> No
     assert module.center.tolist() == [0, 0]
     assert module.random.getstate() == fresh.random.getstate()
     assert torch.equal(module.generator.get_state(), fresh.generator.get_state())
-    assert module.accuracy.tp.sum() == 0
+    assert module.accuracy.tp.sum() == module.net.accuracy.tp.sum() == module.average.metric.tp.sum() == 0
+    assert module.net.kept == [0]
     assert module.own.bias.abs().sum() > 0
     assert copied.own.weight is module.own.weight
     assert copied.net is not module.net
-    assert copied.net[0] is module.net[0]
+    assert copied.net[0].weight is module.net[0].weight
