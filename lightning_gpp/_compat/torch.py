@@ -75,12 +75,6 @@ without_torch_function: Callable[[], AbstractContextManager[None]] = torch._C.Di
 """Inside, functions of torch do not call `__torch_function__` of tensors' classes."""
 
 
-def trained_flags(parameters: Iterable[Tensor]) -> bytes:
-    """A byte per parameter: 1 if it requires a gradient, otherwise 0; quick for subclasses of tensors, too."""
-    with without_torch_function():
-        return bytes(parameter.requires_grad for parameter in parameters)
-
-
 def version(tensor: Tensor) -> int:
     """The number of in-place changes of a tensor; 0 for tensors made in inference mode, which do not count them."""
     return 0 if tensor.is_inference() else tensor._version

@@ -31,8 +31,9 @@ MOST_ITEMS: Final = 64
 """Items of a container whose values are noted."""
 MOST_NUMBERS: Final = 1 << 14
 """Numbers of an array that are compared."""
-_SCALARS: Final = (bool, int, float, complex, str, type(None))
-TOLD: Final = (*_SCALARS, bytes, range, slice, enum.Enum, np.generic, torch.dtype, torch.device, torch.Size)
+SCALARS: Final = (bool, int, float, complex, str, type(None))
+"""Types of numbers, flags and texts."""
+TOLD: Final = (*SCALARS, bytes, range, slice, enum.Enum, np.generic, torch.dtype, torch.device, torch.Size)
 """Types of values that `repr` tells apart."""
 _CHANGING: Final = (list, dict, set, deque)
 CONTAINERS: Final = (*_CHANGING, tuple, frozenset)
@@ -60,11 +61,11 @@ _DEEPEST: Final = 6
 def is_plain(value: Any) -> bool:
     """True for values that can be compared: numbers, texts, None, tensors, and containers of a few of the former."""
     if not isinstance(value, list | tuple | set | frozenset | dict):
-        return isinstance(value, (*_SCALARS, Tensor))
+        return isinstance(value, (*SCALARS, Tensor))
     if len(value) > MOST_ITEMS:
         return False
     items = [*value, *value.values()] if isinstance(value, dict) else value
-    return all(isinstance(item, _SCALARS) for item in items)
+    return all(isinstance(item, SCALARS) for item in items)
 
 
 def copy_of(value: Any) -> Any:

@@ -7,15 +7,13 @@ they were made, such as the longest sequence so far.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any
 
 from torch import Tensor, nn
 
 from lightning_gpp._compat.torch import buffers_of
-from lightning_gpp.capture.attributes import OF_EVERY_MODULE
+from lightning_gpp.capture.attributes import OF_EVERY_MODULE, SCALARS, dotted
 from lightning_gpp.capture.recorder import Recorder
-
-_NUMBERS: Final = (bool, int, float, str, type(None))
 
 
 class MadeWatch:
@@ -29,7 +27,7 @@ class MadeWatch:
         self._replica = replica
         self._before = {path: dict(buffers_of(part)) for path, part in replica.named_modules()}
         self._filled = {path: filled_attributes(part).keys() for path, part in replica.named_modules()}
-        self._numbers = {path: numbers_of(part) for path, part in replica.named_modules()}
+        self._scalars = {path: scalars_of(part) for path, part in replica.named_modules()}
 
     def note(self, recorder: Recorder) -> None:
         """Note them in the recording, and with the calls that made buffers: these hold what they replaced."""
@@ -38,15 +36,15 @@ class MadeWatch:
             buffers, before = buffers_of(part), self._before.get(path, {})
             made = {name for name, each in buffers.items() if each is not None and each is not before.get(name)}
             filled = filled_attributes(part).keys() - self._filled.get(path, set())
-            recording.made_buffers |= {full_name(path, name) for name in made}
-            recording.filled_attributes |= {full_name(path, name) for name in filled}
+            recording.made_buffers |= {dotted((path, name)) for name in made}
+            recording.filled_attributes |= {dotted((path, name)) for name in filled}
             if made | filled:
-                recording.filled_attributes |= {full_name(path, name) for name in self._changed_numbers(path, part)}
+                recording.filled_attributes |= {dotted((path, name)) for name in self._changed_scalars(path, part)}
             for name in made:
                 _hold(recorder, before.get(name), buffers[name])
 
-    def _changed_numbers(self, path: str, part: nn.Module) -> set[str]:
-        before, now = self._numbers.get(path, {}), numbers_of(part)
+    def _changed_scalars(self, path: str, part: nn.Module) -> set[str]:
+        before, now = self._scalars.get(path, {}), scalars_of(part)
         return {name for name in before.keys() & now.keys() if before[name] != now[name]}
 
 
@@ -56,15 +54,10 @@ def filled_attributes(part: nn.Module) -> Mapping[str, Tensor]:
     return {name: value for name, value in own if isinstance(value, Tensor) and name not in OF_EVERY_MODULE}
 
 
-def numbers_of(part: nn.Module) -> dict[str, Any]:
+def scalars_of(part: nn.Module) -> dict[str, Any]:
     """The numbers and texts in plain attributes of a module, by name, and those that are None."""
     own = vars(part).items()
-    return {name: value for name, value in own if type(value) in _NUMBERS and name not in OF_EVERY_MODULE}
-
-
-def full_name(path: str, name: str) -> str:
-    """The name of a buffer or attribute of the module at `path`."""
-    return f"{path}.{name}".lstrip(".")
+    return {name: value for name, value in own if type(value) in SCALARS and name not in OF_EVERY_MODULE}
 
 
 def _hold(recorder: Recorder, replaced: Tensor | None, buffer: Tensor) -> None:

@@ -8,7 +8,7 @@ from typing import Any, Final
 from torch import nn
 from torchmetrics import Metric, MetricCollection
 
-from lightning_gpp.capture.attributes import FRAMEWORKS, OF_EVERY_MODULE
+from lightning_gpp.capture.attributes import OF_EVERY_MODULE, has_settings
 
 _DEPTH: Final = 3
 
@@ -41,15 +41,9 @@ def _inside(place: str, value: Any, depth: int) -> Iterator[tuple[str, Metric | 
     elif isinstance(value, list | tuple | dict) and depth:
         for key, item in value.items() if isinstance(value, dict) else enumerate(value):
             yield from _inside(f"{place}[{key!r}]", item, depth - 1)
-    elif depth and _is_users(value):
+    elif depth and has_settings(value) and hasattr(value, "__dict__"):
         for name, item in vars(value).items():
             yield from _inside(f"{place}.{name}", item, depth - 1)
-
-
-def _is_users(value: Any) -> bool:
-    """True for plain objects of classes that users have written."""
-    is_plain = hasattr(value, "__dict__") and not callable(value)
-    return is_plain and type(value).__module__.split(".")[0] not in FRAMEWORKS
 
 
 def keep_apart(copied: nn.Module, module: nn.Module) -> None:

@@ -163,6 +163,7 @@ class UserStep(StepRunner):
         self._mixes = len(self._calls) > 1
         self._changed = self.network.recording.changed_before_the_end()
         self._glue = {call.step_number: call for call in self.network.calls if call.scope == -1}
+        self._reads_states = any(call.states() for call in self._glue.values())
         self._results = {id(call): pytree.tree_flatten(call.result) for call in self._calls}
         known: list[ModuleCall | Recorded] = [*self._calls, *self._glue.values()]
         self._arguments = {id(call): pytree.tree_leaves((call.args, call.kwargs)) for call in known}
@@ -305,7 +306,7 @@ class UserStep(StepRunner):
         Values that the captured step only passed on to network calls are meta tensors, and so are values computed from
         them; reading them is an error of torch.
         """
-        holes = self._holes(micro_batch, with_parameters=True)
+        holes = self._holes(micro_batch, with_parameters=self._reads_states)
 
         def value(ref: Ref) -> torch.Tensor:
             known = values.get(self._names[ref])

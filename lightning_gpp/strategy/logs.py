@@ -24,8 +24,9 @@ from torchmetrics import Metric
 
 from lightning_gpp._compat.lightning import FORWARD_CACHE
 from lightning_gpp.errors import ConfigError
+from lightning_gpp.strategy.replaced import Replaced
 from lightning_gpp.training.control import Control
-from lightning_gpp.training.foreign import Foreign, with_lent_values
+from lightning_gpp.training.foreign import with_lent_values
 from lightning_gpp.training.logged_reductions import REDUCTIONS
 from lightning_gpp.training.options import Context
 
@@ -149,16 +150,15 @@ class LogRecorder:
         """
         self._run = []
         before, self._user_code.running = self._user_code.running, True
-        logs = [vars(owner).get("log") for owner in self._owners]
+        replaced = Replaced()
         for owner in self._owners:
-            vars(owner)["log"] = self._log
+            replaced.put(owner, "log", self._log)
         try:
             with context():
                 yield
         finally:
             self._user_code.running = before
-            for owner, log in zip(self._owners, logs, strict=True):
-                _put_back(owner, log)
+            replaced.restore()
         calls = self.calls if batch is None else self._early.setdefault(batch, {})
         for call, value, size in self._run:
             calls.setdefault(call, Values()).add(value, num_samples, size)
@@ -169,8 +169,7 @@ class LogRecorder:
         del arguments["self"]
         size = arguments.pop("batch_size", None)
         metric = self._metric_path(name, value, arguments)
-        current = getattr(value, FORWARD_CACHE) if isinstance(value, Metric) else value
-        current = with_lent_values(current) if isinstance(current, Foreign) else current
+        current = getattr(value, FORWARD_CACHE) if isinstance(value, Metric) else with_lent_values(value)
         scalar = self._scalar(name, current) if metric is None or _is_scalar(current) else None
         dtype = current.dtype if isinstance(current, Tensor) and current.is_floating_point() else None
         occurrence = sum(call.name == name for call, _, _ in self._run)
@@ -199,13 +198,6 @@ class LogRecorder:
                 "number. Log its mean, or several values under several names."
             )
         return value
-
-
-def _put_back(owner: pl.LightningModule, log: Any) -> None:
-    if log is None:
-        vars(owner).pop("log", None)
-    else:
-        vars(owner)["log"] = log
 
 
 def _is_scalar(value: Any) -> bool:

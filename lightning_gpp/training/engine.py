@@ -293,8 +293,8 @@ class Engine:
             outputs = self._runner.train(arguments, weight, accumulated, self.num_steps)
         if not last:
             self._mask_gradients()
-            self._change_gradients()
-            self._after_accumulation()
+            if self._parameter_hooks.waiting_for:
+                self._parameter_hooks.run()
         if self.current is not None and self.current.latest is not None:
             self.current.tell_not_split()
             self._stragglers.note(self.current.latest)
@@ -303,26 +303,19 @@ class Engine:
         self.num_steps += 1
         return outputs
 
-    def _surrounded(self, *, accumulates: bool) -> AbstractContextManager[Any]:
+    @contextmanager
+    def _surrounded(self, *, accumulates: bool) -> Iterator[None]:
         """A context for the forwards and backwards of a mini-batch, where parameters have hooks or are pruned."""
-        contexts = ExitStack()
-        if self._training.hooked:
-            contexts.enter_context(self._parameter_hooks.waiting(accumulates=accumulates))
-        if self.pruning.pruned:
-            contexts.enter_context(self.pruning.applied())
-        return contexts
+        with ExitStack() as contexts:
+            if self._training.hooked:
+                contexts.enter_context(self._parameter_hooks.waiting(accumulates=accumulates))
+            if self.pruning.pruned:
+                contexts.enter_context(self.pruning.applied())
+            yield
 
     def _mask_gradients(self) -> None:
         if self.pruning.pruned:
             self.pruning.mask_gradients()
-
-    def _change_gradients(self) -> None:
-        if self._parameter_hooks.waiting_for:
-            self._parameter_hooks.change_gradients()
-
-    def _after_accumulation(self) -> None:
-        if self._parameter_hooks.waiting_for:
-            self._parameter_hooks.after_accumulation()
 
     def loss_of(self, outputs: Outputs) -> tuple[Tensor, dict[str, Any]]:
         """The loss of a mini-batch, and the rest of the dict that a training step returned."""
@@ -331,16 +324,19 @@ class Engine:
 
     def sum_gradients(self) -> None:
         """Complete the reductions of gradients over ranks with the same parameters, before an optimizer step."""
+        hooks = self._parameter_hooks
         self._training.finish()
         self._mask_gradients()
         if self._asynchronous is not None:
             self._asynchronous.sum_gradients()
-        self._change_gradients()
+        if hooks.waiting_for:
+            hooks.change_gradients()
         if self._gradients is not None and self.job.options.on_nonfinite != "ignore":
             self._gradients.check(self.num_steps - 1)
         if self._finite is not None:
             self._finite.before_update(self.num_steps - 1)
-        self._after_accumulation()
+        if hooks.waiting_for:
+            hooks.after_accumulation()
         if self._asynchronous is not None:
             self._asynchronous.before_update()
 

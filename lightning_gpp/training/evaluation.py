@@ -22,7 +22,7 @@ from lightning_gpp.wording import sentence
 log = logging.getLogger(__name__)
 
 _CANNOT_BE_CUT = (CaptureError, ShapeError, PlanError)
-"""What is raised for a step that micro-batches cannot take, or that goes through stages more than once."""
+"""Errors of steps that cannot run on micro-batches, or that go through stages more than once."""
 
 
 class EvaluationPass:

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_gpp._compat.torch import trained_flags
 from lightning_gpp.capture.batch import GUESSED, BatchDims, samples_in
 from lightning_gpp.training.batches import signature
 from lightning_gpp.training.control import Control
 from lightning_gpp.training.feed import Feed
 from lightning_gpp.training.frozen_attributes import FrozenAttributes
+from lightning_gpp.training.parameters import trained_flags
 from lightning_gpp.training.segments import Facts
 
 _ANEW, _THAWED = 1, 2

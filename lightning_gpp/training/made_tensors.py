@@ -8,7 +8,7 @@ captures see an attribute empty as long as it is on any rank.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from lightning_gpp._compat.torch import buffers_of, transient_buffers_of
 from lightning_gpp.capture import Capture
-from lightning_gpp.capture.made_tensors import filled_attributes, full_name, numbers_of
+from lightning_gpp.capture.attributes import dotted
+from lightning_gpp.capture.made_tensors import filled_attributes, scalars_of
 from lightning_gpp.training.control import Control
 from lightning_gpp.training.parameters import Placement
 
@@ -54,8 +55,16 @@ class MadeTensors:
 
     def begin(self, module: nn.Module, control: Control) -> None:
         """Begin a run; all ranks call this together, before the first capture."""
-        self._buffers.begin(module, control)
-        self._attributes.begin(module, control)
+        alone = control.num_processes == 1
+        ranks = [] if alone else control.gather_all((_forms(module), _filled(module)))
+        forms, filled = [own for own, _ in ranks], [names for _, names in ranks]
+        lacking = {
+            name for name, (_, form) in _present(forms).items() if any(_lacks(own.get(name), form) for own in forms)
+        }
+        around = {_split(name)[0] for name in lacking | _on_some(filled)}
+        scalars = control.gather_all(_scalars(module, around)) if around else []
+        self._buffers.begin(module, forms, scalars)
+        self._attributes.begin(module, filled, scalars)
 
     def note(self, captured: Any) -> None:
         """Note what a captured step makes."""
@@ -71,7 +80,7 @@ class MadeTensors:
 
 
 class FilledAttributes:
-    """Attributes that had no tensor before forwards ran, and the numbers that forwards set together with tensors.
+    """Attributes that had no tensor before forwards ran, and the scalars that forwards set together with tensors.
 
     Attributes:
         names: their names.
@@ -81,26 +90,19 @@ class FilledAttributes:
         self.names: set[str] = set()
         self._first: dict[str, Any] = {}
 
-    def begin(self, module: nn.Module, control: Control) -> None:
-        """Find the attributes that an earlier run has filled on some ranks; all ranks call this together.
+    def begin(self, module: nn.Module, filled: Sequence[set[str]], scalars: Sequence[Mapping[str, Any]]) -> None:
+        """Begin with the attributes that an earlier run has filled on some ranks, as they are where they are empty."""
+        self._first = _scalars(module)
+        self.names = _on_some(filled)
+        for name in sorted(self.names):
+            self._begin_as(scalars[next(rank for rank, names in enumerate(filled) if name not in names)], name)
 
-        They begin as they are on a rank where they are empty.
-        """
-        self._first = _numbers(module)
-        filled = control.gather_all(_filled(module)) if control.num_processes > 1 else [set[str]()]
-        self.names = set.union(*filled) - set.intersection(*filled)
-        if self.names:
-            around = {_split(name)[0] for name in self.names}
-            ranks = control.gather_all({name: each for name, each in self._first.items() if _split(name)[0] in around})
-            for name in sorted(self.names):
-                self._begin_as(ranks[next(rank for rank, names in enumerate(filled) if name not in names)], name)
-
-    def _begin_as(self, numbers: Mapping[str, Any], name: str) -> None:
-        """Begin with the numbers of a rank on which this attribute is empty, in the module that has it."""
+    def _begin_as(self, scalars: Mapping[str, Any], name: str) -> None:
+        """Begin with the scalars of a rank on which this attribute is empty, in the module that has it."""
         self._first.pop(name, None)
-        beside = {each: value for each, value in numbers.items() if _split(each)[0] == _split(name)[0]}
+        beside = _beside(name, scalars)
         self._first |= beside
-        self.names |= {each for each in beside if each != name}
+        self.names |= beside.keys()
 
     @contextmanager
     def empty(self, module: nn.Module) -> Iterator[None]:
@@ -115,13 +117,24 @@ class FilledAttributes:
                 _set(module, name, value)
 
 
-def _numbers(module: nn.Module) -> dict[str, Any]:
-    numbers = ((path, numbers_of(part)) for path, part in module.named_modules())
-    return {full_name(path, name): value for path, found in numbers for name, value in found.items()}
+def _scalars(module: nn.Module, paths: Set[str] | None = None) -> dict[str, Any]:
+    """The scalars in attributes of modules, or of those at these paths, by name."""
+    parts = ((path, part) for path, part in module.named_modules() if paths is None or path in paths)
+    return {dotted((path, name)): value for path, part in parts for name, value in scalars_of(part).items()}
+
+
+def _beside(name: str, scalars: Mapping[str, Any]) -> dict[str, Any]:
+    """The scalars of the module that has a tensor of this name."""
+    return {each: value for each, value in scalars.items() if _split(each)[0] == _split(name)[0]}
+
+
+def _on_some(filled: Sequence[set[str]]) -> set[str]:
+    """The names that some ranks have, and others do not."""
+    return set[str]().union(*filled) - set.intersection(*filled) if filled else set()
 
 
 def _filled(module: nn.Module) -> set[str]:
-    return {full_name(path, name) for path, part in module.named_modules() for name in filled_attributes(part)}
+    return {dotted((path, name)) for path, part in module.named_modules() for name in filled_attributes(part)}
 
 
 def _attributes_around(module: nn.Module, name: str) -> dict[str, Any]:
@@ -146,14 +159,15 @@ class MadeBuffers:
         self._first: Forms = {}
         self.names: set[str] = set()
 
-    def begin(self, module: nn.Module, control: Control) -> None:
-        """Give all ranks the buffers that an earlier run has made on some, yet without values; all call it together.
+    def begin(self, module: nn.Module, forms: Sequence[Forms], scalars: Sequence[Mapping[str, Any]]) -> None:
+        """Give this rank the buffers that an earlier run has made on others, yet without values.
 
         The buffers of the module are then those that captures of the run begin with.
         """
-        known = _forms(module), _numbers(module)
-        for forms, numbers in control.gather_all(known) if control.num_processes > 1 else ():
-            _add_missing(module, forms, numbers)
+        own = _forms(module)
+        for name, (rank, form) in _present(forms).items():
+            if _lacks(own.get(name), form):
+                _register(module, name, form, _beside(name, scalars[rank]))
         self._first, self.names = _forms(module), set()
 
     @contextmanager
@@ -164,7 +178,7 @@ class MadeBuffers:
         tables = {path: buffers_of(module.get_submodule(path)) for path in {_split(name)[0] for name in changed}}
         kept = {path: dict(table) for path, table in tables.items()}
         for path, name in map(_split, changed):
-            _put(tables[path], name, self._before(full_name(path, name)))
+            _put(tables[path], name, self._before(dotted((path, name))))
         try:
             yield
         finally:
@@ -189,7 +203,7 @@ def _forms(module: nn.Module) -> dict[str, BufferForm | None]:
             form = None
             if buffer is not None:
                 form = BufferForm(buffer.shape, buffer.dtype, name not in transient, not buffer.is_meta)
-            found[full_name(path, name)] = form
+            found[dotted((path, name))] = form
     return found
 
 
@@ -206,20 +220,24 @@ def _put(table: dict[str, Any], name: str, before: Any) -> None:
         table[name] = None if before is None else before.empty()
 
 
-def _add_missing(module: nn.Module, forms: Forms, numbers: Mapping[str, Any]) -> None:
-    """Register the buffers of another rank that this one lacks, or has in another form and without values.
+def _present(forms: Sequence[Forms]) -> dict[str, tuple[int, BufferForm]]:
+    """The buffers of all ranks, each in the form of the last rank that has its values."""
+    known = ((name, rank, form) for rank, own in enumerate(forms) for name, form in own.items())
+    return {name: (rank, form) for name, rank, form in known if form is not None and form.present}
 
-    The numbers of their modules go with them.
-    """
-    own, parts = _forms(module), dict(module.named_modules())
-    for name, form in forms.items():
-        mine, (path, last) = own.get(name), _split(name)
-        lacking = mine is None or not (mine.present or mine.fits(form))
-        if form is not None and form.present and lacking and path in parts:
-            parts[path].register_buffer(last, form.empty(), persistent=form.persistent)
-            beside = {_split(each)[1]: value for each, value in numbers.items() if _split(each)[0] == path}
-            attributes: dict[str, Any] = vars(parts[path])  # type: ignore[assignment]
-            attributes.update(beside)
+
+def _lacks(mine: BufferForm | None, form: BufferForm) -> bool:
+    """True for a rank that does not have a buffer, or has it in another form and without values."""
+    return mine is None or not (mine.present or mine.fits(form))
+
+
+def _register(module: nn.Module, name: str, form: BufferForm, beside: Mapping[str, Any]) -> None:
+    """Register a buffer of another rank, with the scalars that its module has there."""
+    path, last = _split(name)
+    part = module.get_submodule(path)
+    part.register_buffer(last, form.empty(), persistent=form.persistent)
+    attributes: dict[str, Any] = vars(part)
+    attributes.update({_split(each)[1]: value for each, value in beside.items()})
 
 
 def made_states(module: nn.Module, state: Mapping[str, Any], placement: Placement) -> dict[str, Tensor]:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_gpp._compat.lightning_module import set_device
-from lightning_gpp._compat.torch import hand_over_gradient_hooks
+from lightning_gpp._compat.torch import hand_over_gradient_hooks, without_torch_function
 from lightning_gpp.errors import ConfigError
 from lightning_gpp.plan import STEP, Plan, Stage
 from lightning_gpp.runtime.sharding.shards import local
@@ -289,3 +289,9 @@ def _is_plain(parameter: Tensor) -> bool:
 def bytes_of(module: nn.Module) -> int:
     """Memory of the parameters and buffers that this rank holds, in bytes."""
     return sum(local(tensor.detach()).nbytes for tensor in tensors_of(module).values() if not tensor.is_meta)
+
+
+def trained_flags(parameters: Iterable[Tensor]) -> bytes:
+    """A byte per parameter: 1 if it requires a gradient, otherwise 0; quick for foreign ones, too."""
+    with without_torch_function():
+        return bytes(parameter.requires_grad for parameter in parameters)

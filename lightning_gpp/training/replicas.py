@@ -26,7 +26,7 @@ from torch.optim import (
 )
 from torch.utils.hooks import RemovableHandle
 
-from lightning_gpp._compat.torch import trained_flags, with_gradient_hooks
+from lightning_gpp._compat.torch import with_gradient_hooks
 from lightning_gpp.errors import ConfigError
 from lightning_gpp.plan import Plan
 from lightning_gpp.runtime.gradients import GradientSync
@@ -37,7 +37,7 @@ from lightning_gpp.training.gradient_norms import KnownNorms, exchanged
 from lightning_gpp.training.growth import check_grown
 from lightning_gpp.training.members import check_tied
 from lightning_gpp.training.optimizers import OptimizerIndex
-from lightning_gpp.training.parameters import Placement, tensors_of
+from lightning_gpp.training.parameters import Placement, tensors_of, trained_flags
 from lightning_gpp.training.shards import whole_states
 from lightning_gpp.training.tensor_parallel import TensorParallel
 

@@ -46,7 +46,6 @@ from lightning_gpp._compat.torch import (
     saves_tensors,
     schema_arguments,
     storage_id,
-    trained_flags,
     transient_buffers_of,
     uncompiled,
     unset_fake_temporarily,
@@ -185,20 +184,6 @@ def test_torch_dispatch_mode() -> None:
 
 
 # --- tensors and modules
-
-
-class Untouchable(Tensor):
-    """Fails where torch asks a subclass."""
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        raise AssertionError(func)
-
-
-def test_trained_flags() -> None:
-    trained, frozen = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1), requires_grad=False)
-    other = torch.zeros(1).requires_grad_().as_subclass(Untouchable)
-    assert trained_flags([trained, frozen, other]) == bytes([1, 0, 1])
 
 
 def test_version() -> None:

@@ -143,7 +143,7 @@ class PathBound:
 
     @cached_property
     def _sums(self) -> list[Array]:
-        """By share: seconds of all units ahead of each, and of all: `busy`, `forward`, `backward`, and `summing`."""
+        """Seconds of the units ahead of each, and of all, by share: `busy`, `forward`, `backward`, and `summing`."""
         parts = ([share.busy, share.forward, share.backward, share.summing] for share in self.shares)
         return [np.pad(np.cumsum(part, axis=1), ((0, 0), (1, 0))) for part in parts]
 
@@ -173,9 +173,7 @@ class PathBound:
         if spare < 0:
             return False
         spare += 1  # as `needed` is rounded
-        head, both = (
-            np.full((len(needed), spare + 2), inf) for _ in range(2)
-        )  # the last column, or -1: too few devices
+        head, both = np.full((2, len(needed), spare + 2), inf)  # the last column, or -1: too few devices
         head[0, :-1] = both[0, :-1] = 0.0
         reached = np.arange(len(needed)) == 0
         for end, ending in enumerate(endings, 1):
