@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -23,12 +23,21 @@ def without_fake_tensors(holders: Sequence[Holder]) -> Iterator[None]:
     All of them, because a cache and its size may be in two places. Of classes and global variables only tensors and
     plain values are restored: others are no caches.
     """
+    with unchanged(holders, lambda changed: any(_holds_fake(_new(holder, known)) for holder, known in changed)):
+        yield
+
+
+@contextmanager
+def unchanged(
+    holders: Sequence[Holder], counts: Callable[[Sequence[tuple[Holder, Any]]], bool] = bool
+) -> Iterator[None]:
+    """Restore these containers, classes and attributes afterwards, if the changed ones and their copies count."""
     before = [(holder, _copied(holder)) for holder in holders]
     try:
         yield
     finally:
         changed = [(holder, known) for holder, known in before if _differs(holder, known)]
-        if any(_holds_fake(_new(holder, known)) for holder, known in changed):
+        if counts(changed):
             for holder, known in changed:
                 _restore(holder, known)
 

@@ -1,19 +1,23 @@
-"""Finds the containers and objects outside of the module tree in which users' code may keep tensors.
+"""Finds the containers and objects outside of the module tree in which users' code keeps something between calls.
 
 Forwards keep masks by length and tables of positions in global variables, in classes, in variables of decorators, and
-in objects that a module shares with its copies.
+in objects that a module shares with its copies. Samplers and datasets count, and have random generators.
 """
 
 from __future__ import annotations
 
+import functools
+import random
 import sys
 import sysconfig
 import types
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence, Set
 from itertools import islice
 from typing import Any, Final
 
+import numpy as np
+import torch
 from torch import Tensor, nn
 
 from lightning_gpp.capture.attributes import LIBRARIES, OF_EVERY_MODULE
@@ -21,11 +25,15 @@ from lightning_gpp.user_code import is_user_code
 
 Holder = dict[Any, Any] | list[Any] | set[Any] | deque[Any] | type
 """Something that may have a tensor in it: a container, a class, or the attributes of an object."""
+Generator = torch.Generator | np.random.Generator | np.random.RandomState | random.Random
 
 DICTS: Final = (dict, OrderedDict, defaultdict)
 SEQUENCES: Final = (list, tuple, set, frozenset, deque)
 """Types of containers, without classes that derive from them, whose methods may do anything."""
 _DEEPEST: Final = 4
+_DEEPEST_IN_LIBRARIES: Final = 12
+_MOST_SEEN: Final = 10_000
+"""Objects that are looked into in libraries, too."""
 _MOST_ITEMS: Final = 64
 """Items of a container that are looked into."""
 _MOST_HELD: Final = 1 << 14
@@ -36,29 +44,57 @@ _NO_HOLDERS: Final = (Tensor, nn.Module, types.ModuleType, str, bytes, int, floa
 
 def holders(module: nn.Module) -> list[Holder]:
     """The containers, classes and attributes of objects that the code of the module may share between calls."""
-    reach = _Reach(module)
+    reach = _Reach(set(map(type, module.modules())))
     for owner in module.modules():
         reach.all_of(value for name, value in vars(owner).items() if name not in OF_EVERY_MODULE)
-    for scope in reach.scopes:
-        reach.add(scope)
-        reach.all_of(scope.values())
+    reach.scopes()
     return reach.found
+
+
+def holders_around(values: Sequence[Any], apart: tuple[type, ...]) -> tuple[list[Holder], list[Generator]]:
+    """The same that the code of objects may share, which objects of libraries may have inside, and its generators.
+
+    Args:
+        values: the objects, such as a loader, or the attributes of some.
+        apart: classes of objects that are not looked into.
+    """
+    reach = _Reach(set(map(type, values)), apart)
+    reach.through_libraries(values)
+    reach.scopes()
+    return reach.found, reach.generators
 
 
 class _Reach:
     """Follows containers, functions and objects of the user's code.
 
+    Args:
+        kinds: the classes whose files are looked at, besides the user's.
+        apart: classes of objects that are not followed.
+
     Attributes:
-        scopes: the global variables of the files that are looked at.
         found: what was found.
+        generators: the random generators that were found.
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        files = _files_of(module)
-        self.scopes = [vars(file) for file in files.values()]
+    def __init__(self, kinds: Set[type], apart: tuple[type, ...] = ()) -> None:
+        files = _files_of(kinds)
         self.found: list[Holder] = []
-        self._files = files.keys()
+        self.generators: list[Generator] = []
+        self._scopes = [vars(file) for file in files.values()]
+        self._files, self._libraries, self._apart = files.keys(), False, (*_NO_HOLDERS, *apart)
         self._seen: dict[int, Any] = {}
+
+    def scopes(self) -> None:
+        """Follow the global variables of the files."""
+        for scope in self._scopes:
+            self.add(scope)
+            self.all_of(scope.values())
+
+    def through_libraries(self, values: Iterable[Any]) -> None:
+        """Follow objects of libraries, too."""
+        self._libraries = True
+        self.all_of(values)
+        self._libraries = False
 
     def add(self, value: Any) -> None:
         """Note a holder, without a look into it."""
@@ -69,11 +105,18 @@ class _Reach:
 
     def all_of(self, values: Iterable[Any], depth: int = 1) -> None:
         for value in list(values):
-            if not isinstance(value, _NO_HOLDERS) and id(value) not in self._seen and depth <= _DEEPEST:
+            if not isinstance(value, self._apart) and id(value) not in self._seen and self._goes_on(depth):
+                if isinstance(value, Generator):
+                    self.generators.append(value)
                 inside = self._inside(value)
                 if inside is not None:
                     self.add(value)
                     self.all_of(inside, depth + 1)
+
+    def _goes_on(self, depth: int) -> bool:
+        if self._libraries:
+            return depth <= _DEEPEST_IN_LIBRARIES and len(self._seen) < _MOST_SEEN
+        return depth <= _DEEPEST
 
     def _inside(self, value: Any) -> Iterable[Any] | None:
         """The holder of what is in a value; None if it is of no interest."""
@@ -87,12 +130,18 @@ class _Reach:
             return [value.__func__]
         if isinstance(value, types.FunctionType):
             return _kept_by(value) if value.__module__ in self._files else None
-        return [vars(value)] if type(value).__module__ in self._files and hasattr(value, "__dict__") else None
+        if isinstance(value, types.MethodType):
+            return [value.__self__, value.__func__]
+        if isinstance(value, functools.partial):
+            return [value.func, *value.args, *value.keywords.values()]
+        if (self._libraries or type(value).__module__ in self._files) and hasattr(value, "__dict__"):
+            return [vars(value), *([type(value)] if self._libraries else [])]
+        return None
 
 
-def _files_of(module: nn.Module) -> dict[str, types.ModuleType]:
-    """The user's files, those that the module's classes are in, and those of the functions in these files."""
-    own = {base.__module__ for kind in set(map(type, module.modules())) for base in kind.__mro__}
+def _files_of(kinds: Set[type]) -> dict[str, types.ModuleType]:
+    """The user's files, those that these classes are in, and those of the functions in these files."""
+    own = {base.__module__ for kind in kinds for base in kind.__mro__}
     imported = {
         getattr(value, "__module__", None)
         for name in own & sys.modules.keys()

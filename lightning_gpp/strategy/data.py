@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_gpp._compat.lightning import forget_indices
 from lightning_gpp.errors import ConfigError
-from lightning_gpp.strategy.data_state import unchanged
+from lightning_gpp.strategy.data_state import as_before
 from lightning_gpp.training.control import Control
 from lightning_gpp.training.loaders import SharedLoader
 from lightning_gpp.user_code import UNKNOWN, line_of
@@ -156,7 +156,7 @@ def peek(loader: Any) -> Any:
     """
     loader = _inside(loader)
     try:
-        with isolate_rng(), unchanged(loader):
+        with isolate_rng(), as_before(loader):
             return next((batch for batch in _read(loader) if batch is not None), None)
     except Exception as error:
         line = line_of(error)

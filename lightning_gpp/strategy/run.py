@@ -29,7 +29,7 @@ from lightning_gpp.strategy.checks import (
     runs_whole,
 )
 from lightning_gpp.strategy.data import Placeholder, is_moved_by_reading, peek
-from lightning_gpp.strategy.data_state import unchanged
+from lightning_gpp.strategy.data_state import as_before
 from lightning_gpp.strategy.hooks.attached import AttachedHooks
 from lightning_gpp.strategy.hooks.collected import ResultsOfSteps
 from lightning_gpp.strategy.hooks.copies import complete_copies
@@ -187,8 +187,8 @@ class Run:
         batch = peeked if given is None else given
         if not self.control.first or batch is None:
             return None
-        data = getattr(self.trainer, "datamodule", None)
-        with isolate_rng(), unchanged(self.module, data):
+        data: Any = getattr(self.trainer, "datamodule", None)
+        with isolate_rng(), as_before(vars(self.module), data):
             return _compat.transferred(self.module, batch, self.job.device)
 
     def share(self, batch: Any) -> Any:

@@ -130,7 +130,7 @@ def _beside(name: str, scalars: Mapping[str, Any]) -> dict[str, Any]:
 
 def _on_some(filled: Sequence[set[str]]) -> set[str]:
     """The names that some ranks have, and others do not."""
-    return set[str]().union(*filled) - set.intersection(*filled) if filled else set()
+    return set[str]().union(*filled) - filled[0].intersection(*filled) if filled else set()
 
 
 def _filled(module: nn.Module) -> set[str]:
