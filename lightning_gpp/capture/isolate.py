@@ -17,6 +17,7 @@ from torch import nn
 from lightning_gpp._compat.torch import FakeTensorMode, forget_compiled_call, uncompiled, wraps_compiled
 from lightning_gpp.capture.metrics import metrics_of
 from lightning_gpp.graph import OperatorGraph
+from lightning_gpp.replaced import Replaced
 
 _CONTAINERS = (list, dict, set, tuple)
 _COPIED = (nn.Module, torch.Tensor, types.MethodType, functools.partial, *_CONTAINERS)
@@ -49,11 +50,28 @@ def isolated_copy(module: nn.Module, mode: FakeTensorMode, device: torch.device)
     for tensor in (*module.parameters(), *module.buffers()):
         memo.setdefault(id(tensor), _fake(tensor, mode, device))
     replica = private_copy(module, memo)
-    shared = set(map(id, metrics_of(module).values()))  # in objects that both have
+    shared = set(map(id, _shared_metrics(module, replica)))
     for metric in metrics_of(replica).values():
         if id(metric) not in shared:
-            _silence(metric, mode)
+            _silence(Replaced(), metric, mode)
     return replica
+
+
+@contextmanager
+def shared_metrics_silenced(module: nn.Module, replica: nn.Module, mode: FakeTensorMode) -> Iterator[None]:
+    """Inside, metrics in objects that a module and its copy share keep their state."""
+    replaced = Replaced()
+    for metric in _shared_metrics(module, replica):
+        _silence(replaced, metric, mode)
+    try:
+        yield
+    finally:
+        replaced.restore()
+
+
+def _shared_metrics(module: nn.Module, replica: nn.Module) -> list[nn.Module]:
+    known = set(map(id, metrics_of(module).values()))
+    return [metric for metric in metrics_of(replica).values() if id(metric) in known]
 
 
 def private_copy(module: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
@@ -147,7 +165,7 @@ def _share(value: Any, memo: dict[int, Any], kept: set[int], depth: int) -> None
         memo.setdefault(id(value), value)
 
 
-def _silence(metric: nn.Module, mode: FakeTensorMode) -> None:
+def _silence(replaced: Replaced, metric: nn.Module, mode: FakeTensorMode) -> None:
     """Make a metric return a fake scalar and keep its state: metrics read values, which a recording does not have."""
 
     def scalar() -> torch.Tensor:
@@ -158,8 +176,8 @@ def _silence(metric: nn.Module, mode: FakeTensorMode) -> None:
         return {name: scalar() for name in metric} if isinstance(metric, torchmetrics.MetricCollection) else scalar()
 
     for name in ("forward", "compute"):
-        object.__setattr__(metric, name, answer)
-    object.__setattr__(metric, "update", lambda *_, **__: None)
+        replaced.put(metric, name, answer)
+    replaced.put(metric, "update", lambda *_, **__: None)
 
 
 def names_of(module: nn.Module) -> Iterator[tuple[torch.Tensor, str]]:

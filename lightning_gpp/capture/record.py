@@ -26,7 +26,7 @@ from lightning_gpp._compat.torch import (
 )
 from lightning_gpp.capture.attributes import originals
 from lightning_gpp.capture.batch import GUESSED, BatchDims, map_samples
-from lightning_gpp.capture.isolate import isolated_copy, names_of
+from lightning_gpp.capture.isolate import isolated_copy, names_of, shared_metrics_silenced
 from lightning_gpp.capture.logged import unloggable
 from lightning_gpp.capture.made_tensors import MadeWatch
 from lightning_gpp.capture.meter import Meter
@@ -121,7 +121,7 @@ def record(
         recorder.runs_rest = function is None
         prepare(replica, recorder)
         fake, recorder.examples = _fake_batch(batch, total, num_samples, dims, mode, device)
-        with _recording(recorder, mode):
+        with _recording(recorder, mode), shared_metrics_silenced(module, replica, mode):
             seed_streams(run_time.global_step)
             for leaf in pytree.tree_leaves(fake):
                 if isinstance(leaf, torch.Tensor):

@@ -24,7 +24,7 @@ from torchmetrics import Metric
 
 from lightning_gpp._compat.lightning import FORWARD_CACHE
 from lightning_gpp.errors import ConfigError
-from lightning_gpp.strategy.replaced import Replaced
+from lightning_gpp.replaced import Replaced
 from lightning_gpp.training.control import Control
 from lightning_gpp.training.foreign import with_lent_values
 from lightning_gpp.training.logged_reductions import REDUCTIONS

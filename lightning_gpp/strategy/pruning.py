@@ -19,8 +19,8 @@ from lightning_gpp._compat.lightning import original_layers, parameters_to_prune
 from lightning_gpp._compat.torch_pruning import pruning_hooks
 from lightning_gpp.errors import ConfigError
 from lightning_gpp.plan import Plan
+from lightning_gpp.replaced import Around, Replaced
 from lightning_gpp.strategy.hooks.found import owners_of
-from lightning_gpp.strategy.replaced import Around, Replaced
 from lightning_gpp.training.engine import Engine
 from lightning_gpp.training.host import Job
 from lightning_gpp.training.mirror import Mirror

@@ -27,6 +27,7 @@ from lightning_gpp.errors import ConfigError, PlanError, show_elsewhere
 from lightning_gpp.failure.monitor import INTERRUPTED
 from lightning_gpp.option import documents, takes_fields_of
 from lightning_gpp.plan import Plan
+from lightning_gpp.replaced import replaced
 from lightning_gpp.reports.page import RunRecord
 from lightning_gpp.runtime.mesh import Mesh
 from lightning_gpp.simulation import Period, Timeline
@@ -35,7 +36,6 @@ from lightning_gpp.strategy.checks import check_synchronised, once
 from lightning_gpp.strategy.data import distribute
 from lightning_gpp.strategy.preemption import Preempted
 from lightning_gpp.strategy.ranks import RanksStrategy
-from lightning_gpp.strategy.replaced import replaced
 from lightning_gpp.strategy.run import Run
 from lightning_gpp.strategy.steps import Steps
 from lightning_gpp.training.checkpoint import load_state

@@ -8,9 +8,9 @@ from typing import Final
 
 import lightning.pytorch as pl
 
+from lightning_gpp.replaced import Around, Replaced
 from lightning_gpp.strategy.hooks.found import LOOPS, UserHook, names_in, user_hooks
 from lightning_gpp.strategy.hooks.shared import NAMES as SHARED
-from lightning_gpp.strategy.replaced import Around, Replaced
 from lightning_gpp.training.lending import Lending
 
 _HOOKS: Final = (

@@ -8,7 +8,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-from lightning_gpp.strategy.replaced import Replaced
+from lightning_gpp.replaced import Replaced
 from lightning_gpp.training.foreign import Foreign, with_lent_values
 
 

@@ -9,8 +9,8 @@ from typing import Any, Final
 import lightning.pytorch as pl
 
 from lightning_gpp._compat.lightning import accumulates
+from lightning_gpp.replaced import Replaced
 from lightning_gpp.strategy.hooks.found import GRADIENTS, names_in, owners_of, user_hooks
-from lightning_gpp.strategy.replaced import Replaced
 from lightning_gpp.training.engine import Engine
 from lightning_gpp.training.gradient_norms import known
 

@@ -9,8 +9,8 @@ from typing import Final
 
 import lightning.pytorch as pl
 
+from lightning_gpp.replaced import Around, Replaced
 from lightning_gpp.strategy.hooks.found import GRADIENTS, LOOPS, names_in, user_hooks
-from lightning_gpp.strategy.replaced import Around, Replaced
 
 _HOOKS: Final = (
     *(f"on_{loop}_{moment}" for loop in LOOPS for moment in ("start", "end", "epoch_start", "epoch_end")),

@@ -8,8 +8,8 @@ from functools import partial
 import lightning.pytorch as pl
 
 from lightning_gpp.errors import ForeignTensorError
+from lightning_gpp.replaced import Replaced
 from lightning_gpp.strategy.hooks.found import user_hooks
-from lightning_gpp.strategy.replaced import Replaced
 
 
 class SavingHooks:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lightning.pytorch.callbacks import LambdaCallback
 
-from lightning_gpp.strategy.replaced import Replaced
+from lightning_gpp.replaced import Replaced
 
 
 def test_what_was_there_comes_back() -> None:
