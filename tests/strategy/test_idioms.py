@@ -68,6 +68,15 @@ class Quantizes(Base):
         return F.cross_entropy(logits, batch[1]) + F.mse_loss(nearest, latent.detach())
 
 
+class Rotates(Base):
+    """Has complex weights, whose gradients are clipped with all others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body.turn = nn.Parameter(torch.polar(torch.ones(4), torch.arange(4.0)).to(torch.complex128))
+        self.body.register_forward_pre_hook(lambda body, args: (args[0] * body.turn.angle().cos(),))
+
+
 class Lookahead(Optimizer):
     """Wraps an optimizer without `Optimizer.__init__`, as copied in many repositories."""
 
@@ -171,7 +180,7 @@ class Twice(Base):
         self.losses.append(float(self.head(again).sum()))
 
 
-MODULES = {kind.__name__: kind for kind in (Hypernetwork, Quantizes, LooksAhead, Moves, Measures, Twice)}
+MODULES = {kind.__name__: kind for kind in (Hypernetwork, Quantizes, Rotates, LooksAhead, Moves, Measures, Twice)}
 
 
 def noisy() -> DataLoader[Any]:
@@ -191,7 +200,7 @@ def trainer_of(devices: int, **options: Any) -> pl.Trainer:
 def losses_of(kind: type[Base], devices: int) -> list[float]:
     torch.manual_seed(0)
     module = kind().double()
-    trainer_of(devices, max_epochs=3).fit(module, noisy(), noisy())
+    trainer_of(devices, max_epochs=3, gradient_clip_val=0.5).fit(module, noisy(), noisy())
     return module.losses
 
 
