@@ -258,7 +258,7 @@ class LogExchange:
             if call.metric is not None:
                 number, logged = logged, module.get_submodule(call.metric)
                 setattr(logged, FORWARD_CACHE, number if call.has_value else None)
-            module.log(call.name, logged, batch_size=samples, **dict(call.kwargs))
+            type(module).log(module, call.name, logged, batch_size=samples, **dict(call.kwargs))  # here are values
 
 
 def _flat(results: Sequence[Tensor], recorder: LogRecorder) -> list[float]:
