@@ -25,7 +25,8 @@ from lightning_gpp.user_code import is_user_code
 
 Holder = dict[Any, Any] | list[Any] | set[Any] | deque[Any] | type
 """Something that may have a tensor in it: a container, a class, or the attributes of an object."""
-Generator = torch.Generator | np.random.Generator | np.random.RandomState | random.Random
+RandomSource = torch.Generator | np.random.Generator | np.random.RandomState | random.Random
+"""A random generator of the user's own."""
 
 DICTS: Final = (dict, OrderedDict, defaultdict)
 SEQUENCES: Final = (list, tuple, set, frozenset, deque)
@@ -51,7 +52,7 @@ def holders(module: nn.Module) -> list[Holder]:
     return reach.found
 
 
-def holders_around(values: Sequence[Any], apart: tuple[type, ...]) -> tuple[list[Holder], list[Generator]]:
+def holders_around(values: Sequence[Any], apart: tuple[type, ...]) -> tuple[list[Holder], list[RandomSource]]:
     """The same that the code of objects may share, which objects of libraries may have inside, and its generators.
 
     Args:
@@ -79,7 +80,7 @@ class _Reach:
     def __init__(self, kinds: Set[type], apart: tuple[type, ...] = ()) -> None:
         files = _files_of(kinds)
         self.found: list[Holder] = []
-        self.generators: list[Generator] = []
+        self.generators: list[RandomSource] = []
         self._scopes = [vars(file) for file in files.values()]
         self._files, self._libraries, self._apart = files.keys(), False, (*_NO_HOLDERS, *apart)
         self._seen: dict[int, Any] = {}
@@ -106,7 +107,7 @@ class _Reach:
     def all_of(self, values: Iterable[Any], depth: int = 1) -> None:
         for value in list(values):
             if not isinstance(value, self._apart) and id(value) not in self._seen and self._goes_on(depth):
-                if isinstance(value, Generator):
+                if isinstance(value, RandomSource):
                     self.generators.append(value)
                 inside = self._inside(value)
                 if inside is not None:

@@ -15,7 +15,7 @@ import lightning.pytorch as pl
 import numpy as np
 
 from lightning_gpp.capture.left_tensors import unchanged
-from lightning_gpp.capture.shared_objects import Generator, holders_around
+from lightning_gpp.capture.shared_objects import RandomSource, holders_around
 
 
 @contextmanager
@@ -31,13 +31,13 @@ def as_before(*values: Any) -> Iterator[None]:
                 _set_state(generator, state)
 
 
-def _state(generator: Generator) -> Any:
+def _state(generator: RandomSource) -> Any:
     if isinstance(generator, np.random.Generator):
         return generator.bit_generator.state
     return generator.getstate() if isinstance(generator, random.Random) else generator.get_state()
 
 
-def _set_state(generator: Generator, state: Any) -> None:
+def _set_state(generator: RandomSource, state: Any) -> None:
     if isinstance(generator, np.random.Generator):
         generator.bit_generator.state = state
     elif isinstance(generator, random.Random):
