@@ -60,7 +60,7 @@ _DEEPEST: Final = 6
 
 def is_plain(value: Any) -> bool:
     """True for values that can be compared: numbers, texts, None, tensors, and containers of a few of the former."""
-    if not isinstance(value, list | tuple | set | frozenset | dict):
+    if not isinstance(value, CONTAINERS):
         return isinstance(value, (*SCALARS, Tensor))
     if len(value) > MOST_ITEMS:
         return False

@@ -6,6 +6,7 @@ import copy
 import functools
 import gc
 import types
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -19,7 +20,7 @@ from lightning_gpp.capture.metrics import metrics_of
 from lightning_gpp.graph import OperatorGraph
 from lightning_gpp.replaced import Replaced
 
-_CONTAINERS = (list, dict, set, tuple)
+_CONTAINERS = (list, dict, set, tuple, deque)
 _COPIED = (nn.Module, torch.Tensor, types.MethodType, functools.partial, *_CONTAINERS)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copyreg
 import functools
 import itertools
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -14,7 +15,7 @@ import torch
 from torch import nn
 
 from lightning_gpp._compat.torch import buffers_of, pytree
-from lightning_gpp.capture.attributes import OF_EVERY_MODULE
+from lightning_gpp.capture.attributes import OF_EVERY_MODULE, copy_of
 from lightning_gpp.capture.batch import BatchDims, device_of, samples_in, sliceable
 from lightning_gpp.capture.isolate import tensor_named
 from lightning_gpp.capture.loss import loss_of
@@ -377,6 +378,7 @@ Kinds = Sequence[tuple[nn.Module, type[nn.Module]]]
 
 _OF_A_CLASS: Final = ("__", "_abc_")
 """Beginnings of the names of attributes that each class has for itself."""
+_CONTAINERS: Final = (list, dict, set, deque, defaultdict, OrderedDict, Counter)
 _ANSWER: Final = "_gpp_answer"
 """The attribute of a module that answers its calls."""
 
@@ -446,7 +448,7 @@ def answered(modules: Mapping[str, nn.Module], answer: CallHandler) -> Iterator[
 
 @contextmanager
 def without_effects(modules: Sequence[nn.Module], changed: Collection[str] = ()) -> Iterator[None]:
-    """Restore attributes and buffers that were set, and lists that grew, when the context ends.
+    """Restore attributes, buffers, long lists that grew, and other containers of few items, when the context ends.
 
     Changes inside other objects stay.
 
@@ -456,21 +458,31 @@ def without_effects(modules: Sequence[nn.Module], changed: Collection[str] = ())
     """
     states = [tensor_named(modules[0], name) for name in changed]
     values = [(tensor, tensor.detach().clone()) for tensor in states]
-    before = [(module, dict(vars(module)), buffers_of(module).copy(), _lists(module)) for module in modules]
+    before = [(module, dict(vars(module)), buffers_of(module).copy(), _containers(module)) for module in modules]
     try:
         yield
     finally:
-        for module, attributes, buffers, lists in before:
+        for module, attributes, buffers, containers in before:
             for name in vars(module).keys() - attributes.keys():
                 del vars(module)[name]
             vars(module).update(attributes)
             buffers_of(module).update(buffers)
-            for items, length in lists:
-                del items[length:]
+            for items, kept in containers:
+                _restore_items(items, kept)
         for tensor, value in values:
             tensor.data.copy_(value)  # a graph that has saved the tensor finds it unchanged
 
 
-def _lists(module: nn.Module) -> list[tuple[list[Any], int]]:
-    own = (value for name, value in vars(module).items() if name not in OF_EVERY_MODULE)
-    return [(value, len(value)) for value in own if type(value) is list]
+def _containers(module: nn.Module) -> list[tuple[Any, Any]]:
+    """The containers in attributes, each with a copy; with the length for long lists, to which the step may append."""
+    own = [value for name, value in vars(module).items() if name not in OF_EVERY_MODULE and type(value) in _CONTAINERS]
+    kept = [(value, copy_of(value)) for value in own]
+    return [(value, len(value) if copied is None else copied) for value, copied in kept]
+
+
+def _restore_items(items: Any, kept: Any) -> None:
+    if isinstance(items, list):
+        items[:] = items[:kept] if isinstance(kept, int) else kept
+    elif not isinstance(kept, int):
+        items.clear()
+        items.extend(kept) if isinstance(items, deque) else items.update(kept)

@@ -18,8 +18,9 @@ from lightning_gpp._compat.lightning import replace_batch
 from lightning_gpp.capture.attributes import Attribute
 from lightning_gpp.errors import GPPError
 from lightning_gpp.strategy.checks import facts_of_trainer, reads_data
+from lightning_gpp.strategy.hooks.attributes import AttributesForHooks
 from lightning_gpp.strategy.hooks.kept import ReadByHooks
-from lightning_gpp.strategy.hooks.readers import METRICS, RESULT, BatchReaders
+from lightning_gpp.strategy.hooks.readers import ATTRIBUTES, METRICS, RESULT, BatchReaders
 from lightning_gpp.strategy.logs import LogExchange, LogRecorder, UserCode
 from lightning_gpp.strategy.messages import inform
 from lightning_gpp.strategy.metrics import MetricStates
@@ -30,7 +31,7 @@ from lightning_gpp.training.incoming import Incoming
 from lightning_gpp.training.loss_scale import LossScale
 from lightning_gpp.training.options import Context
 from lightning_gpp.training.planner import TRAINING
-from lightning_gpp.training.step_attributes import StepAttributes, take_over
+from lightning_gpp.training.step_attributes import take_over
 from lightning_gpp.training.trace import TraceFile
 
 CONTEXTS: Final = {
@@ -112,6 +113,7 @@ class Steps:
         set_up: sets up the engine at the first mini-batch, from the name of the step and the mini-batch.
         readers: what hooks around mini-batches read.
         metrics: the metrics that the steps update.
+        kept: the attributes that the steps change.
 
     Attributes:
         engine: the engine that runs the steps; None before it is set up.
@@ -129,15 +131,14 @@ class Steps:
         set_up: Callable[[str, Any], Engine],
         readers: BatchReaders,
         metrics: MetricStates,
+        kept: AttributesForHooks,
     ) -> None:
         self.module, self.control, self.host, self.incoming, self.device = module, control, host, incoming, device
         self.logs = LogExchange(control, device)
         self.scale = LossScale.of(host.scaler, control, device)
         self.engine: Engine | None = None
         self.trace: TraceFile | None = None
-        self._set_up, self._readers, self._metrics = set_up, readers, metrics
-        sends = control.runs_step and control.num_devices > 1
-        self._attributes = StepAttributes(module) if sends else None
+        self._set_up, self._readers, self._metrics, self._kept = set_up, readers, metrics, kept
         self._read_by_hooks = ReadByHooks(module, control)
 
     @property
@@ -154,10 +155,9 @@ class Steps:
         if engine is None:
             raise GPPError("The training step runs before the trainer's set-up; use trainer.fit(model).")
         accumulated = self.module.trainer.accumulate_grad_batches
-        if self._attributes is not None:
-            self._attributes.note()
+        self._kept.note(TRAINING)
         outputs = engine.train(arguments, accumulated=accumulated, last=last, scale=scale)
-        changed = {} if self._attributes is None else self._attributes.changed()
+        changed = self._kept.changed(TRAINING)
         if changed and len(outputs) > 1:
             self._read_by_hooks.tell(changed)
         self.host.recorder.turn(engine.num_steps - 1)
@@ -181,7 +181,9 @@ class Steps:
             if self.engine.runs_whole(step):  # from the first mini-batch on, which other ranks do not have yet
                 arguments = self.engine.hand_out(arguments)
         self.host.recorder.reset()
+        self._kept.note(step)
         result = self.engine.run(step, arguments)
+        self._kept.changed(step)
         if step == "predict_step":
             return result if self.control.loads else None
         if self.engine.runs_whole(step):
@@ -194,6 +196,8 @@ class Steps:
         read = self._readers.read.get(step, ())
         if METRICS in read:
             self._metrics.share()
+        if ATTRIBUTES in read:
+            self._kept.share()
         return self._readers.everywhere(result) if RESULT in read else result
 
     def _share(self, results: Sequence[Tensor], kept: Mapping[Attribute, Any] = MappingProxyType({})) -> list[float]:

@@ -181,8 +181,8 @@ class Control:
         return [values[self.mesh.process(rank)] for rank in range(self.world_size)]
 
     def gather_in_pipeline(self, value: Any) -> list[Any]:
-        """Gather the objects of the ranks of this pipeline on all of them."""
-        return self._gathered(value, self._pipeline_group, self.num_devices)
+        """Gather the objects of the processes of this pipeline on all of them."""
+        return self._gathered(value, self._pipeline_group, dist.get_world_size(self._pipeline_group))
 
     def gather_all(self, value: Any) -> list[Any]:
         """Gather the objects of all processes on all processes."""

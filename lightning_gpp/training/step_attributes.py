@@ -1,24 +1,25 @@
-"""Values that a training step changes of the attributes of its module, for the ranks that do not run it.
+"""What steps and forwards change of the attributes of a module and its parts, for the ranks that do not run them.
 
-Hooks around gradients, optimizers and schedulers run on every rank, and may read what the step has kept: the loss that
-decides whether a gradient is dropped, a factor of the learning rate. So these ranks get its numbers and small tensors.
+Hooks, optimizers and schedulers run on every rank, and may read what the step has kept: the loss that decides whether a
+gradient is dropped, a factor of the learning rate. So these ranks get its numbers and small tensors.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from typing import Any, Final
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torchmetrics import Metric
 
 from lightning_gpp._compat.lightning_module import LIGHTNING_STATE
 from lightning_gpp._compat.torch import version
 from lightning_gpp.capture.attributes import (
     MOST_NUMBERS,
     OF_EVERY_MODULE,
+    SCALARS,
     TOLD,
     Attribute,
     AttributePlace,
@@ -41,13 +42,16 @@ class StepAttributes:
     """Notes the values in the attributes of a module, and in objects and dictionaries there, and finds changes.
 
     Args:
-        module: the module whose method is the step. Its parts compute in stages, with attributes of their own ranks.
+        module: the module whose method is the step.
+        own: whether attributes of the module itself are noted, besides those of its parts.
+        of_parts: names of the attributes of its parts that are noted.
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
+    def __init__(self, module: nn.Module, *, own: bool = True, of_parts: Set[str] = frozenset()) -> None:
+        self._module, self._own = module, own
         self._noted: dict[Attribute, Noted] = {}
         self._inside: dict[str, tuple[Any, int, list[Attribute]]] = {}
+        self._parts = list(places_in_parts(module, of_parts)) if of_parts else []
 
     def note(self) -> None:
         """Note the present values."""
@@ -67,12 +71,21 @@ class StepAttributes:
         return not same_contents(mark, value) if mark is not None else not same_value(before, value)
 
     def _values(self) -> Iterator[tuple[Attribute, Any]]:
+        if self._own:
+            yield from self._own_values()
+        yield from ((key, own.get(key[1])) for key, own in self._parts)
+
+    def _own_values(self) -> Iterator[tuple[Attribute, Any]]:
         for name, value in list(vars(self._module).items()):
             if name not in NOT_USERS:
-                if has_settings(value):
+                if type(value) not in SCALARS and self._has_inside(name, value):
                     yield from self._settings(name, value)
                 else:
                     yield ("", name), value
+
+    def _has_inside(self, name: str, value: Any) -> bool:
+        known = self._inside.get(name, (None,))[0]
+        return (known is value and not isinstance(value, dict)) or has_settings(value)
 
     def _settings(self, name: str, value: Any) -> Iterator[tuple[Attribute, Any]]:
         """The values inside of an object, whose places are looked up again when it has got other ones."""
@@ -84,13 +97,22 @@ class StepAttributes:
         yield from ((key, AttributePlace(self._module, key).read()) for key in keys)
 
 
+def places_in_parts(module: nn.Module, names: Set[str]) -> Iterator[tuple[Attribute, dict[str, Any]]]:
+    """The attributes of these names of parts of a module, with the dictionaries that have their values.
+
+    Those of metrics are left out, whose states have ways of their own.
+    """
+    for path, part in module.named_modules():
+        if path and not isinstance(part, Metric):
+            own = vars(part)
+            yield from (((path, name), own) for name in sorted(names & own.keys() - NOT_USERS))
+
+
 def _mark(value: Any) -> Any:
     return version(value) if isinstance(value, Tensor) else copy_of(value)
 
 
 def _may_be_sent(value: Any) -> bool:
-    if isinstance(value, deque):
-        return is_plain(list(value))
     if isinstance(value, Tensor):
         return value.layout == torch.strided and not value.is_meta and value.numel() <= MOST_NUMBERS
     if isinstance(value, np.ndarray):

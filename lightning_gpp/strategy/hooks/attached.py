@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import lightning.pytorch as pl
@@ -12,7 +12,6 @@ from lightning_gpp.strategy.hooks.lending import LendingHooks
 from lightning_gpp.strategy.hooks.logged import LoggedValues
 from lightning_gpp.strategy.hooks.optimizers import OptimizerHooks
 from lightning_gpp.strategy.hooks.random_numbers import RandomHooks
-from lightning_gpp.strategy.hooks.readers import BatchReaders
 from lightning_gpp.strategy.hooks.saving import SavingHooks
 from lightning_gpp.strategy.hooks.shared import SharedHooks, SharedToggles
 from lightning_gpp.strategy.pruning import SharedPruning
@@ -37,7 +36,7 @@ class AttachedHooks:
         trainer: of the run.
         control: the side channel of this rank.
         device: the device of this rank.
-        readers: gives all ranks the mini-batches and results that hooks read.
+        readers: give all ranks what hooks read of steps.
         steps: runs the steps.
         trained: returns the engine that trains.
 
@@ -50,13 +49,13 @@ class AttachedHooks:
         trainer: pl.Trainer,
         control: Control,
         device: torch.device,
-        readers: BatchReaders,
+        readers: Sequence[_AroundHooks],
         steps: Steps,
         trained: Callable[[], Engine],
     ) -> None:
         module, self._control = trainer.lightning_module, control
         self._divided: list[_AroundHooks] = [
-            readers,
+            *readers,
             SavingHooks(trainer),
             RandomHooks(trainer, Mirror(control, device).one_stream),
             LendingHooks(trainer, lambda: None if steps.engine is None else steps.engine.lending),

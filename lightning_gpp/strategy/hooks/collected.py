@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_gpp._compat.torch import pytree
-from lightning_gpp.capture.attributes import TOLD
+from lightning_gpp.capture.attributes import MOST_ITEMS, TOLD, Attribute, dotted
 from lightning_gpp.strategy.hooks.found import names_in, user_hooks
 from lightning_gpp.training.control import Control
-from lightning_gpp.training.step_attributes import NOT_USERS
+from lightning_gpp.training.step_attributes import NOT_USERS, places_in_parts, take_over
 
 _END_OF_EPOCH: Final = {
     f"{step}_step": tuple(f"on_{loop}_{moment}" for moment in ("epoch_end", "end"))
@@ -43,20 +43,20 @@ class ResultsOfSteps:
             module = self._trainer.lightning_module
             received = self._control.share_object(self._collected(module, names) if self._control.runs_step else None)
             if not self._control.runs_step:
-                vars(module).update(pytree.tree_map_only(Tensor, self._here, received))
+                take_over(module, pytree.tree_map_only(Tensor, self._here, received), self._device)
 
-    def _collected(self, module: nn.Module, names: Set[str]) -> dict[str, Any]:
-        own = {
-            name: value for name, value in vars(module).items() if name in names - NOT_USERS and _is_collected(value)
-        }
-        if (size := sum(map(_bytes, pytree.tree_leaves(own)))) > _MOST_BYTES:
+    def _collected(self, module: nn.Module, names: Set[str]) -> dict[Attribute, Any]:
+        own = [(("", name), vars(module)) for name in names & vars(module).keys() - NOT_USERS]
+        places = (*own, *places_in_parts(module, names))
+        found = {key: values[key[1]] for key, values in places if _is_collected(values[key[1]])}
+        if (size := sum(map(_bytes, pytree.tree_leaves(found)))) > _MOST_BYTES:
             self._control.warn(
-                f"Steps have collected {size >> 20} MiB in {', '.join(sorted(own))}, which hooks at the end of the "
-                f"epoch read. More than {_MOST_BYTES >> 20} MiB are not sent to other ranks, which do not have them: "
-                "keep what hooks need as a torchmetrics object, or log it."
+                f"Steps have collected {size >> 20} MiB in {', '.join(map(dotted, sorted(found)))}, which hooks at the "
+                f"end of the epoch read. More than {_MOST_BYTES >> 20} MiB are not sent to other ranks, which do not "
+                "have them: keep what hooks need as a torchmetrics object, or log it."
             )
             return {}
-        return pytree.tree_map_only(Tensor, _on_cpu, own)  # type: ignore[no-any-return]
+        return pytree.tree_map_only(Tensor, _on_cpu, found)  # type: ignore[no-any-return]
 
     def _here(self, tensor: Tensor) -> Tensor:
         return tensor.to(self._device)
@@ -66,7 +66,8 @@ def _is_collected(value: Any) -> bool:
     if not isinstance(value, list | tuple | dict | deque):
         return isinstance(value, np.ndarray) or (isinstance(value, Tensor) and not value.is_meta)
     leaves = pytree.tree_leaves(value)
-    return any(isinstance(leaf, Tensor | np.ndarray) for leaf in leaves) and all(
+    large = len(value) > MOST_ITEMS  # smaller ones of numbers are sent with all else that steps change
+    return (large or any(isinstance(leaf, Tensor | np.ndarray) for leaf in leaves)) and all(
         isinstance(leaf, (*TOLD, Tensor, np.ndarray)) and not getattr(leaf, "is_meta", False) for leaf in leaves
     )
 

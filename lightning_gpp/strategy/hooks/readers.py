@@ -21,6 +21,7 @@ from torch import Tensor
 
 from lightning_gpp._compat.torch import pytree
 from lightning_gpp.replaced import Replaced
+from lightning_gpp.strategy.hooks.attributes import AttributesForHooks
 from lightning_gpp.strategy.hooks.found import ACTING, names_in, owners_of, user_hooks
 from lightning_gpp.training.control import Control
 from lightning_gpp.training.hook_code import names_in_hook
@@ -30,6 +31,7 @@ from lightning_gpp.user_code import user_function
 BATCH: Final = "batch"
 RESULT: Final = "result"
 METRICS: Final = "metrics"
+ATTRIBUTES: Final = "attributes"
 
 _LOOPS: Final = {TRAINING: "train", "validation_step": "validation", "test_step": "test"}
 _PLACES: Final = {"start": {BATCH: 0}, "end": {RESULT: 0, BATCH: 1}}
@@ -55,14 +57,15 @@ class BatchReaders:
         trainer: of the run.
         control: the side channel of this rank.
         device: the device of this rank.
+        kept: shares the attributes that steps change.
 
     Attributes:
         read: what hooks around each step read: the mini-batch (`BATCH`), the result (`RESULT`), values of metrics that
-            the step updates (`METRICS`).
+            the step updates (`METRICS`), attributes that it, or a forward, changes (`ATTRIBUTES`).
     """
 
-    def __init__(self, trainer: pl.Trainer, control: Control, device: torch.device) -> None:
-        self._trainer, self._control = trainer, control
+    def __init__(self, trainer: pl.Trainer, control: Control, device: torch.device, kept: AttributesForHooks) -> None:
+        self._trainer, self._control, self._kept = trainer, control, kept
         self._device = device
         self.read: dict[str, set[str]] = {}
         self._silenced = Replaced()
@@ -75,6 +78,7 @@ class BatchReaders:
                 *_arguments_read(callbacks, loop),
                 *({BATCH} & {*_arguments_read([module], loop)}),
                 *self._metrics_read(loop),
+                *({ATTRIBUTES} if self._kept.read_around(loop) else ()),
             }
             for step, loop in _LOOPS.items()
         }

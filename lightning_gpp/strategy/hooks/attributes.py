@@ -1,0 +1,98 @@
+"""Attributes that steps and forwards change on the ranks that run them, for what reads them on all ranks.
+
+A training step's own rank sends them with its logs. What forwards change in their stages, and what steps of evaluation
+change, is gathered before hooks that name such an attribute in their code, and at the ends of epochs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Set
+from typing import Any, Final
+
+import lightning.pytorch as pl
+import torch
+
+from lightning_gpp.capture.attributes import Attribute
+from lightning_gpp.strategy.hooks.found import ACTING, LOOPS, names_in, owners_of, user_hooks
+from lightning_gpp.training.control import Control
+from lightning_gpp.training.planner import TRAINING
+from lightning_gpp.training.step_attributes import NOT_USERS, StepAttributes, places_in_parts, take_over
+
+_METHODS: Final = (*ACTING, "configure_optimizers")
+_AROUND: Final = tuple(f"on_{loop}_batch_{moment}" for loop in LOOPS for moment in ("start", "end"))
+
+
+class AttributesForHooks:
+    """Notes what a step changes on this rank, and shares what hooks name.
+
+    Args:
+        trainer: of the run.
+        control: the side channel of this rank.
+        device: the device of this rank.
+    """
+
+    def __init__(self, trainer: pl.Trainer, control: Control, device: torch.device) -> None:
+        self._trainer, self._control, self._device = trainer, control, device
+        self._names: frozenset[str] = frozenset()
+        self._pending: dict[Attribute, Any] = {}
+        self._watched = self._watch()
+
+    def _watch(self) -> StepAttributes | None:
+        """Watches the module where the step runs, and everywhere its parts with attributes that hooks name."""
+        module, own = self._trainer.lightning_module, self._control.runs_step
+        if self._control.num_devices == 1 or not (own or any(places_in_parts(module, self._names))):
+            return None
+        return StepAttributes(module, own=own, of_parts=self._names)
+
+    def attach(self) -> None:
+        """Find the names in hooks. All ranks call this together."""
+        hooks = (name for owner in owners_of(self._trainer) for name in dir(type(owner)) if name.startswith("on_"))
+        self._names = self._named({*hooks, *_METHODS})
+        self._watched = self._watch()
+
+    def detach(self) -> None:
+        """Undo `attach`."""
+        self._names, self._pending = frozenset(), {}
+
+    def _named(self, hooks: Set[str]) -> frozenset[str]:
+        found = user_hooks(self._trainer, sorted(hooks))
+        return frozenset[str]().union(*(names_in(hook, self._trainer) for hook in found))
+
+    def read_around(self, loop: str) -> bool:
+        """True if hooks around the mini-batches of a loop name attributes that no message of a step has."""
+        module, trains = self._trainer.lightning_module, loop == "train"
+        names = self._named({*(name for name in _AROUND if f"_{loop}_" in name), *(_METHODS if trains else ())})
+        own = vars(module).keys() - NOT_USERS
+        return any(places_in_parts(module, names)) or not (trains or names.isdisjoint(own))
+
+    def _sends(self, step: str) -> bool:
+        """True if this rank sends what a step has changed right after it."""
+        return step == TRAINING and self._control.runs_step
+
+    def note(self, step: str) -> None:
+        """Note the present values, before a step."""
+        if self._watched is not None and (self._names or self._sends(step)):
+            self._watched.note()
+
+    def changed(self, step: str) -> Mapping[Attribute, Any]:
+        """What this rank has to send after the step. All else that it has changed here is kept for `share`."""
+        if self._watched is None or not (self._names or self._sends(step)):
+            return {}
+        changed = self._watched.changed()
+        if self._sends(step):
+            return changed
+        self._pending |= {key: value for key, value in changed.items() if self._is_named(key)}
+        return {}
+
+    def _is_named(self, attribute: Attribute) -> bool:
+        return not self._names.isdisjoint(attribute[1].split("."))
+
+    def share(self) -> None:
+        """Give all ranks of the pipeline what was kept. All of them call this together."""
+        gathered: list[dict[Attribute, Any]] = self._control.gather_in_pipeline(self._pending)
+        shared = {key: value for values in reversed(gathered) for key, value in values.items()}  # the step's count most
+        mine = self._pending.keys() if self._control.runs_step else ()
+        others = {key: value for key, value in shared.items() if key not in mine}
+        take_over(self._trainer.lightning_module, others, self._device)
+        self._pending = {}
+        self._watched = self._watch()  # parts may have got further attributes
