@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from lightning_gpp.stages.step import attach, detach
+from lightning_gpp.stages.answered import attach, detach
 
 
 class Answers:

@@ -145,7 +145,6 @@ def _user_step(capture: Capture, module: nn.Module) -> UserStep:
         input_keys=keys,
         input_specs=dict(zip(keys, capture.inputs, strict=True)),
         returns_loss=capture.step == "training_step",
-        opened=tuple(capture.opened),
         dims=capture.dims,
     )
 

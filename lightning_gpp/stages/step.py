@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import copyreg
-import functools
-import itertools
-from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import torch
 from torch import nn
 
-from lightning_gpp._compat.torch import buffers_of, pytree
-from lightning_gpp.capture.attributes import OF_EVERY_MODULE, copy_of
+from lightning_gpp._compat.torch import pytree
 from lightning_gpp.capture.batch import BatchDims, device_of, samples_in, sliceable
-from lightning_gpp.capture.isolate import tensor_named
 from lightning_gpp.capture.loss import loss_of
 from lightning_gpp.capture.network import InputKey, Network
 from lightning_gpp.capture.recording import ModuleCall, Recorded, Ref, StateRef
@@ -26,7 +20,9 @@ from lightning_gpp.errors import CaptureError, ShapeError
 from lightning_gpp.graph import TensorSpec
 from lightning_gpp.runtime.random import seed_streams, undisturbed
 from lightning_gpp.runtime.stage import LOSS, MicroBatch
+from lightning_gpp.stages.answered import answered
 from lightning_gpp.stages.code import variable
+from lightning_gpp.stages.effects import modules_of_step, without_effects
 from lightning_gpp.stages.holes import Holes
 from lightning_gpp.stages.tail import Tail
 from lightning_gpp.wording import named
@@ -150,8 +146,6 @@ class UserStep(StepRunner):
     specs: list[list[TensorSpec]]
     input_keys: dict[str, InputKey]
     input_specs: dict[str, TensorSpec]
-    opened: Sequence[str] = ()
-    """Paths of modules whose forward is a part of the step."""
     watcher: Callable[[MicroBatch, Mapping[str, torch.Tensor]], None] | None = None
     """Called with the values of each run, before the step may change them."""
     tail: Tail | None = None
@@ -164,6 +158,8 @@ class UserStep(StepRunner):
         self._mixes = len(self._calls) > 1
         self._changed = self.network.recording.changed_before_the_end()
         self._glue = {call.step_number: call for call in self.network.calls if call.scope == -1}
+        self._of_step = modules_of_step(self.module, self._modules)
+        self._set_inside = [key for key in self.network.recording.set_by_step if key[0] or "." in key[1]]
         self._reads_states = any(call.states() for call in self._glue.values())
         self._results = {id(call): pytree.tree_flatten(call.result) for call in self._calls}
         known: list[ModuleCall | Recorded] = [*self._calls, *self._glue.values()]
@@ -194,9 +190,8 @@ class UserStep(StepRunner):
             return self._result(call, lambda ref: self._hole(ref, micro_batch.num_samples, holes))
 
         self.start_streams(micro_batch)
-        changing = [self.module, *map(self.module.get_submodule, self.opened)]
         with (
-            without_effects(changing, self._changed),
+            without_effects(self._of_step, self._changed, self._set_inside),
             answered(self._modules, answer),
             torch.set_grad_enabled(self.returns_loss),
         ):
@@ -368,121 +363,3 @@ def _told(value: Any) -> str:
 
 def slots_of(keys: Sequence[InputKey]) -> dict[str, InputKey]:
     return {f"input{number}": key for number, key in enumerate(keys)}
-
-
-# -- calls of modules ------------------------------------------------------------------------------------------------
-
-CallHandler = Callable[[int, nn.Module, tuple[Any, ...], dict[str, Any]], Any]
-Kinds = Sequence[tuple[nn.Module, type[nn.Module]]]
-"""Modules with their own classes."""
-
-_OF_A_CLASS: Final = ("__", "_abc_")
-"""Beginnings of the names of attributes that each class has for itself."""
-_CONTAINERS: Final = (list, dict, set, deque, defaultdict, OrderedDict, Counter)
-_ANSWER: Final = "_gpp_answer"
-"""The attribute of a module that answers its calls."""
-
-
-@functools.cache
-def _answering(kind: type[nn.Module]) -> type[nn.Module]:
-    """A subclass of `kind` that differs only in that its calls are answered."""
-
-    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        answer = vars(self).get(_ANSWER)  # parts of a container, such as net[:2], are new modules of its class
-        return kind.__call__(self, *args, **kwargs) if answer is None else answer(self, args, kwargs)
-
-    def reduced(self: nn.Module, protocol: Any) -> Any:
-        """Copies and pickles are of the user's class."""
-        plain: tuple[Any, ...] = kind.__reduce_ex__(self, protocol)  # type: ignore[assignment]
-        function, arguments, *rest = plain
-        if rest and isinstance(rest[0], dict):
-            rest[0] = {name: value for name, value in rest[0].items() if name != _ANSWER}
-        made = (kind if each is type(self) else each for each in arguments)
-        return object.__new__ if function is copyreg.__newobj__ else function, tuple(made), *rest  # type: ignore[attr-defined]
-
-    about = {"__call__": call, "__reduce_ex__": reduced, "__module__": kind.__module__}
-    answering: type[nn.Module] = _written_through(kind)(kind.__name__, (kind,), about)
-    return answering
-
-
-def _written_through(kind: type[nn.Module]) -> type:
-    """The class of a subclass of `kind` whose attributes are set in `kind`, as by `type(self).scale = 2` in a hook."""
-    meta = type(kind)
-
-    def write(cls: type, name: str, value: Any) -> None:
-        if name.startswith(_OF_A_CLASS):
-            type.__setattr__(cls, name, value)
-        else:
-            setattr(kind, name, value)
-
-    def remove(cls: type, name: str) -> None:
-        delattr(kind, name)
-
-    return type(meta.__name__, (meta,), {"__setattr__": write, "__delattr__": remove})
-
-
-def attach(modules: Kinds, answer: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]) -> None:
-    """Answer calls of modules. Their own `__setattr__` would look for parameters, in every micro-batch."""
-    for module, kind in modules:
-        vars(module)[_ANSWER] = answer
-        object.__setattr__(module, "__class__", _answering(kind))  # type: ignore[arg-type]
-
-
-def detach(modules: Kinds) -> None:
-    """Undo `attach`."""
-    for module, kind in modules:
-        object.__setattr__(module, "__class__", kind)
-        vars(module).pop(_ANSWER, None)
-
-
-@contextmanager
-def answered(modules: Mapping[str, nn.Module], answer: CallHandler) -> Iterator[None]:
-    """Inside, a call of one of the modules returns `answer(call number, module, args, kwargs)`."""
-    numbers, kinds = itertools.count(), [(module, type(module)) for module in modules.values()]
-    try:
-        attach(kinds, lambda module, args, kwargs: answer(next(numbers), module, args, kwargs))
-        yield
-    finally:
-        detach(kinds)
-
-
-@contextmanager
-def without_effects(modules: Sequence[nn.Module], changed: Collection[str] = ()) -> Iterator[None]:
-    """Restore attributes, buffers, long lists that grew, and other containers of few items, when the context ends.
-
-    Changes inside other objects stay.
-
-    Args:
-        modules: their attributes are restored.
-        changed: names of parameters and buffers of the first module that change in place.
-    """
-    states = [tensor_named(modules[0], name) for name in changed]
-    values = [(tensor, tensor.detach().clone()) for tensor in states]
-    before = [(module, dict(vars(module)), buffers_of(module).copy(), _containers(module)) for module in modules]
-    try:
-        yield
-    finally:
-        for module, attributes, buffers, containers in before:
-            for name in vars(module).keys() - attributes.keys():
-                del vars(module)[name]
-            vars(module).update(attributes)
-            buffers_of(module).update(buffers)
-            for items, kept in containers:
-                _restore_items(items, kept)
-        for tensor, value in values:
-            tensor.data.copy_(value)  # a graph that has saved the tensor finds it unchanged
-
-
-def _containers(module: nn.Module) -> list[tuple[Any, Any]]:
-    """The containers in attributes, each with a copy; with the length for long lists, to which the step may append."""
-    own = [value for name, value in vars(module).items() if name not in OF_EVERY_MODULE and type(value) in _CONTAINERS]
-    kept = [(value, copy_of(value)) for value in own]
-    return [(value, len(value) if copied is None else copied) for value, copied in kept]
-
-
-def _restore_items(items: Any, kept: Any) -> None:
-    if isinstance(items, list):
-        items[:] = items[:kept] if isinstance(kept, int) else kept
-    elif not isinstance(kept, int):
-        items.clear()
-        items.extend(kept) if isinstance(items, deque) else items.update(kept)

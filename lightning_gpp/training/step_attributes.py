@@ -50,7 +50,7 @@ class StepAttributes:
     def __init__(self, module: nn.Module, *, own: bool = True, of_parts: Set[str] = frozenset()) -> None:
         self._module, self._own = module, own
         self._noted: dict[Attribute, Noted] = {}
-        self._inside: dict[str, tuple[Any, int, list[Attribute]]] = {}
+        self._inside: dict[Attribute, tuple[Any, int, list[Attribute]]] = {}
         self._parts = list(places_in_parts(module, of_parts)) if of_parts else []
 
     def note(self) -> None:
@@ -73,27 +73,24 @@ class StepAttributes:
     def _values(self) -> Iterator[tuple[Attribute, Any]]:
         if self._own:
             yield from self._own_values()
-        yield from ((key, own.get(key[1])) for key, own in self._parts)
+        for (path, name), own in self._parts:
+            yield from self._values_of(path, name, own.get(name))
 
     def _own_values(self) -> Iterator[tuple[Attribute, Any]]:
         for name, value in list(vars(self._module).items()):
             if name not in NOT_USERS:
-                if type(value) not in SCALARS and self._has_inside(name, value):
-                    yield from self._settings(name, value)
-                else:
-                    yield ("", name), value
+                yield from self._values_of("", name, value)
 
-    def _has_inside(self, name: str, value: Any) -> bool:
-        known = self._inside.get(name, (None,))[0]
-        return (known is value and not isinstance(value, dict)) or has_settings(value)
-
-    def _settings(self, name: str, value: Any) -> Iterator[tuple[Attribute, Any]]:
-        """The values inside of an object, whose places are looked up again when it has got other ones."""
+    def _values_of(self, path: str, name: str, value: Any) -> Iterator[tuple[Attribute, Any]]:
+        """The value of an attribute; of an object or dictionary, those inside."""
+        known, length, keys = self._inside.get((path, name), (None, 0, []))
+        if type(value) in SCALARS or not ((known is value and not isinstance(value, dict)) or has_settings(value)):
+            yield (path, name), value
+            return
         size = len(value) if isinstance(value, dict) else len(getattr(value, "__dict__", ()))
-        known, length, keys = self._inside.get(name, (None, 0, []))
-        if known is not value or length != size:
-            keys = [("", inner) for inner, content in settings(name, value).items() if is_plain(content)]
-            self._inside[name] = value, size, keys
+        if known is not value or length != size:  # its places are looked up again
+            keys = [(path, inner) for inner, content in settings(name, value).items() if is_plain(content)]
+            self._inside[path, name] = value, size, keys
         yield from ((key, AttributePlace(self._module, key).read()) for key in keys)
 
 

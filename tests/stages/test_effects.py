@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from lightning_gpp.stages.step import answered, without_effects
+from lightning_gpp.stages.answered import answered
+from lightning_gpp.stages.effects import without_effects
 
 
 class Keeping(nn.Module):
