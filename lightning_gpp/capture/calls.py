@@ -22,6 +22,8 @@ from lightning_gpp._compat.torch import pytree
 from lightning_gpp.capture.batch import map_samples, samples_in
 from lightning_gpp.capture.captured import Capture, Changes, attempted, capture_step
 from lightning_gpp.capture.isolate import tensor_named
+from lightning_gpp.capture.left_tensors import without_fake_tensors
+from lightning_gpp.capture.own_streams import unmoved
 from lightning_gpp.capture.record import RunTime, record
 from lightning_gpp.capture.recorder import Recorder
 from lightning_gpp.capture.recording import ModuleCall, ModuleRef, Recording, Ref, StateRef
@@ -81,19 +83,20 @@ def find_calls(
 
     def attempt(changes: Changes) -> Recording:
         total = samples_in(batch)
-        return record(
-            module,
-            batch,
-            step=step,
-            total=total,
-            num_samples=total,
-            run_time=RunTime(),
-            context=context,
-            device=device,
-            uncut=changes.uncut,
-            refuted=changes.refuted,
-            prepare=prepare,
-        )[0]
+        with without_fake_tensors(changes.holders), unmoved(changes.generators):
+            return record(
+                module,
+                batch,
+                step=step,
+                total=total,
+                num_samples=total,
+                run_time=RunTime(),
+                context=context,
+                device=device,
+                uncut=changes.uncut,
+                refuted=changes.refuted,
+                prepare=prepare,
+            )[0]
 
     recording = attempted(module, attempt, opens=False)
     if not recording.network_calls():

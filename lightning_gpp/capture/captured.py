@@ -22,6 +22,7 @@ from lightning_gpp.capture.loss import loss_of, trained_loss
 from lightning_gpp.capture.merge import input_specs, merge
 from lightning_gpp.capture.mixing import mark_mixing
 from lightning_gpp.capture.network import Network, extract
+from lightning_gpp.capture.own_streams import RandomSource, unmoved
 from lightning_gpp.capture.record import RunTime, StepFunction, record, step_arguments
 from lightning_gpp.capture.recording import Ref
 from lightning_gpp.capture.shared_objects import Holder, holders
@@ -149,7 +150,7 @@ def attempted(
     module: nn.Module, attempt: Callable[[Changes], T], opens: bool = True, uncut: Mapping[str, str] = {}
 ) -> T:
     """The result of `attempt(changes)`, with changes for what cannot be recorded. `opens`, `uncut`: see `Changes`."""
-    changes = Changes(caches_of_functions(), holders(module), opens, dict(uncut))
+    changes = Changes(caches_of_functions(), *holders(module), opens, dict(uncut))
     while True:
         try:
             return attempt(changes)
@@ -167,11 +168,13 @@ class Changes:
     Args:
         caches: those of functions.
         holders: objects of the user's in which a recording may leave tensors.
+        generators: random generators of the user's.
         opens: whether forwards may run as parts of the step.
     """
 
     caches: list[Any]
     holders: list[Holder]
+    generators: list[RandomSource]
     opens: bool = True
     uncut: dict[str, str] = field(default_factory=dict)
     opened: dict[str, str] = field(default_factory=dict)
@@ -216,7 +219,12 @@ def _capture(
     total = batch_size_of(batch, dims)
 
     def run(num_samples: int, run_time: RunTime, values: Mapping[Attribute, Any] = {}) -> Network:
-        with without_fake_tensors(changes.holders), forgotten(changes.caches), with_values(module, values):
+        with (
+            without_fake_tensors(changes.holders),
+            forgotten(changes.caches),
+            with_values(module, values),
+            unmoved(changes.generators) as drawn,
+        ):
             recording, recorder = record(
                 module,
                 batch,
@@ -233,6 +241,7 @@ def _capture(
                 function=function,
                 prepare=lambda replica, recorder: set_values(replica, values),
             )
+        recording.drawn_from = drawn
         if step == "training_step" and function is None and recording.complete:
             trains = any(parameter.requires_grad for parameter in module.parameters())
             check = trained_loss if trains else loss_of  # a callback may unfreeze a module that is frozen as a whole

@@ -8,6 +8,7 @@ from typing import Any
 
 from lightning_gpp._compat.torch import pytree
 from lightning_gpp.capture.attributes import Attribute
+from lightning_gpp.capture.own_streams import RandomSource
 from lightning_gpp.graph import Affine
 
 
@@ -163,6 +164,8 @@ class Recording:
     """Numbers, flags and texts that the step reads and then sets to others, with the line."""
     decisive: dict[Attribute, Any] = field(default_factory=dict)
     """Numbers of the step on which its network depends."""
+    drawn_from: list[RandomSource] = field(default_factory=list)
+    """Random generators of the user's that the step draws from."""
     made_buffers: set[str] = field(default_factory=set)
     """Names of the buffers that forwards or the step make, or replace by other tensors."""
     filled_attributes: set[str] = field(default_factory=set)

@@ -7,7 +7,6 @@ in objects that a module shares with its copies. Samplers and datasets count, an
 from __future__ import annotations
 
 import functools
-import random
 import sys
 import sysconfig
 import types
@@ -16,17 +15,14 @@ from collections.abc import Iterable, Iterator, Sequence, Set
 from itertools import islice
 from typing import Any, Final
 
-import numpy as np
-import torch
 from torch import Tensor, nn
 
 from lightning_gpp.capture.attributes import LIBRARIES, OF_EVERY_MODULE
+from lightning_gpp.capture.own_streams import RandomSource
 from lightning_gpp.user_code import is_user_code
 
 Holder = dict[Any, Any] | list[Any] | set[Any] | deque[Any] | type
 """Something that may have a tensor in it: a container, a class, or the attributes of an object."""
-RandomSource = torch.Generator | np.random.Generator | np.random.RandomState | random.Random
-"""A random generator of the user's own."""
 
 DICTS: Final = (dict, OrderedDict, defaultdict)
 SEQUENCES: Final = (list, tuple, set, frozenset, deque)
@@ -43,13 +39,16 @@ _INSTALLED: Final = (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"
 _NO_HOLDERS: Final = (Tensor, nn.Module, types.ModuleType, str, bytes, int, float, complex, type(None))
 
 
-def holders(module: nn.Module) -> list[Holder]:
-    """The containers, classes and attributes of objects that the code of the module may share between calls."""
+def holders(module: nn.Module) -> tuple[list[Holder], list[RandomSource]]:
+    """The containers, classes and attributes of objects that the code of the module may share between calls.
+
+    With the random generators in them.
+    """
     reach = _Reach(set(map(type, module.modules())))
     for owner in module.modules():
         reach.all_of(value for name, value in vars(owner).items() if name not in OF_EVERY_MODULE)
     reach.scopes()
-    return reach.found
+    return reach.found, reach.generators
 
 
 def holders_around(values: Sequence[Any], apart: tuple[type, ...]) -> tuple[list[Holder], list[RandomSource]]:

@@ -14,6 +14,7 @@ from lightning_gpp._compat.torch import pytree
 from lightning_gpp.capture.batch import BatchDims, device_of, samples_in, sliceable
 from lightning_gpp.capture.loss import loss_of
 from lightning_gpp.capture.network import InputKey, Network
+from lightning_gpp.capture.own_streams import OwnStreams
 from lightning_gpp.capture.recording import ModuleCall, Recorded, Ref, StateRef
 from lightning_gpp.capture.refusal import refusal
 from lightning_gpp.errors import CaptureError, ShapeError
@@ -160,6 +161,8 @@ class UserStep(StepRunner):
         self._glue = {call.step_number: call for call in self.network.calls if call.scope == -1}
         self._of_step = modules_of_step(self.module, self._modules)
         self._set_inside = [key for key in self.network.recording.set_by_step if key[0] or "." in key[1]]
+        drawn_from = self.network.recording.drawn_from
+        self._own_streams = OwnStreams(drawn_from) if drawn_from else None
         self._reads_states = any(call.states() for call in self._glue.values())
         self._results = {id(call): pytree.tree_flatten(call.result) for call in self._calls}
         known: list[ModuleCall | Recorded] = [*self._calls, *self._glue.values()]
@@ -190,7 +193,9 @@ class UserStep(StepRunner):
             return self._result(call, lambda ref: self._hole(ref, micro_batch.num_samples, holes))
 
         self.start_streams(micro_batch)
+        own, key = self._own_streams, (micro_batch.lane, micro_batch.index)
         with (
+            own.finding(key) if own else nullcontext(),
             without_effects(self._of_step, self._changed, self._set_inside),
             answered(self._modules, answer),
             torch.set_grad_enabled(self.returns_loss),
@@ -314,7 +319,8 @@ class UserStep(StepRunner):
         if self.watcher is not None:
             self.watcher(micro_batch, values)
         self.start_streams(micro_batch)
-        with answered(self._modules, answer), holes or nullcontext():
+        own, key = self._own_streams, (micro_batch.lane, micro_batch.index)
+        with own.counting(key) if own else nullcontext(), answered(self._modules, answer), holes or nullcontext():
             output = self.call(micro_batch)
         return self.finish(micro_batch, output)
 

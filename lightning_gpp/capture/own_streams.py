@@ -1,0 +1,93 @@
+"""Random generators of the user's own, in attributes, objects and global variables: Python's, NumPy's and torch's.
+
+The library runs user code that does not count, such as recordings, and the beginning of a step for its inputs. What
+that draws is drawn again by the run that counts.
+"""
+
+from __future__ import annotations
+
+import pickle
+import random
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+RandomSource = torch.Generator | np.random.Generator | np.random.RandomState | random.Random
+"""A random generator of the user's own."""
+
+
+def state_of(generator: RandomSource) -> Any:
+    """The state of a generator."""
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator.state
+    return generator.getstate() if isinstance(generator, random.Random) else generator.get_state()
+
+
+def set_state(generator: RandomSource, state: Any) -> None:
+    """Give a generator a state again."""
+    if isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    elif isinstance(generator, random.Random):
+        generator.setstate(state)
+    else:
+        generator.set_state(state)
+
+
+@contextmanager
+def unmoved(generators: Sequence[RandomSource]) -> Iterator[list[RandomSource]]:
+    """Restore generators afterwards. Gives the list of those that were drawn from, which is filled then."""
+    before, drawn = list(map(state_of, generators)), list[RandomSource]()
+    try:
+        yield drawn
+    finally:
+        for generator, state in zip(generators, before, strict=True):
+            if not _equal(state_of(generator), state):
+                drawn.append(generator)
+                set_state(generator, state)
+
+
+def _equal(one: Any, other: Any) -> bool:
+    return pickle.dumps(one) == pickle.dumps(other)
+
+
+class OwnStreams:
+    """Lets the run of a step that counts draw again what the run for its inputs drew.
+
+    Runs for inputs go on from each other, and so do those that count. What is drawn behind the last module call comes
+    after all that was drawn before, if a step draws nothing for its inputs.
+
+    Args:
+        generators: those that the step draws from.
+    """
+
+    def __init__(self, generators: Sequence[RandomSource]) -> None:
+        self._generators = generators
+        self._begun: dict[Hashable, list[Any]] = {}
+
+    @contextmanager
+    def finding(self, key: Hashable) -> Iterator[None]:
+        """A run for inputs; `key` stands for the micro-batch."""
+        begun = self._states()
+        yield
+        if not _equal(begun, self._states()):
+            self._begun[key] = begun
+
+    @contextmanager
+    def counting(self, key: Hashable) -> Iterator[None]:
+        """The run that counts."""
+        begun, now = self._begun.pop(key, None), self._states()
+        if begun is not None:
+            self._set(begun)
+        yield
+        if begun is not None and self._begun:  # later micro-batches have begun
+            self._set(now)
+
+    def _states(self) -> list[Any]:
+        return list(map(state_of, self._generators))
+
+    def _set(self, states: Sequence[Any]) -> None:
+        for generator, state in zip(self._generators, states, strict=True):
+            set_state(generator, state)
