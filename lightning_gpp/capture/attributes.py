@@ -42,7 +42,7 @@ _NO_SETTINGS: Final = (Tensor, nn.Module, type, types.ModuleType, *_FUNCTIONS)
 FRAMEWORKS: Final = ("torch", "torchmetrics", "lightning", "pytorch_lightning", "lightning_fabric", "lightning_gpp")
 """Packages whose objects run the training, and are no settings of the user's."""
 LIBRARIES: Final = {*FRAMEWORKS, "numpy", *sys.stdlib_module_names}
-_NAMESPACES: Final = (types.SimpleNamespace, argparse.Namespace)
+NAMESPACES: Final = (types.SimpleNamespace, argparse.Namespace)
 _OMEGACONF: Final = ("_content", "_val")
 """Attributes of OmegaConf's nodes that have their values; the others change when they are read."""
 METHODS: Final = ("forward", "training_step", "validation_step", "test_step", "predict_step")
@@ -117,7 +117,7 @@ def has_settings(value: Any) -> bool:
     if isinstance(value, dict):
         return True
     of_library = type(value).__module__.partition(".")[0] in LIBRARIES
-    return isinstance(value, _NAMESPACES) or (not of_library and bool(_contents(value)))
+    return isinstance(value, NAMESPACES) or (not of_library and bool(_contents(value)))
 
 
 def settings(name: str, value: Any) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from lightning_gpp.capture.loss import loss_of, trained_loss
 from lightning_gpp.capture.merge import input_specs, merge
 from lightning_gpp.capture.mixing import mark_mixing
 from lightning_gpp.capture.network import Network, extract
-from lightning_gpp.capture.own_streams import RandomSource, unmoved
+from lightning_gpp.capture.own_streams import RandomSource, may_be_drawn_from, unmoved
 from lightning_gpp.capture.record import RunTime, StepFunction, record, step_arguments
 from lightning_gpp.capture.recording import Ref
 from lightning_gpp.capture.shared_objects import Holder, holders
@@ -241,7 +241,7 @@ def _capture(
                 function=function,
                 prepare=lambda replica, recorder: set_values(replica, values),
             )
-        recording.drawn_from = drawn
+        recording.drawn_from = may_be_drawn_from(changes.generators, drawn)
         if step == "training_step" and function is None and recording.complete:
             trains = any(parameter.requires_grad for parameter in module.parameters())
             check = trained_loss if trains else loss_of  # a callback may unfreeze a module that is frozen as a whole

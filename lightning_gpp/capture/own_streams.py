@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pickle
 import random
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -50,7 +50,14 @@ def unmoved(generators: Sequence[RandomSource]) -> Iterator[list[RandomSource]]:
 
 
 def _equal(one: Any, other: Any) -> bool:
-    return pickle.dumps(one) == pickle.dumps(other)
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    return pickle.dumps(one) == pickle.dumps(other)  # states have arrays in them
+
+
+def may_be_drawn_from(generators: Sequence[RandomSource], drawn: Sequence[RandomSource]) -> list[RandomSource]:
+    """The generators that a step may draw from, by those that its recording has drawn from, without fake tensors."""
+    return [each for each in generators if isinstance(each, torch.Generator) or any(each is other for other in drawn)]
 
 
 class OwnStreams:
@@ -65,29 +72,28 @@ class OwnStreams:
 
     def __init__(self, generators: Sequence[RandomSource]) -> None:
         self._generators = generators
-        self._begun: dict[Hashable, list[Any]] = {}
+        self._begun: dict[Hashable, dict[int, Any]] = {}
 
     @contextmanager
     def finding(self, key: Hashable) -> Iterator[None]:
         """A run for inputs; `key` stands for the micro-batch."""
-        begun = self._states()
+        before = list(map(state_of, self._generators))
         yield
-        if not _equal(begun, self._states()):
-            self._begun[key] = begun
+        states = zip(self._generators, before, strict=True)
+        moved = {place: state for place, (each, state) in enumerate(states) if not _equal(state, state_of(each))}
+        if moved:
+            self._begun[key] = moved
 
     @contextmanager
     def counting(self, key: Hashable) -> Iterator[None]:
         """The run that counts."""
-        begun, now = self._begun.pop(key, None), self._states()
-        if begun is not None:
-            self._set(begun)
+        begun = self._begun.pop(key, {})
+        now = {place: state_of(self._generators[place]) for place in begun}
+        self._set(begun)
         yield
-        if begun is not None and self._begun:  # later micro-batches have begun
+        if self._begun:  # later micro-batches have begun
             self._set(now)
 
-    def _states(self) -> list[Any]:
-        return list(map(state_of, self._generators))
-
-    def _set(self, states: Sequence[Any]) -> None:
-        for generator, state in zip(self._generators, states, strict=True):
-            set_state(generator, state)
+    def _set(self, states: Mapping[int, Any]) -> None:
+        for place, state in states.items():
+            set_state(self._generators[place], state)

@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from torch import Tensor, nn
 
-from lightning_gpp.capture.attributes import LIBRARIES, OF_EVERY_MODULE
+from lightning_gpp.capture.attributes import LIBRARIES, NAMESPACES, OF_EVERY_MODULE
 from lightning_gpp.capture.own_streams import RandomSource
 from lightning_gpp.user_code import is_user_code
 
@@ -134,7 +134,8 @@ class _Reach:
             return [value.__self__, value.__func__]
         if isinstance(value, functools.partial):
             return [value.func, *value.args, *value.keywords.values()]
-        if (self._libraries or type(value).__module__ in self._files) and hasattr(value, "__dict__"):
+        known = self._libraries or type(value).__module__ in self._files or isinstance(value, NAMESPACES)
+        if known and hasattr(value, "__dict__"):
             return [vars(value), *([type(value)] if self._libraries else [])]
         return None
 
