@@ -68,7 +68,9 @@ class StepAttributes:
         before, mark = self._noted[key]
         if isinstance(value, Tensor):
             return value is not before or version(value) != mark
-        return not same_contents(mark, value) if mark is not None else not same_value(before, value)
+        if mark is not None:
+            return not same_contents(mark, value)
+        return value is not before and not same_value(before, value)
 
     def _values(self) -> Iterator[tuple[Attribute, Any]]:
         if self._own:
@@ -106,6 +108,8 @@ def places_in_parts(module: nn.Module, names: Set[str]) -> Iterator[tuple[Attrib
 
 
 def _mark(value: Any) -> Any:
+    if type(value) in SCALARS:
+        return None
     return version(value) if isinstance(value, Tensor) else copy_of(value)
 
 
