@@ -1,4 +1,4 @@
-"""What steps and forwards change of the attributes of a module and its parts, for the ranks that do not run them.
+"""Changes of attributes by steps and forwards, of a module and of its parts, for the ranks that do not run them.
 
 Hooks, optimizers and schedulers run on every rank, and may read what the step has kept: the loss that decides whether a
 gradient is dropped, a factor of the learning rate. So these ranks get its numbers and small tensors.

@@ -75,7 +75,7 @@ class AttributesForHooks:
             self._watched.note()
 
     def changed(self, step: str) -> Mapping[Attribute, Any]:
-        """What this rank has to send after the step. All else that it has changed here is kept for `share`."""
+        """The changes that this rank has to send after the step. All others here are kept for `share`."""
         if self._watched is None or not (self._names or self._sends(step)):
             return {}
         changed = self._watched.changed()
