@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pickle
 import random
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -72,11 +72,15 @@ class OwnStreams:
 
     def __init__(self, generators: Sequence[RandomSource]) -> None:
         self._generators = generators
-        self._begun: dict[Hashable, dict[int, Any]] = {}
+        self._begun: dict[tuple[int, int], dict[int, Any]] = {}
+
+    def forget(self, lane: int) -> None:
+        """Forget the runs for inputs of a mini-batch that is over, perhaps without the runs that count."""
+        self._begun = {key: states for key, states in self._begun.items() if key[0] != lane}
 
     @contextmanager
-    def finding(self, key: Hashable) -> Iterator[None]:
-        """A run for inputs; `key` stands for the micro-batch."""
+    def finding(self, key: tuple[int, int]) -> Iterator[None]:
+        """A run for inputs; `key` has the lane of the mini-batch, and the number of the micro-batch."""
         before = list(map(state_of, self._generators))
         yield
         states = zip(self._generators, before, strict=True)
@@ -85,7 +89,7 @@ class OwnStreams:
             self._begun[key] = moved
 
     @contextmanager
-    def counting(self, key: Hashable) -> Iterator[None]:
+    def counting(self, key: tuple[int, int]) -> Iterator[None]:
         """The run that counts."""
         begun = self._begun.pop(key, {})
         now = {place: state_of(self._generators[place]) for place in begun}

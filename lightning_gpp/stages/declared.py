@@ -30,7 +30,7 @@ from lightning_gpp.errors import CaptureError, PlanError
 from lightning_gpp.graph import Operator, OperatorGraph, TensorSpec
 from lightning_gpp.plan import SOURCE, STEP, Plan
 from lightning_gpp.runtime.stage import MicroBatch, Slot
-from lightning_gpp.stages.answered import answered
+from lightning_gpp.stages.answers import answered
 from lightning_gpp.stages.build import Pipeline, build
 from lightning_gpp.stages.effects import without_effects
 from lightning_gpp.stages.step import StepRunner, Stopped

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict, defaultdict, deque
+from collections import Counter, deque
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
@@ -12,27 +12,33 @@ from torchmetrics import Metric
 
 from lightning_gpp._compat.torch import buffers_of
 from lightning_gpp.capture.attributes import (
+    MOST_ITEMS,
     OF_EVERY_MODULE,
     Attribute,
     AttributePlace,
     as_it_is,
-    copy_of,
     is_plain,
     same_value,
 )
 from lightning_gpp.capture.isolate import tensor_named
+from lightning_gpp.capture.left_tensors import unchanged
+from lightning_gpp.capture.shared_objects import DICTS
 
-_CONTAINERS: Final = (list, dict, set, deque, defaultdict, OrderedDict, Counter)
+_CONTAINERS: Final = (*DICTS, Counter, list, set, deque)
 
 
 def modules_of_step(module: nn.Module, called: Collection[str]) -> list[nn.Module]:
-    """The modules that the step may change itself: all that are not inside of the `called` ones, which are answered.
+    """The modules whose forwards are the step's own: all that are not among or inside of the `called` ones.
 
-    Metrics are left out, whose states change in place.
+    Metrics are left out, whose states change in place, and torch's own classes, which keep nothing from call to call.
     """
     inside = tuple(f"{path}." if path else "" for path in called)
-    parts = ((path, part) for path, part in module.named_modules() if path and not isinstance(part, Metric))
-    return [module, *(part for path, part in parts if not path.startswith(inside))]
+    parts = ((path, part) for path, part in module.named_modules() if path and not _is_librarys(part))
+    return [module, *(part for path, part in parts if not f"{path}.".startswith(inside))]
+
+
+def _is_librarys(part: nn.Module) -> bool:
+    return isinstance(part, Metric) or type(part).__module__.partition(".")[0] == "torch"
 
 
 @contextmanager
@@ -52,17 +58,20 @@ def without_effects(
     values = [(tensor, tensor.detach().clone()) for tensor in states]
     places = [AttributePlace(modules[0], key) for key in inside]
     objects = [(place, as_it_is(place.read())) for place in places]
-    before = [(module, dict(vars(module)), buffers_of(module).copy(), _containers(module)) for module in modules]
+    before = [(module, dict(vars(module)), buffers_of(module).copy()) for module in modules]
+    containers = [value for module in modules for value in _containers(module)]
+    lists = [(value, len(value)) for value in containers if isinstance(value, list)]
     try:
-        yield
+        with unchanged([value for value in containers if len(value) <= MOST_ITEMS]):
+            yield
     finally:
-        for module, attributes, buffers, containers in before:
+        for module, attributes, buffers in before:
             for name in vars(module).keys() - attributes.keys():
                 del vars(module)[name]
             vars(module).update(attributes)
             buffers_of(module).update(buffers)
-            for items, kept in containers:
-                _restore_items(items, kept)
+        for items, length in lists:
+            del items[length:]
         for place, kept in objects:
             if is_plain(kept) and not same_value(place.read(), kept):
                 place.write(kept)
@@ -70,16 +79,6 @@ def without_effects(
             tensor.data.copy_(value)  # a graph that has saved the tensor finds it unchanged
 
 
-def _containers(module: nn.Module) -> list[tuple[Any, Any]]:
-    """The containers in attributes, each with a copy; with the length for long lists, to which the step may append."""
-    own = [value for name, value in vars(module).items() if name not in OF_EVERY_MODULE and type(value) in _CONTAINERS]
-    kept = [(value, copy_of(value)) for value in own]
-    return [(value, len(value) if copied is None else copied) for value, copied in kept]
-
-
-def _restore_items(items: Any, kept: Any) -> None:
-    if isinstance(items, list):
-        items[:] = items[:kept] if isinstance(kept, int) else kept
-    elif not isinstance(kept, int):
-        items.clear()
-        items.extend(kept) if isinstance(items, deque) else items.update(kept)
+def _containers(module: nn.Module) -> list[Any]:
+    own = (value for name, value in vars(module).items() if name not in OF_EVERY_MODULE)
+    return [value for value in own if type(value) in _CONTAINERS]

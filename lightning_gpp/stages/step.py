@@ -21,7 +21,7 @@ from lightning_gpp.errors import CaptureError, ShapeError
 from lightning_gpp.graph import TensorSpec
 from lightning_gpp.runtime.random import seed_streams, undisturbed
 from lightning_gpp.runtime.stage import LOSS, MicroBatch
-from lightning_gpp.stages.answered import answered
+from lightning_gpp.stages.answers import answered
 from lightning_gpp.stages.code import variable
 from lightning_gpp.stages.effects import modules_of_step, without_effects
 from lightning_gpp.stages.holes import Holes
@@ -173,6 +173,12 @@ class UserStep(StepRunner):
         leaves = (leaf for call in self._calls for leaf in pytree.tree_leaves(call.result))
         self._names = {leaf: variable(leaf) for leaf in leaves if isinstance(leaf, Ref)}
         self._forms: dict[int, dict[str, tuple[tuple[int, ...], torch.dtype]]] = {}
+
+    def open(self, lane: int, batch: Any, invocation: Invocation, seed: int, total: int | None = None) -> None:
+        """Take another mini-batch; see `StepRunner`. One that was in this lane is over."""
+        if self._own_streams is not None:
+            self._own_streams.forget(lane)
+        super().open(lane, batch, invocation, seed, total)
 
     # --- source
 

@@ -295,7 +295,7 @@ class Run:
         self._metrics.share()
         step = step_of(self.trainer)
         if self.control.num_devices > 1 and self.engine is not None and not self.engine.runs_whole(step):
-            self._kept.share()
+            self._kept.end_epoch()
             self._results.share(step)
         if self.trainer.training and self.control.num_processes > 1 and self.job.options.weights == SYNCHRONOUS:
             check_alike(facts_of_schedules(map(_plain, self._optimizers)), self.control.everyone)

@@ -181,12 +181,15 @@ class Steps:
             if self.engine.runs_whole(step):  # from the first mini-batch on, which other ranks do not have yet
                 arguments = self.engine.hand_out(arguments)
         self.host.recorder.reset()
-        self._kept.note(step)
+        whole = self.engine.runs_whole(step)
+        if not whole:  # else all ranks run it
+            self._kept.note(step)
         result = self.engine.run(step, arguments)
-        self._kept.changed(step)
+        if not whole:
+            self._kept.changed(step)
         if step == "predict_step":
             return result if self.control.loads else None
-        if self.engine.runs_whole(step):
+        if whole:
             return result
         self._share([])
         return self._for_hooks(step, result if self.control.loads else None)

@@ -6,7 +6,7 @@ gradient is dropped, a factor of the learning rate. So these ranks get its numbe
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from typing import Any, Final
 
 import numpy as np
@@ -51,7 +51,7 @@ class StepAttributes:
         self._module, self._own = module, own
         self._noted: dict[Attribute, Noted] = {}
         self._inside: dict[Attribute, tuple[Any, int, list[Attribute]]] = {}
-        self._parts = list(places_in_parts(module, of_parts)) if of_parts else []
+        self._parts = places_in_parts(module, of_parts) if of_parts else []
 
     def note(self) -> None:
         """Note the present values."""
@@ -59,8 +59,7 @@ class StepAttributes:
 
     def changed(self) -> dict[Attribute, Any]:
         """The values that others may need, of those that have changed since `note`."""
-        found = {key: value for key, value in self._values() if self._has_changed(key, value)}
-        return {key: _sent(value) for key, value in found.items() if _may_be_sent(value)}
+        return _sent({key: value for key, value in self._values() if self._has_changed(key, value)})
 
     def _has_changed(self, key: Attribute, value: Any) -> bool:
         if key not in self._noted:
@@ -96,15 +95,20 @@ class StepAttributes:
         yield from ((key, AttributePlace(self._module, key).read()) for key in keys)
 
 
-def places_in_parts(module: nn.Module, names: Set[str]) -> Iterator[tuple[Attribute, dict[str, Any]]]:
-    """The attributes of these names of parts of a module, with the dictionaries that have their values.
+def places(module: nn.Module, names: Set[str]) -> Iterator[tuple[Attribute, dict[str, Any]]]:
+    """The attributes of these names of a module and its parts, with the dictionaries that have their values.
 
     Those of metrics are left out, whose states have ways of their own.
     """
     for path, part in module.named_modules():
-        if path and not isinstance(part, Metric):
+        if not isinstance(part, Metric):
             own = vars(part)
             yield from (((path, name), own) for name in sorted(names & own.keys() - NOT_USERS))
+
+
+def places_in_parts(module: nn.Module, names: Set[str]) -> list[tuple[Attribute, dict[str, Any]]]:
+    """Those of its parts alone."""
+    return [(key, own) for key, own in places(module, names) if key[0]]
 
 
 def _mark(value: Any) -> Any:
@@ -121,8 +125,14 @@ def _may_be_sent(value: Any) -> bool:
     return is_plain(value) or (isinstance(value, TOLD) and "<locals>" not in type(value).__qualname__)
 
 
-def _sent(value: Any) -> Any:
-    return value.detach().cpu() if isinstance(value, Tensor) else value
+def _sent(values: Mapping[Attribute, Any]) -> dict[Attribute, Any]:
+    sent = {key: value for key, value in values.items() if _may_be_sent(value)}
+    return {key: value.detach().cpu() if isinstance(value, Tensor) else value for key, value in sent.items()}
+
+
+def present(module: nn.Module, keys: Iterable[Attribute]) -> dict[Attribute, Any]:
+    """The values of attributes as they are now, those that may be sent."""
+    return _sent({key: AttributePlace(module, key).read() for key in keys})
 
 
 def take_over(module: nn.Module, values: Mapping[Attribute, Any], device: torch.device) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from lightning_gpp.stages.answered import answered
+from lightning_gpp.stages.answers import answered
 from lightning_gpp.stages.effects import without_effects
 
 

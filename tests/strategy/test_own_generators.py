@@ -56,14 +56,27 @@ def test_micro_batches_draw_again_what_their_inputs_drew() -> None:
     expected = [generator.random() for _ in range(4)]
     generator.seed(0)
     streams, found, counted = OwnStreams([generator]), list[float](), list[float]()
-    for key in (0, 1):
+    for key in ((0, 0), (0, 1)):
         with streams.finding(key):
             found.append(generator.random())
-    for key in (0, 1):
+    for key in ((0, 0), (0, 1)):
         with streams.counting(key):
             counted.append(generator.random())
     assert found == counted == expected[:2]
     assert generator.random() == expected[2]
+
+
+def test_mini_batches_that_are_dropped_leave_nothing() -> None:
+    generator = random.Random(0)
+    expected = [generator.random() for _ in range(2)]
+    generator.seed(0)
+    streams = OwnStreams([generator])
+    with streams.finding((0, 0)), streams.finding((1, 0)):
+        generator.random()
+    streams.forget(0)
+    with streams.counting((1, 0)):
+        generator.random()
+    assert generator.random() == expected[1]
 
 
 def test_generators_are_restored_and_named() -> None:

@@ -117,3 +117,45 @@ def test_all_ranks_read_what_was_kept() -> None:
         assert len(found) == len(read)
         for one, other in zip(read, found, strict=True):
             assert other == (one if isinstance(one, str) else pytest.approx(one, rel=1e-10))
+
+
+class InTraining(Counting):
+    def forward(self, values: Tensor) -> Tensor:
+        before = self.calls
+        out = super().forward(values)
+        self.calls = before + self.training
+        return out
+
+
+class Beginning(TwoTowers):
+    """Counts anew from validation on, in which nothing is counted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.read = InTraining(self.left), list[int]()
+
+    def on_validation_epoch_start(self) -> None:
+        self.read.append(-1)
+        self.left.calls = 0
+
+    def on_train_epoch_end(self) -> None:
+        self.read.append(self.left.calls)
+
+    def on_train_batch_end(self, *_: Any) -> None:  # type: ignore[override]
+        pass
+
+
+def begun(strategy: Any, devices: int) -> list[int]:
+    torch.manual_seed(0)
+    module = Beginning().double()
+    trainer = harness.trainer(strategy, devices, num_sanity_val_steps=0)
+    trainer.fit(module, harness.loader(), harness.loader(10, seed=2))
+    return module.read
+
+
+def begun_in_stages(rank: int) -> list[int]:
+    return begun(harness.strategy(num_micro_batches=1), 2)
+
+
+def test_what_hooks_set_since_counts() -> None:
+    assert harness.run(2, begun_in_stages) == [begun("auto", 1)] * 2 == [[-1, 0, -1, 0]] * 2

@@ -16,7 +16,7 @@ from lightning_gpp.capture.attributes import Attribute
 from lightning_gpp.strategy.hooks.found import ACTING, LOOPS, names_in, owners_of, user_hooks
 from lightning_gpp.training.control import Control
 from lightning_gpp.training.planner import TRAINING
-from lightning_gpp.training.step_attributes import NOT_USERS, StepAttributes, places_in_parts, take_over
+from lightning_gpp.training.step_attributes import NOT_USERS, StepAttributes, places_in_parts, present, take_over
 
 _METHODS: Final = (*ACTING, "configure_optimizers")
 _AROUND: Final = tuple(f"on_{loop}_batch_{moment}" for loop in LOOPS for moment in ("start", "end"))
@@ -34,25 +34,24 @@ class AttributesForHooks:
     def __init__(self, trainer: pl.Trainer, control: Control, device: torch.device) -> None:
         self._trainer, self._control, self._device = trainer, control, device
         self._names: frozenset[str] = frozenset()
-        self._pending: dict[Attribute, Any] = {}
-        self._watched = self._watch()
-
-    def _watch(self) -> StepAttributes | None:
-        """Watches the module where the step runs, and everywhere its parts with attributes that hooks name."""
-        module, own = self._trainer.lightning_module, self._control.runs_step
-        if self._control.num_devices == 1 or not (own or any(places_in_parts(module, self._names))):
-            return None
-        return StepAttributes(module, own=own, of_parts=self._names)
+        self._changed: set[Attribute] = set()
+        self._watched: StepAttributes | None = None
 
     def attach(self) -> None:
-        """Find the names in hooks. All ranks call this together."""
+        """Find the names in hooks."""
         hooks = (name for owner in owners_of(self._trainer) for name in dir(type(owner)) if name.startswith("on_"))
         self._names = self._named({*hooks, *_METHODS})
-        self._watched = self._watch()
+        self._watch()
+
+    def _watch(self) -> None:
+        """Watch the module where the step runs, and everywhere its parts with attributes that hooks name."""
+        module, own = self._trainer.lightning_module, self._control.runs_step
+        watched = own or places_in_parts(module, self._names)
+        self._watched = StepAttributes(module, own=own, of_parts=self._names) if watched else None
 
     def detach(self) -> None:
         """Undo `attach`."""
-        self._names, self._pending = frozenset(), {}
+        self._names, self._changed, self._watched = frozenset(), set(), None
 
     def _named(self, hooks: Set[str]) -> frozenset[str]:
         found = user_hooks(self._trainer, sorted(hooks))
@@ -63,7 +62,7 @@ class AttributesForHooks:
         module, trains = self._trainer.lightning_module, loop == "train"
         names = self._named({*(name for name in _AROUND if f"_{loop}_" in name), *(_METHODS if trains else ())})
         own = vars(module).keys() - NOT_USERS
-        return any(places_in_parts(module, names)) or not (trains or names.isdisjoint(own))
+        return bool(places_in_parts(module, names)) or not (trains or names.isdisjoint(own))
 
     def _sends(self, step: str) -> bool:
         """True if this rank sends what a step has changed right after it."""
@@ -75,24 +74,28 @@ class AttributesForHooks:
             self._watched.note()
 
     def changed(self, step: str) -> Mapping[Attribute, Any]:
-        """The changes that this rank has to send after the step. All others here are kept for `share`."""
+        """The changes that this rank has to send after the step. All others here are noted for `share`."""
         if self._watched is None or not (self._names or self._sends(step)):
             return {}
         changed = self._watched.changed()
         if self._sends(step):
             return changed
-        self._pending |= {key: value for key, value in changed.items() if self._is_named(key)}
+        self._changed |= {key for key in changed if not self._names.isdisjoint(key[1].split("."))}
         return {}
 
-    def _is_named(self, attribute: Attribute) -> bool:
-        return not self._names.isdisjoint(attribute[1].split("."))
-
     def share(self) -> None:
-        """Give all ranks of the pipeline what was kept. All of them call this together."""
-        gathered: list[dict[Attribute, Any]] = self._control.gather_in_pipeline(self._pending)
+        """Give all ranks of the pipeline the present values of what was noted. All of them call this together.
+
+        The present ones, because hooks may have set others on all ranks since.
+        """
+        module, mine = self._trainer.lightning_module, self._changed
+        gathered: list[dict[Attribute, Any]] = self._control.gather_in_pipeline(present(module, mine))
         shared = {key: value for values in reversed(gathered) for key, value in values.items()}  # the step's count most
-        mine = self._pending.keys() if self._control.runs_step else ()
-        others = {key: value for key, value in shared.items() if key not in mine}
-        take_over(self._trainer.lightning_module, others, self._device)
-        self._pending = {}
-        self._watched = self._watch()  # parts may have got further attributes
+        own = mine if self._control.runs_step else set()
+        take_over(module, {key: value for key, value in shared.items() if key not in own}, self._device)
+        self._changed = set()
+
+    def end_epoch(self) -> None:
+        """Share, and look for further attributes that parts have got. All ranks of the pipeline call this together."""
+        self.share()
+        self._watch()

@@ -15,7 +15,7 @@ from lightning_gpp._compat.torch import pytree
 from lightning_gpp.capture.attributes import MOST_ITEMS, TOLD, Attribute, dotted
 from lightning_gpp.strategy.hooks.found import names_in, user_hooks
 from lightning_gpp.training.control import Control
-from lightning_gpp.training.step_attributes import NOT_USERS, places_in_parts, take_over
+from lightning_gpp.training.step_attributes import places, take_over
 
 _END_OF_EPOCH: Final = {
     f"{step}_step": tuple(f"on_{loop}_{moment}" for moment in ("epoch_end", "end"))
@@ -46,9 +46,7 @@ class ResultsOfSteps:
                 take_over(module, pytree.tree_map_only(Tensor, self._here, received), self._device)
 
     def _collected(self, module: nn.Module, names: Set[str]) -> dict[Attribute, Any]:
-        own = [(("", name), vars(module)) for name in names & vars(module).keys() - NOT_USERS]
-        places = (*own, *places_in_parts(module, names))
-        found = {key: values[key[1]] for key, values in places if _is_collected(values[key[1]])}
+        found = {key: own[key[1]] for key, own in places(module, names) if _is_collected(own[key[1]])}
         if (size := sum(map(_bytes, pytree.tree_leaves(found)))) > _MOST_BYTES:
             self._control.warn(
                 f"Steps have collected {size >> 20} MiB in {', '.join(map(dotted, sorted(found)))}, which hooks at the "
