@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence, Set
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -30,7 +30,7 @@ _CONTAINERS: Final = (*DICTS, Counter, list, set, deque)
 def modules_of_step(module: nn.Module, called: Collection[str]) -> list[nn.Module]:
     """The modules whose forwards are the step's own: all that are not among or inside of the `called` ones.
 
-    Metrics are left out, whose states change in place, and torch's own classes, which keep nothing from call to call.
+    Metrics are left out, whose states change in place, and torch's own classes, whose forwards keep nothing.
     """
     inside = tuple(f"{path}." if path else "" for path in called)
     parts = ((path, part) for path, part in module.named_modules() if path and not _is_librarys(part))
@@ -39,6 +39,12 @@ def modules_of_step(module: nn.Module, called: Collection[str]) -> list[nn.Modul
 
 def _is_librarys(part: nn.Module) -> bool:
     return isinstance(part, Metric) or type(part).__module__.partition(".")[0] == "torch"
+
+
+def named_in_step(module: nn.Module, names: Set[str]) -> list[Attribute]:
+    """The attributes of parts that the code of the step names, and may change."""
+    parts = ((path, part) for path, part in module.named_modules() if path and not isinstance(part, Metric))
+    return [(path, name) for path, part in parts for name in sorted(names & vars(part).keys() - OF_EVERY_MODULE)]
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
@@ -23,7 +23,7 @@ from lightning_gpp.runtime.random import seed_streams, undisturbed
 from lightning_gpp.runtime.stage import LOSS, MicroBatch
 from lightning_gpp.stages.answers import answered
 from lightning_gpp.stages.code import variable
-from lightning_gpp.stages.effects import modules_of_step, without_effects
+from lightning_gpp.stages.effects import modules_of_step, named_in_step, without_effects
 from lightning_gpp.stages.holes import Holes
 from lightning_gpp.stages.tail import Tail
 from lightning_gpp.wording import named
@@ -149,6 +149,8 @@ class UserStep(StepRunner):
     input_specs: dict[str, TensorSpec]
     watcher: Callable[[MicroBatch, Mapping[str, torch.Tensor]], None] | None = None
     """Called with the values of each run, before the step may change them."""
+    names: Set[str] = frozenset()
+    """Names in the step's code."""
     tail: Tail | None = None
     """Computes results of the network that have no samples from values that have."""
 
@@ -160,7 +162,8 @@ class UserStep(StepRunner):
         self._changed = self.network.recording.changed_before_the_end()
         self._glue = {call.step_number: call for call in self.network.calls if call.scope == -1}
         self._of_step = modules_of_step(self.module, self._modules)
-        self._set_inside = [key for key in self.network.recording.set_by_step if key[0] or "." in key[1]]
+        set_inside = (key for key in self.network.recording.set_by_step if key[0] or "." in key[1])
+        self._set_inside = {*set_inside, *named_in_step(self.module, self.names)}
         drawn_from = self.network.recording.drawn_from
         self._own_streams = OwnStreams(drawn_from) if drawn_from else None
         self._reads_states = any(call.states() for call in self._glue.values())

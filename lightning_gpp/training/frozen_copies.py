@@ -25,7 +25,7 @@ from lightning_gpp._compat.lightning_module import trainer_of
 from lightning_gpp.capture.calls import tied
 from lightning_gpp.capture.isolate import names_of
 from lightning_gpp.graph import OperatorGraph
-from lightning_gpp.training.hook_code import names_in_hooks
+from lightning_gpp.hook_code import names_in_hooks
 
 NamedPart = tuple[str, nn.Module]
 """A module with its path."""

@@ -31,6 +31,7 @@ from lightning_gpp.capture.calls import (
 )
 from lightning_gpp.capture.isolate import private_copy
 from lightning_gpp.errors import ConfigError, GPPError
+from lightning_gpp.hook_code import names_in_hook
 from lightning_gpp.plan import Plan
 from lightning_gpp.runtime.random import undisturbed
 from lightning_gpp.runtime.transport import Transport
@@ -38,7 +39,6 @@ from lightning_gpp.stages import Pipeline
 from lightning_gpp.stages.declared import is_declared
 from lightning_gpp.training.frozen_copies import kept_with_originals
 from lightning_gpp.training.gradient_norms import KnownNorms, current, known
-from lightning_gpp.training.hook_code import names_in_hook
 from lightning_gpp.training.host import Job
 from lightning_gpp.training.mirror import Mirror
 from lightning_gpp.training.network_calls import NetworkCalls

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from lightning_gpp.capture import capture_step
 from lightning_gpp.capture.calls import capture_joint, find_calls, joint_batch
+from lightning_gpp.hook_code import names_in_hooks
 from lightning_gpp.training.frozen_copies import kept_with_originals, originals
-from lightning_gpp.training.hook_code import names_in_hooks
 from tests.strategy import harness
 from tests.strategy.harness import TwoTowers, loader
 

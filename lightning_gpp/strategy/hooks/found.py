@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import lightning.pytorch as pl
 
-from lightning_gpp.training.hook_code import names_in_hook
+from lightning_gpp.hook_code import names_in_hook
 from lightning_gpp.user_code import user_function
 
 LOOPS: Final = ("train", "validation", "test", "predict")

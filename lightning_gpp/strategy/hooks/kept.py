@@ -9,9 +9,9 @@ import lightning.pytorch as pl
 from torch import Tensor
 
 from lightning_gpp.capture.attributes import Attribute, dotted
+from lightning_gpp.hook_code import names_in_hook
 from lightning_gpp.strategy.hooks.found import ACTING
 from lightning_gpp.training.control import Control
-from lightning_gpp.training.hook_code import names_in_hook
 from lightning_gpp.user_code import user_function
 
 

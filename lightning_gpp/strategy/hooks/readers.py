@@ -20,11 +20,11 @@ from lightning.pytorch.callbacks import BasePredictionWriter
 from torch import Tensor
 
 from lightning_gpp._compat.torch import pytree
+from lightning_gpp.hook_code import names_in_hook
 from lightning_gpp.replaced import Replaced
 from lightning_gpp.strategy.hooks.attributes import AttributesForHooks
 from lightning_gpp.strategy.hooks.found import ACTING, names_in, owners_of, user_hooks
 from lightning_gpp.training.control import Control
-from lightning_gpp.training.hook_code import names_in_hook
 from lightning_gpp.training.planner import TRAINING
 from lightning_gpp.user_code import user_function
 

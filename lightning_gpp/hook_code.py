@@ -1,4 +1,4 @@
-"""The names that the user's hooks mention in their code, without running them."""
+"""The names that the user's code mentions, such as that of hooks and steps, without running it."""
 
 from __future__ import annotations
 
