@@ -30,7 +30,7 @@ from lightning_gpp.failure.exceptions import PATIENCE, Verdict, point_of
 from lightning_gpp.failure.handshake import Exchange, Listener, connect, exchange_through
 from lightning_gpp.failure.hangs import Activity, HangReports
 from lightning_gpp.failure.links import PeerLink
-from lightning_gpp.failure.processes import ProcessIdentity, exit_now
+from lightning_gpp.failure.processes import ProcessIdentity, exit_now, show_crashes
 from lightning_gpp.failure.watch import Watcher
 from lightning_gpp.user_code import UNKNOWN, is_own_code, line_of
 
@@ -129,6 +129,7 @@ class FailureMonitor:
                 f"The other ranks of this job have ended. First cause: {cause}. This process has caught its exception, "
                 "and cannot go on alone: start the script again."
             )
+        show_crashes()
         self._process, exchange = ProcessIdentity.current(), exchange or exchange_through()
         links = {} if self.rank == 0 else connect(exchange(None), self.rank, self.patience)
         self._watcher = self._watch(links)

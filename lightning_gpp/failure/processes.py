@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import faulthandler
 import logging
 import multiprocessing
 import os
@@ -164,6 +165,13 @@ def _forget() -> None:
 
 
 os.register_at_fork(after_in_child=_forget)
+
+
+def show_crashes() -> None:
+    """Let this process print the Python stacks of its threads if native code crashes (`SIGSEGV`, `SIGABRT`)."""
+    if not faulthandler.is_enabled():
+        with contextlib.suppress(AttributeError, OSError, ValueError):  # an error stream without a file: notebooks
+            faulthandler.enable()
 
 
 def say(text: str) -> None:

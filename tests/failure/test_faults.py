@@ -29,6 +29,7 @@ FAULTS = {
     "exit": lambda: os._exit(0),
     "sys.exit": lambda: sys.exit(0),
     "terminate": lambda: os.kill(os.getpid(), signal.SIGTERM),
+    "abort": os.abort,
 }
 SAID = {
     "raise": r"raised ValueError: the injected fault",
@@ -37,7 +38,10 @@ SAID = {
     "exit": r"(exited with code 0|was killed or exited) without finishing",
     "sys.exit": r"raised SystemExit: 0",
     "terminate": r"was killed",
+    "abort": r"was killed",
 }
+SHOWN = {"abort": "Fatal Python error: Aborted"}
+"""What the rank itself prints: the stacks of a crash in native code."""
 BOUND = {"stop": 2 * TIMEOUT + 3.0}
 """Seconds from the fault to the end of the last process; a quiet machine needs about TIMEOUT + 0.4 and 0.3."""
 
@@ -64,6 +68,7 @@ def test_a_fault_ends_all_ranks(tmp_path: Path, fault: str, rank: int) -> None:
         assert _named(running.output(other), rank, running.pids[rank], SAID[fault]), running.output()
     assert fault != "stop" or "(it is stopped)" in running.output()  # said by the first to judge, who also kills it
     assert (running.codes[rank] == 0) == (fault == "exit")
+    assert SHOWN.get(fault, "") in running.output(rank)
 
 
 def _named(output: str, rank: int, pid: int, said: str) -> bool:
