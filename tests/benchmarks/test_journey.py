@@ -11,7 +11,7 @@ import pytest
 from tests.cli.commands import ROOT
 
 FILES_OF_STEP, CHANGES_OF_STEP, FILES_OF_PLAN = 33, 500, 56
-"""Today's figures. Another file in a step is a feature that every step pays for; in a plan, one that every search has."""
+"""Today's figures. Another file in a step is a feature that every step pays for; in a plan, every search."""
 
 pytestmark = [pytest.mark.acceptance, pytest.mark.timeout(600)]
 
