@@ -17,6 +17,7 @@ from typing import Any, Final
 
 from torch import Tensor, nn
 
+from lightning_gpp._compat.torch import hooks_of
 from lightning_gpp.capture.attributes import LIBRARIES, NAMESPACES, OF_EVERY_MODULE
 from lightning_gpp.capture.own_streams import RandomSource
 from lightning_gpp.user_code import is_user_code
@@ -47,6 +48,7 @@ def holders(module: nn.Module) -> tuple[list[Holder], list[RandomSource]]:
     reach = _Reach(set(map(type, module.modules())))
     for owner in module.modules():
         reach.all_of(value for name, value in vars(owner).items() if name not in OF_EVERY_MODULE)
+        reach.all_of(hooks_of(owner), depth=-1)  # what they keep is in attributes of objects around them
     reach.scopes()
     return reach.found, reach.generators
 

@@ -155,6 +155,7 @@ class Steps:
         if engine is None:
             raise GPPError("The training step runs before the trainer's set-up; use trainer.fit(model).")
         accumulated = self.module.trainer.accumulate_grad_batches
+        self._kept.begin(TRAINING)
         self._kept.note(TRAINING)
         outputs = engine.train(arguments, accumulated=accumulated, last=last, scale=scale)
         changed = self._kept.changed(TRAINING)
@@ -181,6 +182,7 @@ class Steps:
             if self.engine.runs_whole(step):  # from the first mini-batch on, which other ranks do not have yet
                 arguments = self.engine.hand_out(arguments)
         self.host.recorder.reset()
+        self._kept.begin(step)
         whole = self.engine.runs_whole(step)
         if not whole:  # else all ranks run it
             self._kept.note(step)

@@ -364,6 +364,10 @@ _IN_HOOK: Final = (
     "Hooks run on every rank, each on what it holds. Do this in a step, or in a hook outside of mini-batches "
     "(on_train_epoch_end), in which ranks lend each other values."
 )
+_IN_LENDING_HOOK: Final = (
+    "Ranks lend each other values in this hook to read them, not to change others by them in place: read them first, as "
+    "by `.tolist()`, or change them after the run, in what load_from_checkpoint returns."
+)
 _LENT_BEFORE: Final = (
     " Ranks lend the present values of parameters, not copies that earlier hooks made, or changed ones."
 )
@@ -373,8 +377,9 @@ def _refusal(name: str, tensors: Sequence[Any]) -> ForeignTensorError:
     origins = dict.fromkeys(origin for tensor in tensors for origin in tensor.origins)
     named = some([*map(str, origins)], most=2)
     earlier = any(isinstance(tensor, Foreign) and is_gone(tensor.recipe) for tensor in tensors)
+    where = _IN_STEP if alone.get() else _IN_HOOK if lender.get() is None else _IN_LENDING_HOOK
     return ForeignTensorError(
-        f"`{name}` needs values of {named}, which this rank does not hold. {_IN_STEP if alone.get() else _IN_HOOK}"
+        f"`{name}` needs values of {named}, which this rank does not hold. {where}"
         f"{_LENT_BEFORE if earlier else ''} Keep parameters that meet (an average of other weights) on one device: put "
         "their modules into one stage, or both stages on the same device (strategy.stages, docs/capture.md). Skip "
         "those of other ranks by `if not p.is_meta`. Clip by trainer.gradient_clip_val or self.clip_gradients, and get "

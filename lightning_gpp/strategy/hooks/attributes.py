@@ -14,6 +14,7 @@ import torch
 
 from lightning_gpp.capture.attributes import Attribute
 from lightning_gpp.strategy.hooks.found import ACTING, LOOPS, names_in, owners_of, user_hooks
+from lightning_gpp.strategy.hooks.module_hooks import KeepingHooks
 from lightning_gpp.training.control import Control
 from lightning_gpp.training.planner import TRAINING
 from lightning_gpp.training.step_attributes import NOT_USERS, StepAttributes, places_in_parts, present, take_over
@@ -36,11 +37,13 @@ class AttributesForHooks:
         self._names: frozenset[str] = frozenset()
         self._changed: set[Attribute] = set()
         self._watched: StepAttributes | None = None
+        self._on_modules: KeepingHooks | None = None
 
     def attach(self) -> None:
         """Find the names in hooks."""
         hooks = (name for owner in owners_of(self._trainer) for name in dir(type(owner)) if name.startswith("on_"))
         self._names = self._named({*hooks, *_METHODS})
+        self._on_modules = KeepingHooks(self._trainer, self._control)
         self._watch()
 
     def _watch(self) -> None:
@@ -51,7 +54,7 @@ class AttributesForHooks:
 
     def detach(self) -> None:
         """Undo `attach`."""
-        self._names, self._changed, self._watched = frozenset(), set(), None
+        self._names, self._changed, self._watched, self._on_modules = frozenset(), set(), None, None
 
     def _named(self, hooks: Set[str]) -> frozenset[str]:
         found = user_hooks(self._trainer, sorted(hooks))
@@ -67,6 +70,11 @@ class AttributesForHooks:
     def _sends(self, step: str) -> bool:
         """True if this rank sends what a step has changed right after it."""
         return step == TRAINING and self._control.runs_step
+
+    def begin(self, step: str) -> None:
+        """Warn of hooks on modules whose values are not shared. All ranks call this before each step."""
+        if self._on_modules is not None:
+            self._on_modules.begin(step)
 
     def note(self, step: str) -> None:
         """Note the present values, before a step."""

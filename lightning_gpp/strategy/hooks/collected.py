@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pickle
 from collections import deque
 from collections.abc import Set
+from dataclasses import is_dataclass
 from typing import Any, Final
 
 import lightning.pytorch as pl
@@ -12,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_gpp._compat.torch import pytree
-from lightning_gpp.capture.attributes import MOST_ITEMS, TOLD, Attribute, dotted
+from lightning_gpp.capture.attributes import TOLD, Attribute, dotted, is_plain
 from lightning_gpp.strategy.hooks.found import names_in, user_hooks
 from lightning_gpp.training.control import Control
 from lightning_gpp.training.step_attributes import places, take_over
@@ -47,6 +49,13 @@ class ResultsOfSteps:
 
     def _collected(self, module: nn.Module, names: Set[str]) -> dict[Attribute, Any]:
         found = {key: own[key[1]] for key, own in places(module, names) if _is_collected(own[key[1]])}
+        if left := [key for key, value in found.items() if not _can_be_sent(value)]:
+            self._control.warn(
+                f"Steps have collected objects in {', '.join(map(dotted, left))}, which hooks at the end of the epoch "
+                "read. Objects of classes inside of functions cannot be sent to other ranks, which do not have them: "
+                "define the class in a module, or collect tuples and dictionaries."
+            )
+            found = {key: value for key, value in found.items() if key not in left}
         if (size := sum(map(_bytes, pytree.tree_leaves(found)))) > _MOST_BYTES:
             self._control.warn(
                 f"Steps have collected {size >> 20} MiB in {', '.join(map(dotted, sorted(found)))}, which hooks at the "
@@ -63,11 +72,20 @@ class ResultsOfSteps:
 def _is_collected(value: Any) -> bool:
     if not isinstance(value, list | tuple | dict | deque):
         return isinstance(value, np.ndarray) or (isinstance(value, Tensor) and not value.is_meta)
+    if is_plain(value):  # sent with all else that steps change
+        return False
     leaves = pytree.tree_leaves(value)
-    large = len(value) > MOST_ITEMS  # smaller ones of numbers are sent with all else that steps change
-    return (large or any(isinstance(leaf, Tensor | np.ndarray) for leaf in leaves)) and all(
-        isinstance(leaf, (*TOLD, Tensor, np.ndarray)) and not getattr(leaf, "is_meta", False) for leaf in leaves
+    return all(isinstance(leaf, (*TOLD, Tensor, np.ndarray)) or is_dataclass(leaf) for leaf in leaves) and not any(
+        getattr(leaf, "is_meta", False) for leaf in leaves
     )
+
+
+def _can_be_sent(value: Any) -> bool:
+    """False for instances of classes that other processes cannot find."""
+    try:
+        return bool(pickle.dumps(pytree.tree_map_only(Tensor | np.ndarray, lambda _: 0, value)))
+    except (pickle.PicklingError, AttributeError, TypeError):
+        return False
 
 
 def _bytes(leaf: Any) -> int:
