@@ -127,7 +127,7 @@ class Foreign(Tensor):
         foreign = [leaf for leaf in leaves if isinstance(leaf, Foreign)]
         written = _written(func, args, kwargs or {})
         if _DEPENDS_ON_VALUES & set(func.tags) or _is_left_undone(foreign, written, leaves):
-            values = None if written else _with_lent(args, kwargs or {})
+            values = None if any(isinstance(each, Foreign) for each in written) else _with_lent(args, kwargs or {})
             if values is None:
                 raise _refusal(name, foreign)
             return func(*values[0], **values[1])
@@ -238,6 +238,8 @@ def _set(setter: Callable[[Tensor, Any], None], tensor: Foreign, value: Tensor |
         _check("=", [tensor], [tensor], [value])
     if norms := gradient_norms.current():
         norms.forget(tensor.origins[0].name)
+    if getattr(setter, "__self__", None) is Tensor.data:
+        _forget_recipes([tensor])
     if isinstance(value, Foreign) and value.dtype != tensor.dtype:
         with without_torch_function():
             setter(tensor, value)
@@ -300,6 +302,8 @@ def _is_left_undone(foreign: Sequence[Foreign], written: Sequence[Tensor], opera
     """True if no rank would do an operation, or not all of it."""
     here = [leaf for leaf in operands if isinstance(leaf, Tensor) and not leaf.is_meta and not _is_count(leaf)]
     left_to_others = bool(written) and all(isinstance(tensor, Foreign) for tensor in written) and not alone.get()
+    if left_to_others and lender.get() is not None:  # to those who hold them, and are lent the rest
+        return False
     apart = not frozenset.intersection(*(tensor.ranks for tensor in foreign))
     return apart or any(map(_is_parameter, here)) or bool((written or here) and not left_to_others)
 
@@ -315,7 +319,7 @@ def _lent(tensor: Any) -> Tensor | None:
     ask = lender.get()
     if ask is None or not isinstance(tensor, Foreign):
         return None
-    return ask(tensor) if tensor.recipe is None else tensor.recipe.values(ask)
+    return ask(tensor) if tensor.recipe is None else tensor.recipe.values()
 
 
 def _with_lent(args: Any, kwargs: Any) -> Any:
@@ -338,14 +342,18 @@ def _note_recipes(result: Any, func: Any, args: Any, kwargs: Any, ask: Lender) -
     gone = any(map(is_gone, given))
     for place, leaf in enumerate(pytree.tree_leaves(result)):
         if isinstance(leaf, Foreign) and leaf.recipe is None:
-            leaf.recipe = CHANGED if gone else Recipe(None if is_view else ask, partial(value, place))
+            changes = {origin.name: ask.changes[origin.name] for origin in leaf.origins}
+            leaf.recipe = CHANGED if gone else Recipe(None if is_view else ask, partial(value, place), changes)
 
 
 def _forget_recipes(written: Sequence[Tensor]) -> None:
-    """Take note that tensors were changed, which are no parameters nor views of them."""
-    for tensor in written:
-        if isinstance(tensor, Foreign) and tensor.recipe is not None and tensor.recipe.hook is not None:
+    """Take note that tensors were changed: what was computed from them before has the values of then."""
+    ask = lender.get()
+    for tensor in (each for each in written if isinstance(each, Foreign)):
+        if tensor.recipe is not None and tensor.recipe.hook is not None:
             tensor.recipe = CHANGED
+        elif ask is not None:
+            ask.changes.update(origin.name for origin in tensor.origins)
 
 
 def _is_count(tensor: Tensor) -> bool:
@@ -365,8 +373,8 @@ _IN_HOOK: Final = (
     "(on_train_epoch_end), in which ranks lend each other values."
 )
 _IN_LENDING_HOOK: Final = (
-    "Ranks lend each other values in this hook to read them, not to change others by them in place: read them first, as "
-    "by `.tolist()`, or change them after the run, in what load_from_checkpoint returns."
+    "Ranks lend each other values in this hook, but not for this operation: use others, such as `copy_` and `add_` on "
+    "single tensors."
 )
 _LENT_BEFORE: Final = (
     " Ranks lend the present values of parameters, not copies that earlier hooks made, or changed ones."

@@ -6,27 +6,77 @@ whenever one of them calls a module whose values are elsewhere, and when they ha
 
     rank 0    self.generator(z)  -> meet, compute            end -> meet
     rank 1    end                -> meet, send the values           meet, go on
+
+A rank that changes a tensor in place may be ahead of others, which have not read it yet. So it meets them first, and
+goes on when none of them wants to read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
-from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from lightning_gpp.stages.answers import Answers
 from lightning_gpp.training.control import Control
 from lightning_gpp.training.copies import SMALL
+from lightning_gpp.training.foreign import Foreign, with_lent_values
 from lightning_gpp.training.host import Job
 from lightning_gpp.training.option_values import SYNCHRONOUS
 from lightning_gpp.training.parameters import Placement, replace_tensors, tensors_of, with_values
-from lightning_gpp.training.recipes import lender
+from lightning_gpp.training.recipes import Lender, lender
 from lightning_gpp.training.replicas import Layout
+
+_SETS: Final = frozenset({"__set__", "__setitem__"})
+
+
+class _ChangesInPlace(TorchFunctionMode):
+    """Calls `before` in front of a change of a tensor in place, if anything was computed since the last one.
+
+    Args:
+        before: called then.
+        counts: whether the change of a tensor counts.
+    """
+
+    def __init__(self, before: Callable[[], None], counts: Callable[[Tensor], bool]) -> None:
+        super().__init__()
+        self._before, self._counts = before, counts
+        self.computed, self.paused = True, False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not self.paused:
+            name = getattr(func, "__name__", "")
+            self._note(name, (*args, *(kwargs or {}).values()))
+            if name == "__set__":  # of a tensor's data
+                args = args[0], with_lent_values(args[1])
+        return func(*args, **(kwargs or {}))
+
+    def _note(self, name: str, operands: Sequence[Any]) -> None:
+        if not _changes(name):
+            self.computed = self.computed or name != "__get__"
+        elif any(isinstance(each, Tensor) and self._counts(each) for each in _each(operands[0])):
+            if self.computed:
+                self._before()
+            self.computed = any(isinstance(each, Tensor) for operand in operands[1:] for each in _each(operand))
+
+
+def _each(operand: Any) -> Sequence[Any]:
+    return operand if isinstance(operand, list | tuple) else (operand,)
+
+
+def _changes(name: str) -> bool:
+    """True for the name of a function that changes its first argument."""
+    if name.startswith("__"):
+        return name in _SETS or (name.startswith("__i") and name not in _KEEP)
+    return name.endswith("_")
+
+
+_KEEP: Final = frozenset({"__index__", "__int__", "__invert__", "__iter__"})
 
 
 def lending_of(job: Job, layout: Layout) -> Lending | None:
@@ -56,6 +106,8 @@ class Lending:
         self._answers = Answers([module.get_submodule(path) for path in self._paths.values()], self._call)
         self._borrowed: list[tuple[Tensor, Tensor]] = []
         self._active = False
+        self._changes = _ChangesInPlace(self._before_change, self._is_divided)
+        self._memory = frozenset[int]()
 
     def _divided(self) -> Iterator[tuple[int, str]]:
         """Ids and paths of the modules with values that some ranks lack."""
@@ -86,9 +138,11 @@ class Lending:
         small = {name: buffer for name, buffer in self._module.named_buffers() if buffer.nbytes <= SMALL}
         lent = (name for name, buffer in small.items() if buffer.numel() == 1 or name.rpartition(".")[2] in named)
         self._lend(sorted(lent), keep=True)
-        token, self._active = lender.set(partial(self._value)), True  # another one in each hook
+        token, self._active = lender.set(Lender(self._value)), True  # another one in each hook
+        self._changes.computed = True
+        self._note_memory()
         try:
-            with self._answers.given():
+            with self._answers.given(), self._changes:
                 yield
         except Exception:
             if shared:
@@ -106,6 +160,29 @@ class Lending:
         if self._active:
             self._lend_others()
 
+    def _before_change(self) -> None:
+        """Lend what other ranks want before this one changes a tensor."""
+        while any(self._meet(())):
+            pass
+
+    def _is_divided(self, tensor: Tensor) -> bool:
+        """True for a parameter or buffer that some ranks lack, for what was lent of it, and for views."""
+        if isinstance(tensor, Foreign):
+            return tensor.recipe is None or tensor.recipe.hook is None
+        return not tensor.is_meta and tensor.untyped_storage().data_ptr() in self._memory
+
+    def _note_memory(self) -> None:
+        tensors = (tensor for name, tensor in tensors_of(self._module).items() if name in self._holders)
+        self._memory = frozenset(tensor.untyped_storage().data_ptr() for tensor in tensors if not tensor.is_meta)
+
+    @contextmanager
+    def _unwatched(self) -> Iterator[None]:
+        before, self._changes.paused = self._changes.paused, True
+        try:
+            yield
+        finally:
+            self._changes.paused = before
+
     def _lend_others(self) -> None:
         """Lend what other ranks want until none wants more."""
         while any(names is not None for names in self._meet(None)):
@@ -122,7 +199,8 @@ class Lending:
 
     def _call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         path = self._paths[id(module)]
-        with self._answers.suspended():
+        self._changes.computed = True
+        with self._answers.suspended(), self._unwatched():
             if any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
                 self._meet(self._names_in(path))
             return module(*args, **kwargs)
@@ -136,9 +214,11 @@ class Lending:
 
     def _meet(self, wanted: Sequence[str] | None) -> list[Sequence[str] | None]:
         """Lend the values that ranks want, by name; None is a rank that wants no more."""
-        requests: list[Sequence[str] | None] = self._control.gather_in_pipeline(wanted)
-        for names in sorted({tuple(names) for names in requests if names is not None}):
-            self._lend(names, keep=names == tuple(wanted or ()))
+        with self._unwatched():
+            requests: list[Sequence[str] | None] = self._control.gather_in_pipeline(wanted)
+            for names in sorted({tuple(names) for names in requests if names is not None}):
+                self._lend(names, keep=names == tuple(wanted or ()))
+            self._note_memory()
         return requests
 
     def _lend(self, names: Iterable[str], *, keep: bool) -> None:

@@ -19,7 +19,10 @@ from lightning_gpp.user_code import user_function
 from lightning_gpp.wording import named, some
 
 _KEEPING: Final = frozenset(
-    "add append appendleft extend insert setdefault update log log_dict add_scalar add_histogram".split()
+    {
+        *("add", "append", "appendleft", "extend", "insert", "setdefault", "update"),
+        *("log", "log_dict", "add_scalar", "add_histogram"),
+    }
 )
 """Methods of containers, metrics and loggers."""
 _STORING: Final = ("STORE_ATTR", "STORE_SUBSCR", "STORE_GLOBAL", "STORE_DEREF")
@@ -54,9 +57,9 @@ class KeepingHooks:
             lines = ", ".join(dict.fromkeys(line for line, _ in new))
             paths = some(list(dict.fromkeys(named(path) for _, path in new)))
             self._control.warn(
-                f"Hooks on modules keep or log values ({lines}; on {paths}). They run where the stages of these modules "
-                "run: in other processes, for each micro-batch, and not at all on a module that is cut into stages. So "
-                "what they keep is incomplete where it is read. Return such values from the module's forward, and keep "
+                f"Hooks on modules keep or log values ({lines}; on {paths}). They run with the stages of these modules: "
+                "in other processes, for each micro-batch, and not at all on a module that is cut. So what "
+                "they keep is incomplete where it is read. Return such values from the module's forward, and keep "
                 "or log them in the step."
             )
 
