@@ -29,6 +29,7 @@ from lightning_gpp.capture.recorder import Recorder
 from lightning_gpp.capture.recording import ModuleCall, ModuleRef, Recording, Ref, StateRef
 from lightning_gpp.capture.refusal import escaped, no_network, refusal
 from lightning_gpp.graph import OperatorGraph
+from lightning_gpp.wording import named
 
 CallArguments = tuple[tuple[Any, ...], Mapping[str, Any]]
 """Positional and other arguments of a call."""
@@ -104,6 +105,7 @@ def find_calls(
     if divided:
         _check_gradients(recording)
         _check_escaped(recording)
+        _check_kept(recording, trains=step == "training_step")
     return _found(module, recording)
 
 
@@ -122,6 +124,29 @@ def _check_escaped(recording: Recording) -> None:
     for ref in (*used, *(leaf for leaf in given if isinstance(leaf, Ref))):
         if recording.calls[ref.call].scope != -1 and ref not in answers:
             raise escaped(recording.calls[ref.call].line)
+
+
+def _check_kept(recording: Recording, trains: bool) -> None:
+    """Refuse what a network call leaves to a later one: each is captured by itself, and runs on micro-batches.
+
+    Statistics of layers that normalise change in training alone.
+    """
+    networks = dict[int, int]()
+    for module in recording.modules:
+        networks[module.number] = networks.get(module.parent, module.number)
+    answers = {leaf for call in recording.network_calls() for leaf in pytree.tree_leaves(call.result)}
+    changed = {} if trains else {each.name: networks[each.scope] for each in recording.state_changes if each.scope >= 0}
+    for call in (call for call in recording.calls if call.scope != -1):
+        own = networks[call.scope]
+        origins = [recording.calls[ref.call].scope for ref in call.refs() if ref not in answers]
+        kept = any(origin != -1 and networks[origin] != own for origin in origins)
+        if kept or any(changed.get(name, own) != own for name in call.states()):
+            raise refusal(
+                call.line,
+                f"{named(recording.modules[own].path)} reads a tensor that an earlier network call of the step has "
+                "kept, in an attribute or a buffer",
+                "return it from the forward, and pass it to the next call",
+            )
 
 
 NO_SECOND_ORDER = (

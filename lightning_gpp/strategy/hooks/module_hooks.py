@@ -57,8 +57,8 @@ class KeepingHooks:
             lines = ", ".join(dict.fromkeys(line for line, _ in new))
             paths = some(list(dict.fromkeys(named(path) for _, path in new)))
             self._control.warn(
-                f"Hooks on modules keep or log values ({lines}; on {paths}). They run with the stages of these modules: "
-                "in other processes, for each micro-batch, and not at all on a module that is cut. So what "
+                f"Hooks on modules keep or log values ({lines}; on {paths}). They run with the stages of these "
+                "modules: in other processes, for each micro-batch, and not at all on a module that is cut. So what "
                 "they keep is incomplete where it is read. Return such values from the module's forward, and keep "
                 "or log them in the step."
             )
