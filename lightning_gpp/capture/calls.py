@@ -117,13 +117,11 @@ def _check_gradients(recording: Recording) -> None:
 
 def _check_escaped(recording: Recording) -> None:
     """Values from inside of modules are on the ranks that compute them, and only results come to all."""
-    networks = recording.network_calls()
-    answers = {leaf for call in networks for leaf in pytree.tree_leaves(call.result)}
-    given = [leaf for call in networks for leaf in pytree.tree_leaves((call.args, call.kwargs))]  # a filled cache
-    used = (ref for call in recording.calls if call.scope == -1 for ref in call.refs())
-    for ref in (*used, *(leaf for leaf in given if isinstance(leaf, Ref))):
-        if recording.calls[ref.call].scope != -1 and ref not in answers:
-            raise escaped(recording.calls[ref.call].line)
+    answers = {leaf for call in recording.network_calls() for leaf in pytree.tree_leaves(call.result)}
+    for call in (call for call in recording.calls if call.scope == -1):
+        for ref in call.refs():
+            if recording.calls[ref.call].scope != -1 and ref not in answers:
+                raise escaped(recording.calls[ref.call].line)
 
 
 def _check_kept(recording: Recording, trains: bool) -> None:

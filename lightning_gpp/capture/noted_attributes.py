@@ -16,6 +16,7 @@ from lightning_gpp.capture.attributes import Attribute, as_it_is, dotted, has_se
 from lightning_gpp.capture.recorder import Recorder
 from lightning_gpp.capture.refusal import refusal
 from lightning_gpp.user_code import user_line
+from lightning_gpp.wording import named
 
 
 class NotedAttributes:
@@ -30,6 +31,14 @@ class NotedAttributes:
         self._recorder, self._uncut = recorder, uncut
         self._inside: dict[Attribute, dict[Attribute, Any]] = {}
         """Attributes that were read, each with what was in it at that time."""
+        self._set = dict[Attribute, tuple[str, bool]]()
+        """Attributes of parts that the step has set, with the lines, and whether they are numbers that have changed."""
+        self._kept = dict[Attribute, int]()
+        """Attributes that forwards have set since, with the network calls that they are in."""
+        self._changed, self._read = dict[Attribute, int](), set[Attribute]()
+        """All that forwards have set, and all that they have read."""
+        self._read_after, self._left = dict[Attribute, int](), dict[Attribute, int]()
+        """Module calls that have read attributes that the step has set, or an earlier network call."""
 
     def read(self, path: str, name: str, value: Any) -> None:
         """Note that a forward, or the step, reads an attribute of a module, with what is in an object that it reads."""
@@ -37,6 +46,8 @@ class NotedAttributes:
             inside = settings(name, value) if has_settings(value) else {name: value}
             self._inside[path, name] = {(path, inner): as_it_is(content) for inner, content in inside.items()}
         in_step = self._recorder.scope == -1
+        if not in_step:
+            self._read.add((path, name))
         noted = self._recorder.recording.attributes.setdefault(self._recorder.scope, {})
         if self._recorder.paused or (path, name) in noted or (in_step and name.startswith(CHILDREN)):
             return
@@ -51,6 +62,51 @@ class NotedAttributes:
             recording.set_by_step[path, name] = user_line()
         else:
             self._refuse_change(scope, (path, name), user_line())
+
+    def set(self, path: str, name: str, changes: bool) -> None:
+        """Note that the step sets an attribute of a part, or that a forward does."""
+        scope, key = self._recorder.scope, (path, name)
+        if scope != -1:
+            self._kept[key] = self._changed[key] = self._network(scope)
+        elif path:
+            self._kept.pop(key, None)
+            self._set[key] = user_line(), changes
+
+    def read_again(self, path: str, name: str) -> None:
+        """Note that a forward reads what the step, or a forward of another network call, has set."""
+        scope, key = self._recorder.scope, (path, name)
+        if scope != -1:
+            self._read.add(key)
+        if scope != -1 and self._kept.get(key, self._network(scope)) != self._network(scope):
+            self._left.setdefault(key, scope)
+        elif scope != -1 and key in self._set and self._set[key][1]:
+            self._read_after.setdefault(key, scope)
+
+    def _network(self, scope: int) -> int:
+        """The network call that a module call is in."""
+        modules = self._recorder.recording.modules
+        while modules[scope].parent != -1:
+            scope = modules[scope].parent
+        return scope
+
+    def refuse(self, *, on_all_ranks: bool) -> None:
+        """Refuse what forwards and the step, or several network calls, share in attributes of parts.
+
+        Args:
+            on_all_ranks: whether all ranks run the step, so that what it sets is there.
+        """
+        shared = {} if on_all_ranks else {key: scope for key, scope in self._read_after.items() if key in self._set}
+        carried = {key: scope for key, scope in self._changed.items() if key in self._read and key in self._set}
+        left = self._left if on_all_ranks else {}
+        for attribute, scope in {**shared, **carried, **left}.items():
+            call = self._recorder.recording.modules[scope]
+            raise refusal(
+                self._set[attribute][0] if attribute in self._set else call.line,
+                f"the forward of {named(call.path)} reads {dotted(attribute)!r}, which the step or another network "
+                "call has set: stages run on other ranks, and call by call",
+                "pass it to the forward as an argument, and return it; or set it in a hook such as "
+                "on_train_batch_start, if it is a number",
+            )
 
     @contextmanager
     def restored(self, replica: nn.Module) -> Iterator[None]:

@@ -21,9 +21,11 @@ from lightning_gpp.capture.attributes import (
     METHODS,
     OF_EVERY_MODULE,
     OWN,
+    SCALARS,
     has_settings,
     is_plain,
     keeps_state,
+    same_value,
 )
 from lightning_gpp.user_code import names_reached
 
@@ -39,6 +41,12 @@ class AttributeObserver(Protocol):
 
     def changed(self, path: str, name: str) -> None:
         """A number, flag or text is changed for the first time, by code that may have read it."""
+
+    def set(self, path: str, name: str, changes: bool) -> None:
+        """An attribute is set; `changes` is true for a number, flag or text that gets another value."""
+
+    def read_again(self, path: str, name: str) -> None:
+        """An attribute is read that the run has set."""
 
 
 def observe(module: nn.Module, observer: AttributeObserver) -> None:
@@ -114,6 +122,7 @@ def _observe(part: nn.Module, names: set[str], path: str, observer: AttributeObs
     of_class = {name: value for name, value in _of_class(kind).items() if name not in vars(part)}
     variables = {method: _globals(kind, method) for method in METHODS}
     functions = _functions(kind) - vars(part).keys()
+    written = set[str]()
 
     def read(self: nn.Module, name: str) -> Any:
         value = kind.__getattribute__(self, name)
@@ -126,6 +135,8 @@ def _observe(part: nn.Module, names: set[str], path: str, observer: AttributeObs
         elif name in functions:
             observer.read(path, f"{OWN}.{name}", None)
             observer.read(path, f"{CLASS}.{name}", getattr(kind, name))
+        elif name in written:
+            observer.read_again(path, name)
         return value
 
     def read_shared(method: str) -> None:
@@ -148,6 +159,9 @@ def _observe(part: nn.Module, names: set[str], path: str, observer: AttributeObs
         before = vars(self).get(name, of_class.get(name))
         if (name in names or name in of_class) and keeps_state(before, value):
             observer.changed(path, name)
+        if name != "training" and not isinstance(value, nn.Module):
+            written.add(name)
+            observer.set(path, name, isinstance(value, SCALARS) and not same_value(before, value))
         names.discard(name)
         functions.discard(name)
         of_class.pop(name, None)

@@ -40,6 +40,7 @@ from lightning_gpp.capture.uncut import keep_uncut
 from lightning_gpp.errors import CaptureError
 from lightning_gpp.runtime.random import seed_streams, undisturbed
 from lightning_gpp.user_code import is_user_code, line_of, user_line
+from lightning_gpp.wording import named
 
 StepFunction = Callable[[nn.Module, Any], Any]
 """A function from a module and a batch to what a step returns."""
@@ -149,6 +150,9 @@ def _run(
     try:
         with notes.restored(replica), recorder:
             result = called(batch)
+        notes.refuse(on_all_ranks=recorder.reads_between_calls)
+        if not replica.training:
+            _refuse_shared_buffers(recording)
         recorder.use(result)
         recorder.use_kept([replica, *map(replica.get_submodule, recorder.opened)])
         recording.result = recorder.refs(result)
@@ -167,6 +171,19 @@ def _run(
             refused = refusal(line_of(error), reason, remedy, modules, declare=declare)
             refused.refuted = refuted
             raise refused from error
+
+
+def _refuse_shared_buffers(recording: Recording) -> None:
+    """Refuse an evaluation in which both the step and forwards change a buffer, such as a cache that begins anew."""
+    of_step = {change.name for change in recording.state_changes if change.scope == -1}
+    for change in recording.state_changes:
+        if change.scope != -1 and change.name in of_step:
+            call = recording.modules[change.scope]
+            raise refusal(
+                call.line,
+                f"both the step and the forward of {named(call.path)} change {change.name!r}, for all samples together",
+                "let one module's forward do both",
+            )
 
 
 def _is_raised_here(error: Exception) -> bool:

@@ -31,7 +31,7 @@ from lightning_gpp.capture.recording import (
     Ref,
     StateRef,
 )
-from lightning_gpp.capture.refusal import escaped, refusal
+from lightning_gpp.capture.refusal import escaped, filled, refusal
 from lightning_gpp.user_code import user_line
 from lightning_gpp.wording import named
 
@@ -95,6 +95,8 @@ class Recorder(TorchFunctionMode):
         self._storages: dict[int, list[torch.Tensor]] = {}
         self._scopes: list[int | None] = []
         self._drawn: list[tuple[int, int]] = []
+        self._filled: dict[int, Any] = {}
+        """Dictionaries and lists that module calls of the step have changed, by their identity."""
         self._regions: list[int] = []
         self._num_regions = 0
         self._paused = False
@@ -156,6 +158,8 @@ class Recorder(TorchFunctionMode):
             return
         if self.scope == -1 and not self.reads_between_calls:
             self._refuse_late_network(path)
+        if self.scope == -1 and not self._filled.keys().isdisjoint(_containers((args, kwargs))):
+            raise filled(user_line(), path)
         self._take((args, kwargs))
         number = len(self.recording.modules)
         call = ModuleCall(
@@ -180,6 +184,8 @@ class Recorder(TorchFunctionMode):
             call.last = len(self.recording.calls)
             register_dataclasses(output)
             call.result = self.refs(output)
+            if call.parent == -1 and _differ((call.args, call.kwargs), (self.refs(args), self.refs(kwargs))):
+                self._filled.update(_containers((args, kwargs)))
             if self._drawn.pop() != _positions():
                 raise refusal(
                     call.line,
@@ -436,6 +442,21 @@ class Recorder(TorchFunctionMode):
 def _positions() -> tuple[int, int]:
     """The positions of Python's and NumPy's streams of random numbers, which every draw moves."""
     return random.getstate()[1][-1], np.random.get_state()[2]  # type: ignore[index]
+
+
+def _containers(value: Any) -> dict[int, Any]:
+    """The dictionaries and lists in arguments, by their identity."""
+    found: dict[int, Any] = {id(value): value} if isinstance(value, dict | list) else {}
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    for each in inner:
+        found |= _containers(each)
+    return found
+
+
+def _differ(before: Any, now: Any) -> bool:
+    (one, structure), (other, present) = pytree.tree_flatten(before), pytree.tree_flatten(now)
+    same = (a is b or (isinstance(a, Ref) and a == b) for a, b in zip(one, other, strict=False))
+    return structure != present or not all(same)
 
 
 def _has_state(module: nn.Module) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lightning_gpp.errors import CaptureError, NoNetworkError
+from lightning_gpp.wording import named
 
 
 def no_network() -> CaptureError:
@@ -36,6 +37,15 @@ def refusal(
     error = kind(f"Cannot capture the step at {line}: {reason}.\n{ways if declare else f'Way out: {remedy}.'}")
     error.modules, error.reason = modules, f"{line}: {reason}"
     return error
+
+
+def filled(line: str, path: str) -> CaptureError:
+    """The error of a module call that gets a dictionary or list which an earlier one has changed."""
+    return refusal(
+        line,
+        f"{named(path)} gets a dictionary or list that an earlier module call has changed, such as a cache",
+        "return what is kept in it, and pass that to the next call; or call both modules in one forward",
+    )
 
 
 def escaped(line: str, modules: Sequence[str] = ()) -> CaptureError:

@@ -6,6 +6,7 @@ import pickle
 import re
 import warnings
 from collections import deque
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -120,6 +121,14 @@ def test_small_values_are_found_and_taken_over() -> None:
     assert not attributes.changed()
 
 
+@dataclass
+class Found:
+    """What a step collects."""
+
+    batch: int
+    share: float
+
+
 class Collecting(TwoTowers):
     """Decides at the ends of epochs by lists that its steps have filled."""
 
@@ -128,6 +137,8 @@ class Collecting(TwoTowers):
         self.hits: list[Tensor] = []
         self.trained: dict[str, list[Tensor]] = {"losses": []}
         self.shares: list[float] = []
+        self.pairs: list[tuple[int, float]] = []
+        self.found: list[Found] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor]:
         output = super().training_step(batch, batch_idx)
@@ -136,12 +147,17 @@ class Collecting(TwoTowers):
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
         self.hits.append(self.loss(batch)[1].argmax(1) == batch[2])
+        share = float(self.hits[-1].double().mean())
+        self.pairs.append((batch_idx, share))
+        self.found.append(Found(batch_idx, share))
 
     @torch.no_grad()
     def on_validation_epoch_end(self) -> None:
         share = sum(int(each.sum()) for each in self.hits) / max(1, sum(map(len, self.hits)))
         self.hits.clear()
-        self.shares.append(share)
+        self.shares += [share, *(value for _, value in self.pairs), *(each.share for each in self.found)]
+        self.pairs.clear()
+        self.found.clear()
         for parameter in self.parameters():
             parameter.mul_(1.0 - 0.5 * share)
 

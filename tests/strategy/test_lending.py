@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader
 
+from lightning_gpp.errors import ForeignTensorError
 from tests.strategy import harness
 
 STAGES = [{"modules": ["body"], "devices": [1]}, {"modules": ["head", "@step"], "devices": [0]}]
@@ -50,6 +51,33 @@ class Samples(Plain):
             x = x - level * self(x)
         self.seen.append(float(x.sum()))
         self.log("sample", x.sum())
+
+
+class Merges(Plain):
+    """Changes weights by those of another rank, which changes them right after that, and by a number read of them."""
+
+    @torch.no_grad()
+    def on_train_epoch_end(self) -> None:
+        self.body.weight += 0.1 * self.head.weight.T
+        size = self.head.weight.norm().item()
+        self.head.weight.mul_(0.5)
+        self.head.bias.data = self.head.bias.data + self.body.weight.mean()
+        self.body.weight.div_(1.0 + size)
+        self.seen.append(float(self.body.weight.sum()))
+
+
+class Swaps(Plain):
+    """Needs values of another rank from before their change."""
+
+    @torch.no_grad()
+    def on_train_epoch_end(self) -> None:
+        before = self.body.weight.clone()
+        self.body.weight.copy_(self.head.weight.T)
+        try:
+            self.head.weight.copy_(before.T)
+            self.seen.append("done")  # type: ignore[arg-type]
+        except ForeignTensorError as error:
+            self.seen.append(str(error))  # type: ignore[arg-type]
 
 
 class SamplesOnRankZero(Plain):
@@ -180,13 +208,27 @@ def both(function: Callable[..., Any], *given: Any) -> tuple[Any, Any]:
 
 @pytest.mark.parametrize(
     "kind",
-    [Samples, SamplesOnRankZero, ReadsWeights, Saves, Averages, pytest.param(Fails, marks=pytest.mark.acceptance)],
+    [
+        Samples,
+        SamplesOnRankZero,
+        ReadsWeights,
+        Saves,
+        Averages,
+        Merges,
+        pytest.param(Fails, marks=pytest.mark.acceptance),
+    ],
 )
 def test_hooks_at_the_ends_of_epochs_call_the_network(kind: type[Plain]) -> None:
     (seen, metrics), (expected, logged) = both(fit, kind, [])
     assert len(expected) in (2, 2 * 2, 2 * 4, 2 * (4 + 1 + 5))
     assert seen == pytest.approx(expected, rel=1e-12)
     assert metrics == pytest.approx(logged, rel=1e-12)
+
+
+def test_values_from_before_a_change_are_refused() -> None:
+    (_, first), (_, other) = [seen for seen, _ in harness.run(2, fit, True, Swaps, [])]
+    assert other == "done"
+    assert "not copies that earlier hooks made, or changed ones" in first
 
 
 def test_so_do_hooks_of_callbacks_on_one_rank() -> None:
