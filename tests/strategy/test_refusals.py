@@ -34,6 +34,7 @@ from tests.strategy import (
     test_members,
     test_parameter_hooks,
     test_pruning,
+    test_state_between_calls,
     test_tensor_parallel,
 )
 from tests.strategy.harness import TwoTowers, loader
@@ -378,6 +379,10 @@ ROWS: dict[str, list[Any]] = {
         captures.test_a_decision_between_module_calls_is_noticed,
     ],
     "a tensor that a module reads": ["SideInput"],
+    "what forwards keep for later calls": [
+        test_state_between_calls.test_training_with_it_is_refused,
+        test_state_between_calls.test_evaluation_gives_the_numbers_of_one_process,
+    ],
     "an object that every call": ["Fresh"],
     "`self.log` in a forward": ["Logs"],
     "`checkpoint` around": ["Region"],
