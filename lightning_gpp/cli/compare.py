@@ -15,7 +15,6 @@ from lightning_gpp.errors import ConfigError, GPPError, PlanError
 from lightning_gpp.plan import Plan
 from lightning_gpp.planning import Prediction, Request, best_plan, each_schedule, partitioner_names
 from lightning_gpp.planning.assignment.layout_check import layout_mismatch
-from lightning_gpp.planning.problem.partitioner import partitioner_of
 from lightning_gpp.reports import (
     Compared,
     chain_and_graph_svg,
@@ -75,8 +74,10 @@ def _chain_and_graph(task: Task) -> str:
 def _compare_partitioners(config: DictConfig, task: Task) -> None:
     names = PARTITIONERS if config.partitioners is None else _listed(config.partitioners)
     rows: list[ComparedRow] = []
-    for name in names:
-        partitioner_of(name)  # after the model's module was imported, which may register one
+    unknown = [name for name in names if name not in partitioner_names()]  # the model's module may register one
+    if unknown or not names:
+        what = f"{unknown[0]!r} in partitioners does not exist" if unknown else "partitioners=[] names none"
+        raise ConfigError(f"{what}. Choose some of: {', '.join(partitioner_names())}.")
     if task.options.plan is not None or task.options.stages is not None:
         raise ConfigError(
             "gpp-plan compare runs partitioners: leave out strategy.plan and strategy.stages, or compare schedules on "

@@ -190,8 +190,10 @@ def test_what_finds_nothing_gives_its_reason(capsys: pytest.CaptureFixture[str],
 
 
 def test_compared_are_partitioners() -> None:
-    with pytest.raises(ConfigError, match="'best' is not a partitioner"):
+    with pytest.raises(ConfigError, match="'best' in partitioners does not exist. Choose some of: .*auto"):
         compare(composed(*QUICK, "partitioners=[best]", name="plan"))
+    with pytest.raises(ConfigError, match=r"partitioners=\[\] names none"):
+        compare(composed(*QUICK, "partitioners=[]", name="plan"))
     with pytest.raises(ConfigError, match="leave out strategy.plan and strategy.stages"):
         compare(composed(*QUICK, "strategy.stages={image_tower: 0, text_tower: 1, head: 2}", name="plan"))
     with pytest.raises(ConfigError, match="compare_seconds is 0; it must be > 0"):

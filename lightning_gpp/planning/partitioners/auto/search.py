@@ -86,7 +86,8 @@ def auto(problem: Problem, control: SearchControl) -> Answer:
         search.simplify()
         search.save()
         if not search.found and not (problem.idle_devices or problem.every_device):
-            return auto(replace(problem, idle_devices=True), control)
+            again = SearchControl(seconds=control.seconds, progress=control.progress)  # the time is over
+            return auto(replace(problem, idle_devices=True), again)
         return replace(search.answer(), compared=_compared(search))
     except KeyboardInterrupt:
         return replace(search.answer(), notes=(INTERRUPTED,), interrupted=True)
