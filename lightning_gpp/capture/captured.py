@@ -187,6 +187,8 @@ class Changes:
         path = next((path for path in error.modules if path not in self.uncut), None)
         if error.refuted is not None:
             self.refuted.add(error.refuted)
+        elif path is None and self._opens_criterion(error, module):
+            self.opened[error.modules[-1]] = self.uncut.pop(error.modules[-1])
         elif path is None or (_holds_all(module, path) and not self.opens):
             return False
         elif _holds_all(module, path):
@@ -198,6 +200,12 @@ class Changes:
                 del self.uncut[inner]
             self.uncut[path] = error.reason
         return True
+
+    def _opens_criterion(self, error: CaptureError, module: nn.Module) -> bool:
+        """True if the step calls a module with buffers alone, such as a loss with weights of classes, in vain."""
+        if not (error.modules and self.opens) or error.modules[-1] not in self.uncut:
+            return False
+        return next(module.get_submodule(error.modules[-1]).parameters(), None) is None
 
 
 def _holds_all(module: nn.Module, path: str) -> bool:

@@ -74,6 +74,39 @@ def test_a_forward_around_all_parameters_runs_as_a_part_of_the_step(kind: type[I
     assert_transparent(module, captured, chain_of(captured, module.stages), zoo.batch())
 
 
+class Criterion(nn.Module):
+    """A loss with weights, which goes through the samples one by one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("weight", torch.linspace(0.5, 1.5, 8))
+
+    def forward(self, out: Tensor, targets: list[Tensor]) -> Tensor:
+        losses = [(self.weight * o)[: len(t)] - t for o, t in zip(out, targets, strict=True)]
+        return torch.stack([loss.square().mean() for loss in losses]).mean()
+
+
+class Judged(Base):
+    stages = [["a"], ["b"]]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.criterion = Criterion()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.criterion(self.b(self.a(batch["x"]).tanh()), batch["y"])
+
+
+def test_so_does_a_loss_with_buffers() -> None:
+    torch.manual_seed(0)
+    module = Judged().double()
+    batch = zoo.batch()
+    batch["y"] = [row[: 1 + number % 3] for number, row in enumerate(batch["y"])]
+    captured = capture_step(module, batch)
+    assert captured.opened.keys() == {"criterion"}
+    assert_transparent(module, captured, chain_of(captured, module.stages), batch)
+
+
 class Ends(Base):
     """Selects rows by their values, and calls its last module for these."""
 
