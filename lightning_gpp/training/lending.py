@@ -50,9 +50,10 @@ class _ChangesInPlace(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not self.paused:
-            name = getattr(func, "__name__", "")
-            self._note(name, (*args, *(kwargs or {}).values()))
-            if name == "__set__":  # of a tensor's data
+            name, of_data = getattr(func, "__name__", ""), getattr(func, "__self__", None) is Tensor.data
+            if name != "__set__" or of_data:  # others set flags and gradients
+                self._note(name, (*args, *(kwargs or {}).values()))
+            if name == "__set__" and of_data:
                 args = args[0], with_lent_values(args[1])
         return func(*args, **(kwargs or {}))
 
