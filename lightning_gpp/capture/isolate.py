@@ -15,7 +15,8 @@ import torch
 import torchmetrics
 from torch import nn
 
-from lightning_gpp._compat.torch import FakeTensorMode, forget_compiled_call, uncompiled, wraps_compiled
+from lightning_gpp._compat.torch import FakeTensorMode, forget_compiled_call, hooks_of, uncompiled, wraps_compiled
+from lightning_gpp.capture.attributes import FRAMEWORKS
 from lightning_gpp.capture.metrics import metrics_of
 from lightning_gpp.graph import OperatorGraph
 from lightning_gpp.replaced import Replaced
@@ -89,6 +90,7 @@ def private_copy(module: nn.Module, memo: dict[int, Any] | None = None) -> nn.Mo
     for owner in module.modules():
         for value in vars(owner).values():
             _share(value, memo, kept, depth=0)
+        memo |= {id(each): each for each in map(_of_library, hooks_of(owner)) if each is not None}
     closures = {id(function): function for function in _closures(module)}
     memo |= {place: _reopened(function) for place, function in closures.items()}
     replica = copy.deepcopy(module, memo)
@@ -98,6 +100,16 @@ def private_copy(module: nn.Module, memo: dict[int, Any] | None = None) -> nn.Mo
         if id(owner) in memo and not wraps_compiled(owner):
             _uncompile(owner, memo)
     return replica
+
+
+def _of_library(hook: Any) -> Any:
+    """The object of a library whose method is a hook, such as a profiler, which may not be copied; else None."""
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    owner = getattr(hook, "__self__", None)
+    return (
+        owner if type(owner).__module__.partition(".")[0] in FRAMEWORKS and not isinstance(owner, nn.Module) else None
+    )
 
 
 def _closures(module: nn.Module) -> Iterator[types.FunctionType]:
