@@ -129,15 +129,13 @@ def _check_kept(recording: Recording, trains: bool) -> None:
 
     Statistics of layers that normalise change in training alone.
     """
-    networks = dict[int, int]()
-    for module in recording.modules:
-        networks[module.number] = networks.get(module.parent, module.number)
     answers = {leaf for call in recording.network_calls() for leaf in pytree.tree_leaves(call.result)}
-    changed = {} if trains else {each.name: networks[each.scope] for each in recording.state_changes if each.scope >= 0}
+    changes = () if trains else (each for each in recording.state_changes if each.scope != -1)
+    changed = {each.name: recording.network(each.scope) for each in changes}
     for call in (call for call in recording.calls if call.scope != -1):
-        own = networks[call.scope]
-        origins = [recording.calls[ref.call].scope for ref in call.refs() if ref not in answers]
-        kept = any(origin != -1 and networks[origin] != own for origin in origins)
+        own = recording.network(call.scope)
+        origins = [recording.network(recording.calls[ref.call].scope) for ref in call.refs() if ref not in answers]
+        kept = any(origin not in (-1, own) for origin in origins)
         if kept or any(changed.get(name, own) != own for name in call.states()):
             raise refusal(
                 call.line,

@@ -67,7 +67,7 @@ class NotedAttributes:
         """Note that the step sets an attribute of a part, or that a forward does."""
         scope, key = self._recorder.scope, (path, name)
         if scope != -1:
-            self._kept[key] = self._changed[key] = self._network(scope)
+            self._kept[key] = self._changed[key] = self._recorder.recording.network(scope)
         elif path:
             self._kept.pop(key, None)
             self._set[key] = user_line(), changes
@@ -75,19 +75,14 @@ class NotedAttributes:
     def read_again(self, path: str, name: str) -> None:
         """Note that a forward reads what the step, or a forward of another network call, has set."""
         scope, key = self._recorder.scope, (path, name)
-        if scope != -1:
-            self._read.add(key)
-        if scope != -1 and self._kept.get(key, self._network(scope)) != self._network(scope):
+        if scope == -1:
+            return
+        self._read.add(key)
+        network = self._recorder.recording.network(scope)
+        if self._kept.get(key, network) != network:
             self._left.setdefault(key, scope)
-        elif scope != -1 and key in self._set and self._set[key][1]:
+        elif key in self._set and self._set[key][1]:
             self._read_after.setdefault(key, scope)
-
-    def _network(self, scope: int) -> int:
-        """The network call that a module call is in."""
-        modules = self._recorder.recording.modules
-        while modules[scope].parent != -1:
-            scope = modules[scope].parent
-        return scope
 
     def refuse(self, *, on_all_ranks: bool) -> None:
         """Refuse what forwards and the step, or several network calls, share in attributes of parts.
@@ -95,7 +90,7 @@ class NotedAttributes:
         Args:
             on_all_ranks: whether all ranks run the step, so that what it sets is there.
         """
-        shared = {} if on_all_ranks else {key: scope for key, scope in self._read_after.items() if key in self._set}
+        shared = {} if on_all_ranks else self._read_after
         carried = {key: scope for key, scope in self._changed.items() if key in self._read and key in self._set}
         left = self._left if on_all_ranks else {}
         for attribute, scope in {**shared, **carried, **left}.items():

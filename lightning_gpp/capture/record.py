@@ -131,6 +131,8 @@ def record(
             _run(replica, _called(replica, step, run_time, function), fake, recorder, notes)
             watch.note(recorder)
     recording = recorder.recording
+    if step != "training_step":
+        _refuse_shared_buffers(recording)
     recording.attributes = {scope: originals(module, read) for scope, read in recording.attributes.items()}
     return recording, recorder
 
@@ -151,8 +153,6 @@ def _run(
         with notes.restored(replica), recorder:
             result = called(batch)
         notes.refuse(on_all_ranks=recorder.reads_between_calls)
-        if not replica.training:
-            _refuse_shared_buffers(recording)
         recorder.use(result)
         recorder.use_kept([replica, *map(replica.get_submodule, recorder.opened)])
         recording.result = recorder.refs(result)

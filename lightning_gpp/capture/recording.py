@@ -189,5 +189,11 @@ class Recording:
             scope = self.modules[scope].parent
         return paths
 
+    def network(self, scope: int) -> int:
+        """The number of the network call that a module call is in; -1 for the step itself."""
+        while scope != -1 and self.modules[scope].parent != -1:
+            scope = self.modules[scope].parent
+        return scope
+
     def network_calls(self) -> list[ModuleCall]:
         return [call for call in self.modules if call.parent == -1]
