@@ -33,6 +33,7 @@ from lightning_gpp.training.recipes import Lender, lender
 from lightning_gpp.training.replicas import Layout
 
 _SETS: Final = frozenset({"__set__", "__setitem__"})
+_KEEP: Final = frozenset({"__index__", "__int__", "__invert__", "__iter__"})
 
 
 class _ChangesInPlace(TorchFunctionMode):
@@ -41,21 +42,30 @@ class _ChangesInPlace(TorchFunctionMode):
     Args:
         before: called then.
         counts: whether the change of a tensor counts.
+        moved: called after a tensor got other data.
     """
 
-    def __init__(self, before: Callable[[], None], counts: Callable[[Tensor], bool]) -> None:
+    def __init__(self, before: Callable[[], None], counts: Callable[[Tensor], bool], moved: Callable[[], None]) -> None:
         super().__init__()
-        self._before, self._counts = before, counts
+        self._before, self._counts, self._moved = before, counts, moved
         self.computed, self.paused = True, False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not self.paused:
-            name, of_data = getattr(func, "__name__", ""), getattr(func, "__self__", None) is Tensor.data
-            if name != "__set__" or of_data:  # others set flags and gradients
-                self._note(name, (*args, *(kwargs or {}).values()))
-            if name == "__set__" and of_data:
-                args = args[0], with_lent_values(args[1])
+        name = "" if self.paused else getattr(func, "__name__", "")
+        if name == "__set__":
+            return self._set(func, *args)
+        if name:
+            self._note(name, (*args, *(kwargs or {}).values()))
         return func(*args, **(kwargs or {}))
+
+    def _set(self, setter: Callable[[Tensor, Any], None], tensor: Tensor, value: Any) -> None:
+        """Set the data of a tensor; flags and gradients are not lent."""
+        if setter.__self__ is Tensor.data:  # type: ignore[attr-defined]
+            self._note("__set__", (tensor, value))
+            setter(tensor, with_lent_values(value))
+            self._moved()
+        else:
+            setter(tensor, value)
 
     def _note(self, name: str, operands: Sequence[Any]) -> None:
         if not _changes(name):
@@ -75,9 +85,6 @@ def _changes(name: str) -> bool:
     if name.startswith("__"):
         return name in _SETS or (name.startswith("__i") and name not in _KEEP)
     return name.endswith("_")
-
-
-_KEEP: Final = frozenset({"__index__", "__int__", "__invert__", "__iter__"})
 
 
 def lending_of(job: Job, layout: Layout) -> Lending | None:
@@ -107,7 +114,7 @@ class Lending:
         self._answers = Answers([module.get_submodule(path) for path in self._paths.values()], self._call)
         self._borrowed: list[tuple[Tensor, Tensor]] = []
         self._active = False
-        self._changes = _ChangesInPlace(self._before_change, self._is_divided)
+        self._changes = _ChangesInPlace(self._before_change, self._is_divided, self._note_memory)
         self._memory = frozenset[int]()
 
     def _divided(self) -> Iterator[tuple[int, str]]:
@@ -219,7 +226,6 @@ class Lending:
             requests: list[Sequence[str] | None] = self._control.gather_in_pipeline(wanted)
             for names in sorted({tuple(names) for names in requests if names is not None}):
                 self._lend(names, keep=names == tuple(wanted or ()))
-            self._note_memory()
         return requests
 
     def _lend(self, names: Iterable[str], *, keep: bool) -> None:
@@ -232,6 +238,7 @@ class Lending:
                     swaps[id(lacking)] = lacking, with_values(lacking, values)
         replace_tensors(self._module, swaps)
         self._borrowed += swaps.values()
+        self._memory |= {values.untyped_storage().data_ptr() for _, values in swaps.values()}
 
     def _broadcast(self, tensor: Tensor, source: int) -> Tensor:
         """The values of a tensor on all ranks; `source` is the device that sends them."""

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_gpp.capture import capture_step
 from lightning_gpp.errors import CaptureError
 from tests.strategy import harness
 
@@ -104,3 +105,9 @@ def refused(rank: int) -> str:
 def test_training_with_it_is_refused() -> None:
     for text in harness.run(2, refused):
         assert "the forward of 'head' reads 'head.uses', which the step or another network call has set" in text
+
+
+def test_the_checks_read_nothing_of_the_module() -> None:
+    """What a recording reads belongs to the form of a step; with the mode, training after evaluation were another."""
+    captured = capture_step(Model("").double(), next(iter(harness.loader(16))), step="validation_step")
+    assert all(name != "training" for _, name in captured.network.recording.attributes[-1])
