@@ -20,7 +20,7 @@ from typing import Annotated, Final, Literal
 
 from annotated_types import Ge
 
-from lightning_gpp.cluster import Cluster
+from lightning_gpp.cluster import DEVICES, Cluster
 from lightning_gpp.costs.model import CostModel, Footprint
 from lightning_gpp.costs.tensor_parallel import roofline_of
 from lightning_gpp.errors import ConfigError
@@ -51,10 +51,11 @@ class SearchOptions:
     max_replicas: Count | None = option(
         None, "number of devices that may share one stage; 1 puts every stage on one device. Default: any number."
     )
-    idle_devices: bool = option(
-        False,
+    idle_devices: bool | None = option(
+        None,
         "true: plans may leave devices idle, because fewer are faster or just as fast. false: every device gets a "
-        "stage; if fewer would be faster, the planner says so, and by how much.",
+        "stage; if fewer would be faster, the planner says so, and by how much. Default: true, but false for processes "
+        "on a CPU, where pipelines are tried out.",
     )
     simplicity: Annotated[float, Ge(0)] = option(
         0.02,
@@ -154,6 +155,13 @@ class Request(SearchOptions):
         return self.weight_copies is not None
 
     @property
+    def may_idle(self) -> bool:
+        """True if a plan may leave devices idle."""
+        if self.idle_devices is not None:
+            return self.idle_devices
+        return all(device.name != DEVICES["cpu"].name for device in self.cluster.devices)
+
+    @property
     def num_slices(self) -> int:
         """Slices per micro-batch that partitioners count as micro-batches.
 
@@ -191,7 +199,7 @@ class Request(SearchOptions):
             max_replicas=inf if self.max_replicas is None else self.max_replicas,
             replicable=self.num_pipelines is None,
             weight_copies=self.weight_copies,
-            idle_devices=self.idle_devices,
+            idle_devices=self.may_idle,
             every_device=self.every_device,
             members=self.members,
             slack=self.slack,
@@ -265,7 +273,7 @@ class Candidate:
             num_copies=self.num_pipelines or 1,
             schedules=(self.schedule if self.schedule in SEARCHED else STANDARD,),
             max_replicas=1 if own_layout else request.max_replicas,
-            idle_devices=request.idle_devices and not own_layout,
+            idle_devices=request.may_idle and not own_layout,
             every_device=own_layout,
             slack=self.schedule in SEARCHED,  # others order micro-batches by rules of their own
             stages_per_device=None,

@@ -83,8 +83,9 @@ def test_all_together_where_nothing_alone_is_enough() -> None:
 
 def test_more_devices_than_pieces() -> None:
     """`auto` leaves the others idle, GraphPipe's partitioner fills all devices."""
+    asked = request(1e9, num_devices=6, max_replicas=1, num_pipelines=1, idle_devices=False)
     with pytest.raises(PlanError, match=r"cut into 4 pieces at most, so with strategy.max_replicas=1 it fills 4 dev"):
-        best_plan("graphpipe", graphs.chain(4), request(1e9, num_devices=6, max_replicas=1, num_pipelines=1))
+        best_plan("graphpipe", graphs.chain(4), asked)
 
 
 def test_another_partitioner_that_finds_one() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lightning_gpp.cluster import Cluster, Device, Link, Node
+from lightning_gpp.cluster import DEVICES, Cluster, Device, Link, Node
 from lightning_gpp.errors import PlanError
 from lightning_gpp.planning import Evaluator, Request, SearchControl, best_plan
 from lightning_gpp.planning.bounds.bound import lower_bound
@@ -41,6 +41,13 @@ def test_behind_slow_links_one_device_is_best() -> None:
     assert everything.plan.notes["devices"].startswith(f"1 of the 3 devices would be {ratio:.3g} times as fast as")
     assert "strategy.idle_devices=true makes that plan" in everything.search.notes[-1]
     assert free.plan.notes["devices"].startswith(f"2 of 3 devices are idle: this plan is {ratio:.3g} times as fast as")
+
+
+@pytest.mark.parametrize(("name", "used"), [("gpu", 1), (DEVICES["cpu"].name, 3)])
+def test_only_processes_on_a_cpu_get_stages_that_slow_them_down(name: str, used: int) -> None:
+    """Unless it is said."""
+    cluster = Cluster.uniform(replace(DEVICE, name=name), 3, SLOW)
+    assert best_plan("auto", graphs.chain(6), replace(request(SLOW), cluster=cluster)).used_devices == used
 
 
 @pytest.mark.parametrize("idle", [False, True])

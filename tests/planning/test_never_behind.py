@@ -42,7 +42,7 @@ def test_more_devices_are_never_slower(slow: bool) -> None:
     """With links that make sharing worthless, too: then devices stay idle."""
     graph = graphs.feature_towers(3, 2, trunk=1)
     link = Link(latency=1e-2, bytes_per_second=1e4) if slow else Link(latency=1e-5, bytes_per_second=1e9)
-    ask = partial(Request, batch_size=16, idle_devices=True, simplicity=0.0, seconds=60.0, bound_seconds=0.0)
+    ask = partial(Request, batch_size=16, simplicity=0.0, seconds=60.0, bound_seconds=0.0)
     rates = [rate("auto", graph, ask(cluster=Cluster.uniform(DEVICE, number, link))) for number in (1, 2, 4, 8)]
     assert rates[0] > 0
     assert all(after >= before * (1 - 1e-9) for before, after in zip(rates, rates[1:], strict=False))

@@ -84,7 +84,8 @@ def test_every_plan_is_tried_once() -> None:
 
 
 def test_branches_give_more_plans_than_a_chain() -> None:
-    towers = Request(cluster=CLUSTER, batch_size=2, micro_batch_size=1, recompute=False, max_replicas=1)
+    settings = {"recompute": False, "max_replicas": 1, "idle_devices": False}
+    towers = Request(cluster=CLUSTER, batch_size=2, micro_batch_size=1, **settings)
     assert {shape.groups for shape in shapes(towers.problem(graphs.feature_towers(2, 1, 1)))} == {
         ((0,), (1, 2)),
         ((1,), (0, 2)),

@@ -1,0 +1,26 @@
+"""The shipped examples on more and more devices of one machine."""
+
+from __future__ import annotations
+
+import pytest
+
+from lightning_gpp.cli.task import predict, task_of
+from tests.cli.commands import composed
+
+EXAMPLES = ("feature_towers", "gpt_text", "two_tower")
+CASES = [(example, strategy) for example in EXAMPLES for strategy in ("gpp", "pipeline")]
+
+
+@pytest.mark.parametrize(
+    ("example", "strategy"),
+    [CASES[1], *(pytest.param(*case, marks=pytest.mark.acceptance) for case in (CASES[0], *CASES[2:]))],
+)
+def test_an_example_is_never_slower_on_more_devices(example: str, strategy: str) -> None:
+    """By the programs, with the default settings; simplicity may cost 2 %."""
+    rates = []
+    for number in (1, 2, 4, 8):
+        machine = ["cluster=dgx_a100", f"cluster.num_devices={number}"]
+        quick = ["strategy.search_seconds=2", "strategy.bound_seconds=0"]
+        config = composed(f"experiment={example}", f"strategy={strategy}", *machine, *quick, name="plan")
+        rates.append(predict(task_of(config)).samples_per_second)
+    assert all(after >= 0.98 * before for before, after in zip(rates, rates[1:], strict=False)), rates
