@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from lightning_gpp._compat.torch import pytree
 from lightning_gpp.capture.batch import map_samples, samples_in
 from lightning_gpp.capture.captured import Capture, Changes, attempted, capture_step
+from lightning_gpp.capture.fillings import Arrived, CallArguments, answer
 from lightning_gpp.capture.isolate import tensor_named
 from lightning_gpp.capture.left_tensors import without_fake_tensors
 from lightning_gpp.capture.own_streams import unmoved
@@ -30,9 +31,6 @@ from lightning_gpp.capture.recording import ModuleCall, ModuleRef, Recording, Re
 from lightning_gpp.capture.refusal import escaped, no_network, refusal
 from lightning_gpp.graph import OperatorGraph
 from lightning_gpp.wording import named
-
-CallArguments = tuple[tuple[Any, ...], Mapping[str, Any]]
-"""Positional and other arguments of a call."""
 
 Entered = Callable[[], AbstractContextManager[Any]]
 
@@ -241,12 +239,16 @@ def _batch(calls: Mapping[str, Any], num_samples: int) -> dict[str, Any]:
 
 
 def call_networks(module: nn.Module, batch: Mapping[str, Any]) -> list[Any]:
-    """Call the modules whose arguments are in the batch; returns their results."""
+    """Call the modules whose arguments are in the batch; returns their answers, see `capture/fillings.py`."""
     return [_called(module, path, entry) for path, entry in batch["calls"].items()]
 
 
 def _called(module: nn.Module, path: str, entry: Mapping[str, Any]) -> Any:
-    return module.get_submodule(path)(*entry["args"].values(), **entry["kwargs"])
+    given = tuple(entry["args"].values()), dict(entry["kwargs"])
+    arguments = pytree.tree_map(lambda leaf: leaf, given)  # in new containers, which the forward may change
+    arrived = Arrived(arguments)
+    output = module.get_submodule(path)(*arguments[0], **arguments[1])
+    return answer(output, arguments, arrived.fillings())
 
 
 _COUNTED = {"count": 0}

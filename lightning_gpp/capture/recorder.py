@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_gpp._compat.torch import FakeTensor, buffers_of, pytree, storage_id, version
 from lightning_gpp.capture.attributes import OF_EVERY_MODULE
+from lightning_gpp.capture.fillings import Arrived, CallArguments, answer, containers
 from lightning_gpp.capture.isolate import names_of
 from lightning_gpp.capture.recording import (
     CallModes,
@@ -95,8 +96,9 @@ class Recorder(TorchFunctionMode):
         self._storages: dict[int, list[torch.Tensor]] = {}
         self._scopes: list[int | None] = []
         self._drawn: list[tuple[int, int]] = []
+        self._arrived = Arrived(((), {}))
         self._filled: dict[int, Any] = {}
-        """Dictionaries and lists that module calls of the step have changed, by their identity."""
+        """Dictionaries and lists with tensors that module calls of the step have changed, by their identity."""
         self._regions: list[int] = []
         self._num_regions = 0
         self._paused = False
@@ -158,7 +160,7 @@ class Recorder(TorchFunctionMode):
             return
         if self.scope == -1 and not self.reads_between_calls:
             self._refuse_late_network(path)
-        if self.scope == -1 and not self._filled.keys().isdisjoint(_containers((args, kwargs))):
+        if self.scope == -1 and any(id(value) in self._filled for _, value in containers((args, kwargs))):
             raise filled(user_line(), path)
         self._take((args, kwargs))
         number = len(self.recording.modules)
@@ -176,6 +178,8 @@ class Recorder(TorchFunctionMode):
         self.recording.modules.append(call)
         self._scopes.append(number)
         self._drawn.append(_positions())
+        if call.parent == -1:
+            self._arrived = Arrived((args, kwargs))
 
     def _leave(self, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         number = self._scopes.pop()
@@ -183,9 +187,10 @@ class Recorder(TorchFunctionMode):
             call = self.recording.modules[number]
             call.last = len(self.recording.calls)
             register_dataclasses(output)
-            call.result = self.refs(output)
-            if call.parent == -1 and _differ((call.args, call.kwargs), (self.refs(args), self.refs(kwargs))):
-                self._filled.update(_containers((args, kwargs)))
+            if call.parent == -1:
+                call.fillings = self._arrived.fillings()
+                self._note_changed(call, (args, kwargs))
+            call.result = self.refs(answer(output, (args, kwargs), call.fillings))
             if self._drawn.pop() != _positions():
                 raise refusal(
                     call.line,
@@ -193,6 +198,13 @@ class Recorder(TorchFunctionMode):
                     "draw them by torch, and compute with tensors",
                     [path, *self.recording.called(self.scope)],
                 )
+
+    def _note_changed(self, call: ModuleCall, arguments: CallArguments) -> None:
+        """Note dictionaries and lists among the arguments if the call has changed tensors of theirs in place."""
+        before = pytree.tree_leaves((call.args, call.kwargs))
+        now = self.refs(self._arrived.leaves)
+        if any(isinstance(ref, Ref) and ref != other for ref, other in zip(before, now, strict=True)):
+            self._filled.update({id(value): value for _, value in containers(arguments)})
 
     def _refuse_late_network(self, path: str) -> None:
         for _, line in self.recording.value_reads:
@@ -442,21 +454,6 @@ class Recorder(TorchFunctionMode):
 def _positions() -> tuple[int, int]:
     """The positions of Python's and NumPy's streams of random numbers, which every draw moves."""
     return random.getstate()[1][-1], np.random.get_state()[2]  # type: ignore[index]
-
-
-def _containers(value: Any) -> dict[int, Any]:
-    """The dictionaries and lists in arguments, by their identity."""
-    found: dict[int, Any] = {id(value): value} if isinstance(value, dict | list) else {}
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
-    for each in inner:
-        found |= _containers(each)
-    return found
-
-
-def _differ(before: Any, now: Any) -> bool:
-    (one, structure), (other, present) = pytree.tree_flatten(before), pytree.tree_flatten(now)
-    same = (a is b or (isinstance(a, Ref) and a == b) for a, b in zip(one, other, strict=False))
-    return structure != present or not all(same)
 
 
 def _has_state(module: nn.Module) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 
 from lightning_gpp._compat.torch import pytree
 from lightning_gpp.capture.attributes import Attribute
+from lightning_gpp.capture.fillings import Filling
 from lightning_gpp.capture.own_streams import RandomSource
 from lightning_gpp.graph import Affine
 
@@ -98,7 +99,7 @@ class Recorded:
 class ModuleCall:
     """A call of a module. The recorded calls inside are `first` to `last` (exclusive); `parent` is the enclosing call.
 
-    `result`: the output tree with references instead of tensors.
+    `result`: its answer with references instead of tensors, see `capture/fillings.py`.
     """
 
     number: int
@@ -112,6 +113,7 @@ class ModuleCall:
     checkpoint: int | None = None
     last: int = -1
     result: Any = None
+    fillings: tuple[Filling, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

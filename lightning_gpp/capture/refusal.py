@@ -40,11 +40,11 @@ def refusal(
 
 
 def filled(line: str, path: str) -> CaptureError:
-    """The error of a module call that gets a dictionary or list which an earlier one has changed."""
+    """The error of a module call that gets a dictionary or list in which an earlier one has changed tensors."""
     return refusal(
         line,
-        f"{named(path)} gets a dictionary or list that an earlier module call has changed, such as a cache",
-        "return what is kept in it, and pass that to the next call; or call both modules in one forward",
+        f"{named(path)} gets a dictionary or list with a tensor that an earlier module call has changed in place",
+        "put a new tensor there, or return it and pass it to the next call; or call both modules in one forward",
     )
 
 

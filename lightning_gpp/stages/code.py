@@ -27,6 +27,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_gpp._compat.torch import pytree
 from lightning_gpp.capture.attributes import Attribute
+from lightning_gpp.capture.fillings import answering
 from lightning_gpp.capture.merge import Opaque
 from lightning_gpp.capture.network import Network
 from lightning_gpp.capture.recording import AffineSize, CallModes, ModuleCall, ModuleRef, Recorded, Ref, StateRef
@@ -182,6 +183,8 @@ class StageCode:
             target = self._name("checkpoint", functools.partial(checkpoint, self.names[target], use_reentrant=False))
         elif call.checkpoint is None and self._is_recomputed(call.path):
             target = self._name("again", recomputed(self.names[target]))
+        if call.fillings:
+            target = self._name("answering", functools.partial(answering, self.names[target], call.fillings))
         arguments = pytree.tree_leaves((call.args, call.kwargs))
         self.unread = {leaf for leaf in arguments if _is_ref(leaf)} - self._refs_of(inside)
         result = self._temporary() if not isinstance(call.result, Ref) else variable(call.result)

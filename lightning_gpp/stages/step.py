@@ -12,6 +12,7 @@ from torch import nn
 
 from lightning_gpp._compat.torch import pytree
 from lightning_gpp.capture.batch import BatchDims, device_of, samples_in, sliceable
+from lightning_gpp.capture.fillings import CallArguments, delivered
 from lightning_gpp.capture.loss import loss_of
 from lightning_gpp.capture.network import InputKey, Network
 from lightning_gpp.capture.own_streams import OwnStreams
@@ -199,7 +200,7 @@ class UserStep(StepRunner):
             self._take(found, call, number, args, kwargs)
             if number == len(self._calls) - 1:
                 raise Stopped
-            return self._result(call, lambda ref: self._hole(ref, micro_batch.num_samples, holes))
+            return self._result(call, (args, kwargs), lambda ref: self._hole(ref, micro_batch.num_samples, holes))
 
         self.start_streams(micro_batch)
         own, key = self._own_streams, (micro_batch.lane, micro_batch.index)
@@ -323,7 +324,7 @@ class UserStep(StepRunner):
             return self._hole(ref, micro_batch.num_samples, holes) if known is None else known
 
         def answer(number: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            return self._result(self._expect(number, module), value)
+            return self._result(self._expect(number, module), (args, kwargs), value)
 
         if self.watcher is not None:
             self.watcher(micro_batch, values)
@@ -333,9 +334,10 @@ class UserStep(StepRunner):
             output = self.call(micro_batch)
         return self.finish(micro_batch, output)
 
-    def _result(self, call: ModuleCall, value: Callable[[Ref], torch.Tensor]) -> Any:
+    def _result(self, call: ModuleCall, arguments: CallArguments, value: Callable[[Ref], torch.Tensor]) -> Any:
         leaves, structure = self._results[id(call)]
-        return pytree.tree_unflatten([value(leaf) if isinstance(leaf, Ref) else leaf for leaf in leaves], structure)
+        tree = pytree.tree_unflatten([value(leaf) if isinstance(leaf, Ref) else leaf for leaf in leaves], structure)
+        return delivered(tree, arguments, call.fillings)
 
     def _holes(self, micro_batch: MicroBatch, *, with_parameters: bool = False) -> Holes | None:
         """The holes of a run of the step; None if it computes nothing between its network calls."""

@@ -111,7 +111,7 @@ class CallSession:
         self._stages = list(self._wrapped(captured))
         self._executors: dict[tuple[int, bool], PhasedExecutor] = {}
         (call,) = captured.network.network_calls()
-        self._tree, self._captured = call.result, captured
+        self._tree, self.fillings, self._captured = call.result, call.fillings, captured
         self._refs = list(dict.fromkeys(ref for ref in _refs(call.result) if ref.call >= 0))
         self._specs = [captured.specs[ref.call][ref.output] for ref in self._refs]
         self.needs_grad = [spec.requires_grad for spec in self._specs]
@@ -157,7 +157,7 @@ class CallSession:
         return [leaves[places[ref]] for ref in self._refs]
 
     def result(self, made: Sequence[Tensor], given: Sequence[Any]) -> Any:
-        """The result of the call, from the tensors that the network made and the leaves of the call's arguments."""
+        """The answer to the call, from the tensors that the network made and the leaves of the call's arguments."""
         known = dict(zip(self._refs, made, strict=True))
         keys = self._captured.network.inputs
 

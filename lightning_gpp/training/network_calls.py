@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from lightning_gpp._compat.torch import BatchNorm, accumulator_of, graph_is_kept, pytree, will_run
 from lightning_gpp.capture.attributes import is_plain
 from lightning_gpp.capture.calls import call_batch, capture_calls, samples_of_call
+from lightning_gpp.capture.fillings import delivered
 from lightning_gpp.errors import CaptureError, GPPError
 from lightning_gpp.plan import Plan
 from lightning_gpp.runtime.random import RandomStreams, undisturbed
@@ -107,10 +108,11 @@ class NetworkCalls:
             mirror=self._mirror,
             differentiable=differentiable and session.differentiable,
         )
-        if not run.differentiable:
-            return session.result(run.forward(), given)
-        results = _PipelinedCall.apply(self, run, self._token, *inputs)  # type: ignore[no-untyped-call]
-        return session.result(results, given)
+        if run.differentiable:
+            made = _PipelinedCall.apply(self, run, self._token, *inputs)  # type: ignore[no-untyped-call]
+        else:
+            made = run.forward()
+        return delivered(session.result(made, given), (args, kwargs), session.fillings)
 
     def backward(self, run: NetworkRun, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Run the backward of a call, inside one of autograd."""
