@@ -108,10 +108,8 @@ class NetworkCalls:
             mirror=self._mirror,
             differentiable=differentiable and session.differentiable,
         )
-        if run.differentiable:
-            made = _PipelinedCall.apply(self, run, self._token, *inputs)  # type: ignore[no-untyped-call]
-        else:
-            made = run.forward()
+        pipelined: Any = _PipelinedCall.apply
+        made = pipelined(self, run, self._token, *inputs) if run.differentiable else run.forward()
         return delivered(session.result(made, given), (args, kwargs), session.fillings)
 
     def backward(self, run: NetworkRun, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
