@@ -1,11 +1,12 @@
-"""Changes that forwards make in dictionaries and lists of their arguments are a part of the answers to their calls.
+"""Changes that forwards make in the containers among their arguments are a part of the answers to their calls.
 
-A module that gets the batch as a dictionary often writes its results there, for the step or for the next module.
+A module that gets the batch as a dictionary or object often writes its results there, for the step or the next module.
+Containers are mappings and lists, and objects that pytree looks into, such as dataclasses.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,42 +17,42 @@ CallArguments = tuple[tuple[Any, ...], Mapping[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
-class GivenPlace:
-    """Stands for a dictionary or list of a call's arguments; the keys lead to it from these."""
+class ContainerPlace:
+    """Stands for a container among the arguments of a call; the keys lead to it from these."""
 
     keys: tuple[Any, ...]
 
     def find(self, arguments: CallArguments) -> Any:
-        """The dictionary or list in the arguments of another call."""
+        """The container at this place of another call's arguments."""
         found: Any = arguments
         for key in self.keys:
-            found = found[key]
+            found = _contents(found)[key]
         return found
 
 
 @dataclass(frozen=True, slots=True)
 class Filling:
-    """The change of one dictionary or list. `set`: keys or indices with new values; `length`: that of a list."""
+    """The change of one container. `set`: its keys, indices or attributes with new values; `length`: that of a list."""
 
-    given: GivenPlace
+    place: ContainerPlace
     set: tuple[Any, ...]
     removed: tuple[Any, ...] = ()
     length: int | None = None
 
     def read(self, arguments: CallArguments) -> list[Any]:
         """The new values."""
-        found = self.given.find(arguments)
-        return [found[key] for key in self.set]
+        contents = _contents(self.place.find(arguments))
+        return [contents[key] for key in self.set]
 
     def write(self, arguments: CallArguments, values: Sequence[Any]) -> None:
         """Do the same with other values."""
-        found = self.given.find(arguments)
+        contents = _contents(self.place.find(arguments))
         for key in self.removed:
-            found.pop(key, None)
+            contents.pop(key, None)
         if self.length is not None:
-            found[:] = [*found, *[None] * self.length][: self.length]
+            contents[:] = [*contents, *[None] * self.length][: self.length]
         for key, value in zip(self.set, values, strict=True):
-            found[key] = value
+            contents[key] = value
 
 
 class Arrived:
@@ -59,55 +60,63 @@ class Arrived:
 
     def __init__(self, arguments: CallArguments) -> None:
         self._leaves = pytree.tree_leaves(arguments)
-        found = dict(containers(arguments))
-        self._before = [(given, value, value.copy()) for given, value in found.items()]
+        found = ((place, _contents(value)) for place, value in containers(arguments))
+        self._before = [(place, now, list(now) if isinstance(now, list) else dict(now)) for place, now in found]
 
     @property
     def leaves(self) -> list[Any]:
-        """Their leaves, whatever has happened to dictionaries and lists since."""
+        """Their leaves, whatever has happened to containers since."""
         return self._leaves
 
     def fillings(self) -> tuple[Filling, ...]:
-        """Compare dictionaries and lists with what they were."""
-        changes = (_change(given, now, before) for given, now, before in self._before)
+        """Compare the containers with what they were."""
+        changes = (_change(place, now, before) for place, now, before in self._before)
         return tuple(change for change in changes if change is not None)
 
 
-def containers(arguments: CallArguments) -> Iterator[tuple[GivenPlace, Any]]:
-    """The dictionaries and lists in arguments, each once."""
+def containers(arguments: CallArguments) -> Iterator[tuple[ContainerPlace, Any]]:
+    """The containers among arguments, each once."""
     seen = set[int]()
 
-    def walk(value: Any, keys: tuple[Any, ...]) -> Iterator[tuple[GivenPlace, Any]]:
-        if isinstance(value, dict | list) and id(value) not in seen:
-            seen.add(id(value))
-            yield GivenPlace(keys), value
-        for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
-            if isinstance(inner, dict | list | tuple) and id(inner) not in seen:
-                yield from walk(inner, (*keys, key))
+    def walk(value: Any, keys: tuple[Any, ...]) -> Iterator[tuple[ContainerPlace, Any]]:
+        contents = _contents(value)
+        if contents is None or id(value) in seen:
+            return
+        seen.add(id(value))
+        if len(keys) > 1 and not isinstance(value, tuple):
+            yield ContainerPlace(keys), value
+        for key, inner in contents.items() if isinstance(contents, Mapping) else enumerate(contents):
+            yield from walk(inner, (*keys, key))
 
     for number, given in enumerate(arguments):
-        for key, inner in given.items() if isinstance(given, Mapping) else enumerate(given):
-            if isinstance(inner, dict | list | tuple):
-                yield from walk(inner, (number, key))
+        yield from walk(given, (number,))
 
 
-def _change(given: GivenPlace, now: Any, before: Any) -> Filling | None:
-    if isinstance(now, dict):
+def _contents(value: Any) -> Any:
+    """The mapping or sequence with the values of a container or tuple; None for anything else."""
+    if isinstance(value, MutableMapping | list | tuple):
+        return value
+    is_object = type(value) in pytree.SUPPORTED_NODES and hasattr(value, "__dict__")
+    return vars(value) if is_object else None
+
+
+def _change(place: ContainerPlace, now: Any, before: Any) -> Filling | None:
+    if isinstance(before, dict):
         new = tuple(key for key, value in now.items() if key not in before or before[key] is not value)
         removed = tuple(key for key in before if key not in now)
-        return Filling(given, new, removed) if new or removed else None
+        return Filling(place, new, removed) if new or removed else None
     new = tuple(index for index, value in enumerate(now) if index >= len(before) or before[index] is not value)
-    return Filling(given, new, length=len(now)) if new or len(now) != len(before) else None
+    return Filling(place, new, length=len(now)) if new or len(now) != len(before) else None
 
 
 def answer(output: Any, arguments: CallArguments, fillings: Sequence[Filling]) -> Any:
     """The result of a call, and with fillings also the values that it has put into its arguments, as one tree.
 
-    Dictionaries and lists of the arguments are not repeated in it.
+    Containers among the arguments are not repeated in it.
     """
     if not fillings:
         return output
-    places = {id(value): given for given, value in containers(arguments)}
+    places = {id(value): place for place, value in containers(arguments)}
     told = pytree.tree_map(lambda leaf: places.get(id(leaf), leaf), output, is_leaf=lambda each: id(each) in places)
     return told, [filling.read(arguments) for filling in fillings]
 
@@ -119,7 +128,7 @@ def delivered(tree: Any, arguments: CallArguments, fillings: Sequence[Filling]) 
     output, contents = tree
     for filling, values in zip(fillings, contents, strict=True):
         filling.write(arguments, values)
-    return pytree.tree_map(lambda leaf: leaf.find(arguments) if isinstance(leaf, GivenPlace) else leaf, output)
+    return pytree.tree_map(lambda leaf: leaf.find(arguments) if isinstance(leaf, ContainerPlace) else leaf, output)
 
 
 def answering(function: Any, fillings: Sequence[Filling], /, *args: Any, **kwargs: Any) -> Any:

@@ -19,7 +19,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_gpp._compat.torch import FakeTensor, buffers_of, pytree, storage_id, version
-from lightning_gpp.capture.attributes import OF_EVERY_MODULE
+from lightning_gpp.capture.attributes import OF_EVERY_MODULE, is_plain
 from lightning_gpp.capture.fillings import Arrived, CallArguments, answer, containers
 from lightning_gpp.capture.isolate import names_of
 from lightning_gpp.capture.recording import (
@@ -98,7 +98,7 @@ class Recorder(TorchFunctionMode):
         self._drawn: list[tuple[int, int]] = []
         self._arrived = Arrived(((), {}))
         self._filled: dict[int, Any] = {}
-        """Dictionaries and lists with tensors that module calls of the step have changed, by their identity."""
+        """Containers in which module calls of the step have changed tensors in place or put objects, by identity."""
         self._regions: list[int] = []
         self._num_regions = 0
         self._paused = False
@@ -188,7 +188,6 @@ class Recorder(TorchFunctionMode):
             call.last = len(self.recording.calls)
             register_dataclasses(output)
             if call.parent == -1:
-                call.fillings = self._arrived.fillings()
                 self._note_changed(call, (args, kwargs))
             call.result = self.refs(answer(output, (args, kwargs), call.fillings))
             if self._drawn.pop() != _positions():
@@ -200,11 +199,15 @@ class Recorder(TorchFunctionMode):
                 )
 
     def _note_changed(self, call: ModuleCall, arguments: CallArguments) -> None:
-        """Note dictionaries and lists among the arguments if the call has changed tensors of theirs in place."""
-        before = pytree.tree_leaves((call.args, call.kwargs))
-        now = self.refs(self._arrived.leaves)
-        if any(isinstance(ref, Ref) and ref != other for ref, other in zip(before, now, strict=True)):
+        """Note what the call has put into containers among its arguments, and the containers that changed otherwise."""
+        before, now = pytree.tree_leaves((call.args, call.kwargs)), self.refs(self._arrived.leaves)
+        in_place = any(isinstance(ref, Ref) and ref != other for ref, other in zip(before, now, strict=True))
+        fillings = self._arrived.fillings()
+        put = pytree.tree_leaves([filling.read(arguments) for filling in fillings])
+        known = all(isinstance(leaf, torch.Tensor) or is_plain(leaf) for leaf in put)
+        if in_place or not known:
             self._filled.update({id(value): value for _, value in containers(arguments)})
+        call.fillings = fillings if known else ()
 
     def _refuse_late_network(self, path: str) -> None:
         for _, line in self.recording.value_reads:

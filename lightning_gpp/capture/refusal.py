@@ -40,11 +40,12 @@ def refusal(
 
 
 def filled(line: str, path: str) -> CaptureError:
-    """The error of a module call that gets a dictionary or list in which an earlier one has changed tensors."""
+    """The error of a module call that gets a container in which an earlier one has changed tensors or put objects."""
     return refusal(
         line,
-        f"{named(path)} gets a dictionary or list with a tensor that an earlier module call has changed in place",
-        "put a new tensor there, or return it and pass it to the next call; or call both modules in one forward",
+        f"{named(path)} gets a dictionary, list or object in which an earlier module call has changed a tensor in "
+        "place, or put an object, such as a cache",
+        "put new tensors there, or return them and pass them to the next call; or call both modules in one forward",
     )
 
 

@@ -1,7 +1,8 @@
-"""Modules that write into the dictionaries and lists that they get: a batch that goes from module to module."""
+"""Modules that write into the containers that they get: a batch that goes from module to module."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
@@ -16,7 +17,7 @@ from tests.strategy import harness
 
 SAMPLES = 16
 
-pytestmark = pytest.mark.filterwarnings("ignore:Trying to infer the `batch_size`")
+pytestmark = pytest.mark.timeout(150)
 
 
 def mlp(width: int, outputs: int) -> nn.Module:
@@ -72,7 +73,7 @@ class Model(pl.LightningModule):
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor | None:
         loss = self.loss(batch)
-        self.log("train", loss, on_epoch=True, on_step=False)
+        self.log("train", loss, on_epoch=True, on_step=False, batch_size=8)
         if self.automatic_optimization:
             return loss
         optimizer: Any = self.optimizers()
@@ -82,16 +83,31 @@ class Model(pl.LightningModule):
         return None
 
     def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
-        self.log("validation", self.loss(batch))
+        self.log("validation", self.loss(batch), batch_size=8)
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def loader() -> DataLoader[Any]:
+@dataclass
+class Found:
+    """An object with attributes instead of a dictionary."""
+
+    x: Tensor
+    y: Tensor
+    hidden: Any = None
+
+
+def loader(objects: bool = False) -> DataLoader[Any]:
     generator = torch.Generator().manual_seed(0)
     x, y = (torch.randn(SAMPLES, width, dtype=torch.float64, generator=generator) for width in (4, 2))
-    return DataLoader([{"x": a, "y": b} for a, b in zip(x, y, strict=True)], batch_size=8)
+    return DataLoader(
+        [{"x": a, "y": b} for a, b in zip(x, y, strict=True)], batch_size=8, collate_fn=as_object if objects else None
+    )
+
+
+def as_object(items: list[dict[str, Tensor]]) -> Found:
+    return Found(*(torch.stack([item[key] for item in items]) for key in ("x", "y")))
 
 
 STAGES: dict[str, Any] = {
@@ -104,10 +120,33 @@ STAGES: dict[str, Any] = {
 }
 
 
-def trained(strategy: Any, devices: int, *kind: Any) -> dict[str, float]:
-    made, module = harness.trainer(strategy, devices), Model(*kind).double()
-    made.fit(module, loader(), loader())
+def trained(strategy: Any, devices: int, kind: str, manual: bool, objects: bool = False) -> dict[str, float]:
+    module = (ObjectModel if objects else Model)(kind, manual).double()
+    made = harness.trainer(strategy, devices)
+    made.fit(module, loader(objects), loader(objects))
     return {name: float(value) for name, value in made.callback_metrics.items()}
+
+
+class OfAttributes(nn.Module):
+    def __init__(self, layers: nn.Module, source: str) -> None:
+        super().__init__()
+        self.layers, self.source = layers, source
+
+    def forward(self, found: Any) -> Any:
+        found.hidden = self.layers(getattr(found, self.source))
+        return found
+
+
+class ObjectModel(Model):
+    def __init__(self, kind: str, manual: bool = False) -> None:
+        super().__init__(kind, manual)
+        self.encoder, self.head = OfAttributes(mlp(4, 6), "x"), OfAttributes(mlp(6, 2), "hidden")
+
+    def loss(self, batch: Any) -> Tensor:
+        assert batch.hidden is None
+        result = self.encoder(batch)
+        self.head(result if self.kind == "returned" else batch)
+        return (batch.hidden - batch.y).square().mean()
 
 
 class InPlace(Head):
@@ -126,12 +165,11 @@ def test_a_tensor_that_a_call_changes_in_place_is_for_no_other_call() -> None:
 
     module = Again("filled").double()
     module.head = InPlace().double()
-    with pytest.raises(
-        CaptureError, match="'head' gets a dictionary or list with a tensor that an earlier module call"
-    ):
+    with pytest.raises(CaptureError, match="'head' gets a dictionary, list or object in which an earlier module call"):
         capture_step(module, next(iter(loader())))
 
 
+OBJECTS = [("filled", False, True), ("returned", False, True), ("filled", True, True)]
 KINDS = [(kind, False) for kind in ("filled", "returned", "nested", "list")] + [("filled", True), ("nested", True)]
 
 
@@ -140,7 +178,9 @@ def trained_in_stages(rank: int, stages: str, kinds: list[Any]) -> list[dict[str
 
 
 @pytest.mark.parametrize(
-    ("stages", "kinds"), [("by_module", KINDS), ("inside", KINDS[:4])], ids=["by_module", "inside"]
+    ("stages", "kinds"),
+    [("by_module", KINDS), ("inside", KINDS[:4]), ("by_module", OBJECTS)],
+    ids=["by_module", "inside", "objects"],
 )
 def test_what_modules_write_is_there_for_later_ones_and_for_the_step(stages: str, kinds: list[Any]) -> None:
     expected = [trained("auto", 1, *kind) for kind in kinds]
