@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import torch
 from torch import nn
@@ -69,8 +69,14 @@ def slice_batch(batch: Any, start: int, stop: int, total: int, dims: BatchDims =
     return sliceable(batch, total, dims)(start, stop)
 
 
-def sliceable(batch: Any, total: int, dims: BatchDims = GUESSED) -> Callable[[int, int], Any]:
-    """A function that returns samples `[start, stop)` of a batch of `total`, which is looked through only once.
+class Samples(Protocol):
+    """Returns samples `[start, stop)` of a batch; `note` is called with the part of each list that has samples."""
+
+    def __call__(self, start: int, stop: int, note: Callable[[Any], None] = ...) -> Any: ...
+
+
+def sliceable(batch: Any, total: int, dims: BatchDims = GUESSED) -> Samples:
+    """A function that returns samples of a batch of `total`, which is looked through only once.
 
     Per sample are tensors whose first dimension is `total`, and lists and tuples inside the batch with `total` entries:
     strings and numbers, mappings, sequences of numbers, or tensors of which none has `total` as its first dimension.
@@ -78,8 +84,13 @@ def sliceable(batch: Any, total: int, dims: BatchDims = GUESSED) -> Callable[[in
     """
     apply = _mapping(batch, total, dims)
 
-    def samples(start: int, stop: int) -> Any:
-        return apply(lambda tensor, dim: tensor.narrow(dim, start, stop - start), lambda items: items[start:stop])
+    def samples(start: int, stop: int, note: Callable[[Any], None] = lambda items: None) -> Any:
+        def listed(items: Any) -> Any:
+            part = items[start:stop]
+            note(part)
+            return part
+
+        return apply(lambda tensor, dim: tensor.narrow(dim, start, stop - start), listed)
 
     return samples
 

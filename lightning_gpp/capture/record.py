@@ -27,6 +27,7 @@ from lightning_gpp._compat.torch import (
 from lightning_gpp.capture.attributes import originals
 from lightning_gpp.capture.batch import GUESSED, BatchDims, map_samples
 from lightning_gpp.capture.isolate import isolated_copy, names_of, shared_metrics_silenced
+from lightning_gpp.capture.items import are_plain, watched
 from lightning_gpp.capture.logged import unloggable
 from lightning_gpp.capture.made_tensors import MadeWatch
 from lightning_gpp.capture.meter import Meter
@@ -121,7 +122,8 @@ def record(
         _observe(replica, trainer_of(module), run_time, recorder)
         recorder.runs_rest = function is None
         prepare(replica, recorder)
-        fake, recorder.examples = _fake_batch(batch, total, num_samples, dims, mode, device)
+        on_read = recorder.refuse_read_items if function is None else None
+        fake, recorder.examples = _fake_batch(batch, total, num_samples, dims, mode, device, on_read)
         with _recording(recorder, mode), shared_metrics_silenced(module, replica, mode):
             seed_streams(run_time.global_step)
             for leaf in pytree.tree_leaves(fake):
@@ -287,9 +289,18 @@ def _note_uses(metric: nn.Module, recorder: Recorder) -> None:
 
 
 def _fake_batch(
-    batch: Any, total: int, num_samples: int, dims: BatchDims, mode: FakeTensorMode, device: torch.device
+    batch: Any,
+    total: int,
+    num_samples: int,
+    dims: BatchDims,
+    mode: FakeTensorMode,
+    device: torch.device,
+    on_read: Callable[[], None] | None,
 ) -> tuple[Any, dict[int, torch.Tensor]]:
-    """The batch as fake tensors of `num_samples` samples, and the values of each, by its id."""
+    """The batch as fake tensors of `num_samples` samples, and the values of each, by its id.
+
+    `on_read` is called when an item of a sample is read that is no tensor.
+    """
     values: dict[int, torch.Tensor] = {}
 
     def sized(tensor: torch.Tensor, dim: int) -> torch.Tensor:
@@ -297,7 +308,8 @@ def _fake_batch(
         return tensor.detach().index_select(dim, rows).requires_grad_(tensor.requires_grad)
 
     def listed(items: Any) -> Any:
-        return type(items)(items[i % len(items)] for i in range(num_samples))
+        made = type(items)(items[i % len(items)] for i in range(num_samples))
+        return watched(made, on_read) if on_read is not None and are_plain(made) else made
 
     def fake(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):

@@ -22,6 +22,7 @@ from lightning_gpp._compat.torch import FakeTensor, buffers_of, pytree, storage_
 from lightning_gpp.capture.attributes import OF_EVERY_MODULE, is_plain
 from lightning_gpp.capture.fillings import Arrived, CallArguments, answer, containers
 from lightning_gpp.capture.isolate import names_of
+from lightning_gpp.capture.items import is_watched
 from lightning_gpp.capture.recording import (
     CallModes,
     ChangeInPlace,
@@ -32,7 +33,7 @@ from lightning_gpp.capture.recording import (
     Ref,
     StateRef,
 )
-from lightning_gpp.capture.refusal import escaped, filled, refusal
+from lightning_gpp.capture.refusal import escaped, filled, read_items, refusal
 from lightning_gpp.user_code import user_line
 from lightning_gpp.wording import named
 
@@ -273,6 +274,8 @@ class Recorder(TorchFunctionMode):
         self, function: Callable[..., Any], target: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Recorded:
         self._take((args, kwargs))
+        if self.scope != -1 and any(map(is_watched, pytree.tree_leaves((args, kwargs)))):
+            raise read_items(user_line(), f"`{target}`")
         return Recorded(
             index=len(self.recording.calls),
             function=function,
@@ -327,6 +330,12 @@ class Recorder(TorchFunctionMode):
     def batch_tensor(self, tensor: torch.Tensor) -> None:
         call = self._begin(_no_function, BATCH, (), {})
         self._finish(call, tensor, [])
+
+    def refuse_read_items(self) -> None:
+        """Refuse that a forward reads items of samples that are no tensors; the step may."""
+        if self.scope != -1:
+            modules = self.recording.called(self.scope)
+            raise read_items(user_line(), f"the forward of {named(modules[0])}", modules)
 
     def hide(self, tensors: Iterable[torch.Tensor]) -> None:
         """Refuse that others read these tensors, which a recorded call has computed and not returned."""

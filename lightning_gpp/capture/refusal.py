@@ -58,3 +58,13 @@ def escaped(line: str, modules: Sequence[str] = ()) -> CaptureError:
         "return it from the module's forward",
         modules,
     )
+
+
+def read_items(line: str, who: str, modules: Sequence[str] = ()) -> CaptureError:
+    """The error of a forward or function that reads texts or numbers of the batch. `modules`: those around the line."""
+    return refusal(
+        line,
+        f"{who} reads texts or numbers of the batch that are no tensors, and runs on other devices",
+        "make tensors of them in the data, or in the step, and pass these",
+        modules,
+    )

@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 from lightning_gpp._compat.torch import pytree
-from lightning_gpp.capture.batch import BatchDims, device_of, samples_in, sliceable
+from lightning_gpp.capture.batch import BatchDims, Samples, device_of, samples_in, sliceable
 from lightning_gpp.capture.fillings import CallArguments, delivered
+from lightning_gpp.capture.items import are_plain
 from lightning_gpp.capture.loss import loss_of
 from lightning_gpp.capture.network import InputKey, Network
 from lightning_gpp.capture.own_streams import OwnStreams
@@ -70,7 +71,7 @@ class OpenBatch:
     `samples`: returns those from one number to another. `outputs`: its results for each micro-batch.
     """
 
-    samples: Callable[[int, int], Any]
+    samples: Samples
     device: torch.device
     invocation: Invocation
     seed: int
@@ -86,6 +87,8 @@ class StepRunner:
     dims: BatchDims = field(default_factory=dict)
     _open: dict[int, OpenBatch] = field(default_factory=dict)
     _users_streams: ExitStack = field(default_factory=ExitStack)
+    _lists: dict[int, Any] = field(default_factory=dict)
+    """Lists of the present micro-batch that have items of samples which are no tensors, by identity."""
 
     @property
     def outputs(self) -> list[tuple[MicroBatch, Any]]:
@@ -132,8 +135,13 @@ class StepRunner:
     def call(self, micro_batch: MicroBatch) -> Any:
         if micro_batch.lane not in self._open:
             raise CaptureError("The user's step was asked to run without a batch; call begin() first.")
-        entry = self._open[micro_batch.lane]
-        return entry.invocation(entry.samples(micro_batch.start, micro_batch.stop), micro_batch.num_samples)
+        entry, self._lists = self._open[micro_batch.lane], {}
+        samples = entry.samples(micro_batch.start, micro_batch.stop, self._note_list)
+        return entry.invocation(samples, micro_batch.num_samples)
+
+    def _note_list(self, items: Any) -> None:
+        if are_plain(items):
+            self._lists[id(items)] = items
 
     def start_streams(self, micro_batch: MicroBatch) -> None:
         """Start the step's own random streams, the same for the source and the step."""
@@ -245,7 +253,7 @@ class UserStep(StepRunner):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> None:
-        leaves = pytree.tree_leaves((args, kwargs))
+        leaves = pytree.tree_leaves((args, kwargs), is_leaf=lambda value: id(value) in self._lists)
         self._compare(self._arguments[id(call)], leaves, call)
         for name, leaf in self._slots.get(("call", number), ()):
             found[name] = leaves[leaf].detach()

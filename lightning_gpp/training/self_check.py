@@ -52,8 +52,10 @@ log = logging.getLogger(__name__)
 
 def refuses_check(job: Job, plan: Plan) -> str:
     """Why this rank cannot compare; empty if it can."""
-    if any(parameter.is_meta for parameter in job.module.parameters()):
-        return "this rank does not have all parameters (they are on the meta device, or were given to other ranks)"
+    if any(tensor.is_meta for tensor in tensors_of(job.module).values()):
+        return (
+            "this rank does not have all parameters and buffers (they are on the meta device, or were given to others)"
+        )
     if not job.control.runs_step or job.options.self_check is True:
         return ""
     needed, free = 2 * bytes_of(job.module), free_bytes(job.device)
