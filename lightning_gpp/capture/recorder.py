@@ -176,11 +176,11 @@ class Recorder(TorchFunctionMode):
             first=len(self.recording.calls),
             checkpoint=self._regions[-1] if self._regions else None,
         )
+        if call.parent == -1:
+            self._arrived = Arrived((args, kwargs))
         self.recording.modules.append(call)
         self._scopes.append(number)
         self._drawn.append(_positions())
-        if call.parent == -1:
-            self._arrived = Arrived((args, kwargs))
 
     def _leave(self, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         number = self._scopes.pop()

@@ -39,6 +39,22 @@ def whole_state(module: nn.Module, placement: Placement, control: Control) -> di
     return state | {name: value for name, value in received.items() if name not in tensors}
 
 
+def check_held(module: nn.Module, placement: Placement, control: Control) -> None:
+    """Check, after a run, that ranks still have what they had in it. All ranks call this.
+
+    Raises:
+        CheckpointError: a later run has placed parameters or buffers on others.
+    """
+    tensors = tensors_of(module)
+    lacking = [name for name in placement.held_by(control.device) if name in tensors and tensors[name].is_meta]
+    lost = [name for names in control.gather_all(lacking) for name in names]
+    if lost:
+        raise CheckpointError(
+            f"This trainer's run is over, and a later one has placed {some(lost)} on other ranks. Save before the "
+            "later run, or by its trainer."
+        )
+
+
 def saved_here(placement: Placement, control: Control) -> set[str]:
     """Names of the parameters and buffers whose values a checkpoint takes from this process."""
     return held_first(placement, control) if control.member == 0 else set()

@@ -20,6 +20,7 @@ from lightning_gpp.plan import Plan
 from lightning_gpp.reports.ranks import MeasuredRanks
 from lightning_gpp.training.asynchronous import Asynchronous
 from lightning_gpp.training.checkpoint import (
+    check_held,
     load_state,
     make_whole,
     own_optimizer_state,
@@ -115,6 +116,7 @@ class Engine:
             training=self._feed,
             num_steps=lambda: self.num_steps,
         )
+        self._released = False
         self._stragglers = Stragglers(self.job, lambda: computing_seconds(self.plan, self.graph, self.machine()))
         guards = [index.guard() for index in indices if self._owned or self.control.num_devices > 1]
         self._guards = [guard for guard in guards if guard is not None]
@@ -378,6 +380,8 @@ class Engine:
 
         `sharded`: nothing is sent; every rank has the entries that it saves, and meta tensors for others.
         """
+        if self._released:
+            check_held(self.module, self.pruning.placement, self.control)
         with self.job.shown(), self.pruning.shown():
             return (own_state if sharded else whole_state)(self.module, self.pruning.placement, self.control)
 
@@ -488,6 +492,7 @@ class Engine:
             self._incoming.follow()
         elif self.job.parallel is not None:
             self.job.parallel.undivide(self.module)
+        self._released = True
         self.pruning.show()
         if self._layout.complete:
             make_whole(self.module, self.pruning.placement, self.control)

@@ -392,5 +392,5 @@ def _refusal(name: str, tensors: Sequence[Any]) -> ForeignTensorError:
         "their modules into one stage, or both stages on the same device (strategy.stages, docs/capture.md). Skip "
         "those of other ranks by `if not p.is_meta`. Clip by trainer.gradient_clip_val or self.clip_gradients, and get "
         "the norm of all gradients from self.trainer.strategy.grad_norm(). Leave modules out of "
-        "save_hyperparameters(ignore=[...]), and save by trainer.save_checkpoint."
+        "save_hyperparameters(ignore=[...]), and save by trainer.save_checkpoint, also to read weights after a run."
     )

@@ -152,7 +152,8 @@ def settle(
     """Give every rank the values of the tensors it uses, equal on all ranks that use them; the others become
     foreign, on `device`.
 
-    Values come from the first of a tensor's ranks that has them, or else from the first other rank. Tensors that no
+    Values come from rank 0 if all ranks have all, otherwise from the first of a tensor's ranks that has them, or else
+    from the first other rank. Tensors that no
     rank has are read by the functions in `stored`, or initialised by their modules' `reset_parameters`.
     Returns True if rank 0 had all values.
 
@@ -161,6 +162,8 @@ def settle(
     """
     _share_in_device(module, control)
     present = _present(module, control)
+    if all(placement.devices.keys() <= names for names in present):
+        equalise(module, control)
     absent = [name for name in placement.devices if not any(name in names for names in present)]
     stored = stored or {}
     read = {name for name in absent if name in stored}

@@ -209,6 +209,7 @@ def combined(outputs: Outputs) -> Any:
     """Combine results, also inside of mappings and sequences.
 
     What has an entry per sample is joined, whole numbers are counts and add up, other numbers are averaged by samples.
+    Of other tensors and values there is one for each micro-batch.
     """
     sizes = [micro_batch.num_samples for micro_batch, _ in outputs]
     return _combine([value for _, value in outputs], sizes)
@@ -221,7 +222,7 @@ def _combine(values: list[Any], sizes: list[int]) -> Any:
     if isinstance(first, Tensor):
         return _combine_tensors([value.detach() for value in values], sizes)
     if isinstance(first, np.ndarray):
-        return _combine_tensors(list(map(torch.as_tensor, values)), sizes).numpy()
+        return _as_arrays(_combine_tensors(list(map(torch.as_tensor, values)), sizes))
     if isinstance(first, Mapping):
         return {key: _combine([value[key] for value in values], sizes) for key in first}
     if isinstance(first, list | tuple):
@@ -243,12 +244,19 @@ def _combine_items(values: list[Any], sizes: list[int]) -> Any:
     return values
 
 
-def _combine_tensors(values: list[Tensor], sizes: list[int]) -> Tensor:
+def _combine_tensors(values: list[Tensor], sizes: list[int]) -> Any:
     if all(value.dim() > 0 and value.shape[0] == size for value, size in zip(values, sizes, strict=True)):
         return torch.cat(values)
-    if not values[0].is_floating_point():
-        return torch.stack(values)
-    return weighted_mean(values, sizes)
+    if len({value.shape for value in values}) > 1:
+        return values
+    if values[0].is_floating_point() or values[0].is_complex():
+        return weighted_mean(values, sizes)
+    counts = values[0].dim() == 0 and values[0].dtype != torch.bool
+    return torch.stack(values).sum(dtype=values[0].dtype) if counts else torch.stack(values)
+
+
+def _as_arrays(combined: Any) -> Any:
+    return combined.numpy() if isinstance(combined, Tensor) else [value.numpy() for value in combined]
 
 
 def weighted_mean(values: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:

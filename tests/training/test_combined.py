@@ -25,6 +25,8 @@ def result(samples: tuple[int, ...]) -> dict[str, Any]:
         "pair": [torch.tensor(samples), torch.tensor(float(np.mean(samples)))],
         "count": len(samples),
         "even": sum(each % 2 == 0 for each in samples),
+        "correct": torch.tensor(samples).gt(1).sum(),
+        "found": torch.tensor([each for each in samples if each % 2 or each == 4]),
         "mean": float(np.mean(samples)),
         "flag": True,
         "nothing": None,
@@ -43,7 +45,9 @@ def test_as_for_the_undivided_mini_batch() -> None:
         assert type(found[name]) is type(expected[name]), name
     for name in ("single", "mean"):
         assert found[name] == pytest.approx(expected[name]), name
-    assert found["rows"].equal(expected["rows"])
+    for name in ("rows", "correct"):
+        assert found[name].equal(expected[name]), name
     assert found["pair"][0].equal(expected["pair"][0])
     assert float(found["pair"][1]) == pytest.approx(2.0)
+    assert [part.tolist() for part in found["found"]] == [[1], [3, 4]]
     np.testing.assert_array_equal(found["array"], expected["array"])
