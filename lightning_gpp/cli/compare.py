@@ -43,6 +43,7 @@ def compare(config: DictConfig) -> None:
 
     Raises:
         ConfigError: the configuration cannot work.
+        PlanError: no row has a plan.
         KeyboardInterrupt: it was interrupted.
     """
     if config.schedules is not None and config.partitioners is not None:
@@ -89,12 +90,18 @@ def _compare_partitioners(config: DictConfig, task: Task) -> None:
             check_interrupted()
     finally:
         _show(rows, partitioners_table)
+    _check_found(rows, "partitioner")
 
 
 def _show(rows: list[ComparedRow], table: Callable[[list[ComparedRow], int], str]) -> None:
     if rows:
         with uninterrupted():
             print(table(rows, terminal_width()))
+
+
+def _check_found(rows: list[ComparedRow], what: str) -> None:
+    if all(isinstance(found, str) for _, found in rows):
+        raise PlanError(f"No {what} has a plan; the table says why.")
 
 
 def _partitioned(name: str, task: Task, seconds: float) -> Compared:
@@ -136,6 +143,7 @@ def _compare_schedules(config: DictConfig, task: Task) -> None:
             check_interrupted()
     finally:
         _show(rows, schedules_table)
+    _check_found(rows, "schedule")
 
 
 def schedules_wanted(setting: Any) -> tuple[str, ...]:
