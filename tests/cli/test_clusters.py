@@ -51,7 +51,8 @@ def test_all_devices_of_a_cluster_are_used() -> None:
     assert (task.machine.cluster.num_devices, task.num_devices, task.num_pipelines) == (16, 16, None)
     assert {device.name for device in task.machine.cluster.devices} == {"h100_sxm"}
     assert task.machine.footprint.optimizer == "adamw"  # although it asks the trainer for the number of steps
-    plan, timeline = make_plan(composed(*QUICK, "cluster=dgx_h100", "cluster.num_nodes=2", name="plan"))
+    every = "strategy.idle_devices=false"
+    plan, timeline = make_plan(composed(*QUICK, "cluster=dgx_h100", "cluster.num_nodes=2", every, name="plan"))
     assert 16 % plan.num_devices == 0
     assert len(timeline.devices) == plan.num_devices
 
@@ -185,7 +186,8 @@ def test_partitioners_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
 def test_what_finds_nothing_gives_its_reason(capsys: pytest.CaptureFixture[str], graph_json: str) -> None:
     graph = (f"graph={graph_json}", "~data", "~model", "batch_size=32", "strategy.search_seconds=0.5")
     tight = ("cluster=t4_box", "cluster.num_devices=null", "strategy.max_replicas=1", "strategy.micro_batch_size=32")
-    compare(composed(*graph, *tight, "compare_seconds=0.001", "partitioners=[auto]", name="plan"))
+    with pytest.raises(PlanError, match="No partitioner has a plan; the table says why"):
+        compare(composed(*graph, *tight, "compare_seconds=0.001", "partitioners=[auto]", name="plan"))
     assert "auto: no plan after compare_seconds=0.001 seconds." in capsys.readouterr().out
 
 
