@@ -117,7 +117,10 @@ def test_other_strategies_have_no_plan() -> None:
         make_plan(composed("experiment=two_tower", "strategy=single_device", name="plan"))
 
 
-@pytest.mark.parametrize(("machine", "small"), [(("cluster=dgx_h100",), True), (("trainer.devices=2",), False)])
+@pytest.mark.parametrize(
+    ("machine", "small"),
+    [(("cluster=dgx_h100", "strategy.idle_devices=false"), True), (("trainer.devices=2",), False)],
+)
 def test_a_model_that_is_too_small_for_its_devices_is_told(
     machine: tuple[str, ...], small: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
