@@ -169,8 +169,9 @@ def test_a_tensor_that_a_call_changes_in_place_is_for_no_other_call() -> None:
         capture_step(module, next(iter(loader())))
 
 
-OBJECTS = [("filled", False, True), ("returned", False, True), ("filled", True, True)]
-KINDS = [(kind, False) for kind in ("filled", "returned", "nested", "list")] + [("filled", True), ("nested", True)]
+BY_MODULE = [("filled", False), ("nested", False), ("list", False), ("nested", True)]
+INSIDE = [("returned", False), ("filled", False)]
+OBJECTS = [("returned", False, True), ("filled", True, True)]
 
 
 def trained_in_stages(rank: int, stages: str, kinds: list[Any]) -> list[dict[str, float]]:
@@ -179,7 +180,7 @@ def trained_in_stages(rank: int, stages: str, kinds: list[Any]) -> list[dict[str
 
 @pytest.mark.parametrize(
     ("stages", "kinds"),
-    [("by_module", KINDS), ("inside", KINDS[:4]), ("by_module", OBJECTS)],
+    [("by_module", BY_MODULE), ("inside", INSIDE), ("by_module", OBJECTS)],
     ids=["by_module", "inside", "objects"],
 )
 def test_what_modules_write_is_there_for_later_ones_and_for_the_step(stages: str, kinds: list[Any]) -> None:
