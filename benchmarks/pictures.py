@@ -55,6 +55,7 @@ def chain_and_graph() -> str:
             graph,
             Request(
                 cluster=preset_cluster("dgx_a100"),
+                idle_devices=False,
                 batch_size=BATCH_SIZE,
                 chained=chained,
                 max_replicas=1,

@@ -75,6 +75,7 @@ def problem_on(
         batch_size=batch_size,
         costs=Roofline(graph),
         footprint=Footprint(optimizer="sgd"),
+        idle_devices=False,
         recompute=False,
         num_pieces=num_pieces,
     )

@@ -180,6 +180,7 @@ class Model:
             machine = of_groups(machine, divided(graph), (layout.tensor,), graph)
         request = Request(
             cluster=machine.cluster,
+            idle_devices=False,
             batch_size=self.batch_size,
             footprint=machine.footprint,
             costs=machine.costs,

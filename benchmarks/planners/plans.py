@@ -57,6 +57,7 @@ def examples() -> Iterator[tuple[str, Case]]:
                     batch_size=captured.batch_size,
                     schedules=schedule_names() if schedule == "auto" else (schedule,),
                     max_replicas=max_replicas if schedule in ("1f1b", "gpipe", "zero_bubble") else None,
+                    idle_devices=False,
                     seconds=inf,
                 )
                 yield f"{name} {schedule} {request.max_replicas}", ("auto", captured.graph, request)
@@ -75,6 +76,7 @@ def paper() -> Iterator[tuple[str, Case]]:
                     costs=Roofline(graph(model)),
                     footprint=Footprint(optimizer="sgd"),
                     recompute=False,
+                    idle_devices=False,
                     seconds=inf,
                 )
                 yield f"{model} {num_devices} {name} {schedule}", (name, without_data(graph(model)), request)
@@ -98,6 +100,7 @@ def random_case(random: Random) -> Case:
         schedules=("1f1b", "gpipe", "zero_bubble") if schedule == "auto" else (schedule,),
         recompute=random.choice((False, False, None)),
         max_replicas=None if schedule in ("interleaved", "zbv", "chimera") else random.choice((None, None, 1)),
+        idle_devices=False,
         seconds=inf,
     )
     return "auto", model, request

@@ -164,7 +164,10 @@ def auto(options: Options) -> Iterator[str]:
         cluster, num_nodes, sizes = CLUSTERS[model]
         for batch_size in sizes:
             request = Request(
-                cluster=preset_cluster(cluster, num_nodes=num_nodes), batch_size=batch_size, seconds=options.seconds
+                cluster=preset_cluster(cluster, num_nodes=num_nodes),
+                batch_size=batch_size,
+                idle_devices=False,
+                seconds=options.seconds,
             )
             prediction = best_plan("auto", graph(model), request)
             gaps[model] = _search_gap(prediction)
@@ -198,7 +201,8 @@ def large(options: Options) -> Iterator[str]:
     """About 2,500 operators on 1,024 devices; memory is the peak of this process, torch included."""
     model, batch_size = "vision_audio_language", 8192
     num_operators = len(list(graph(model)))
-    request = Request(cluster=preset_cluster("dgx_h100", num_nodes=128), batch_size=batch_size, seconds=options.seconds)
+    cluster = preset_cluster("dgx_h100", num_nodes=128)
+    request = Request(cluster=cluster, batch_size=batch_size, idle_devices=False, seconds=options.seconds)
     began = time.perf_counter()
     prediction = best_plan("auto", graph(model), request)
     total, peak = time.perf_counter() - began, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

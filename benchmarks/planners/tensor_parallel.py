@@ -80,7 +80,7 @@ def compared(row: Row, seconds: float) -> list[str]:
     regions, cluster = row.graph(), preset_cluster("dgx_h100", num_nodes=row.nodes).with_headroom(0.1)
     alone = replace(regions.detail or regions, divided=regions.divided)
     request = Request(cluster=cluster, batch_size=row.batch_size, sharding=row.sharding, seconds=seconds)
-    request = replace(request, footprint=Footprint(optimizer="adamw", precision="bf16-true"))
+    request = replace(request, footprint=Footprint(optimizer="adamw", precision="bf16-true"), idle_devices=False)
     try:
         single = best_plan("auto", alone, request).samples_per_second
     except PlanError:
