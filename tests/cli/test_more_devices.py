@@ -8,13 +8,12 @@ from lightning_gpp.cli.task import predict, task_of
 from tests.cli.commands import composed
 
 EXAMPLES = ("feature_towers", "gpt_text", "two_tower")
-CASES = [(example, strategy) for example in EXAMPLES for strategy in ("gpp", "pipeline")]
 
 
-@pytest.mark.parametrize(
-    ("example", "strategy"),
-    [CASES[1], *(pytest.param(*case, marks=pytest.mark.acceptance) for case in (CASES[0], *CASES[2:]))],
-)
+@pytest.mark.acceptance
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("strategy", ["gpp", "pipeline"])
+@pytest.mark.parametrize("example", EXAMPLES)
 def test_an_example_is_never_slower_on_more_devices(example: str, strategy: str) -> None:
     """By the programs, with the default settings; simplicity may cost 2 %."""
     rates = []
