@@ -31,9 +31,9 @@ def gaps(seconds: float, schedule: str = "1f1b") -> str:
     for layers, width, nodes, batch_size in GAPS:
         graph, cluster = gpt(layers, width, whole=False), preset_cluster("dgx_h100", num_nodes=nodes)
         footprint = Footprint(optimizer="adamw", precision="bf16-true")
+        limits = {"idle_devices": False, "seconds": seconds, "bound_seconds": BOUND_SECONDS}
         request = Request(cluster=cluster.with_headroom(0.1), batch_size=batch_size, footprint=footprint)
-        request = replace(request, sharding="auto", seconds=seconds, bound_seconds=BOUND_SECONDS, schedules=(schedule,))
-        request = replace(request, idle_devices=False)
+        request = replace(request, sharding="auto", schedules=(schedule,), **limits)
         found = best_plan("auto", graph, request)
         flops = 3 * batch_size * sum(operator.flops.at(1) for operator in graph)
         peak = cluster.kinds[0].peak_flops["bfloat16"] * cluster.num_devices

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from lightning_gpp._compat.torch import pytree
+from lightning_gpp.capture.items import is_plain_sequence
 from lightning_gpp.errors import ConfigError, ShapeError, did_you_mean
 from lightning_gpp.wording import with_article
 
@@ -252,7 +253,7 @@ def _is_list_of_samples(node: Any, name: str, total: int, dims: BatchDims) -> bo
         return dims.get(name) == 0
     if all(isinstance(item, torch.Tensor) for item in node):
         return not any(_dim_of(item, name, total, dims) is not None for item in node) or _is_ragged(node)
-    return all(isinstance(item, str | int | float | Mapping) or _is_plain_sequence(item) for item in node)
+    return all(isinstance(item, str | int | float | Mapping) or is_plain_sequence(item) for item in node)
 
 
 def _is_ragged(node: Sequence[Any]) -> bool:
@@ -260,10 +261,6 @@ def _is_ragged(node: Sequence[Any]) -> bool:
     if not all(isinstance(item, torch.Tensor) and item.dim() > 0 for item in node):
         return False
     return len({(item.dtype, item.shape[1:]) for item in node}) == 1 and len({len(item) for item in node}) > 1
-
-
-def _is_plain_sequence(node: Any) -> bool:
-    return type(node) in (list, tuple) and all(isinstance(item, str | int | float) for item in node)
 
 
 # --- structure

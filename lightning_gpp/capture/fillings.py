@@ -56,17 +56,11 @@ class Filling:
 
 
 class Arrived:
-    """The arguments of a call as they arrived."""
+    """The containers among the arguments of a call as they arrived."""
 
     def __init__(self, arguments: CallArguments) -> None:
-        self._leaves = pytree.tree_leaves(arguments)
         found = ((place, _contents(value)) for place, value in containers(arguments))
         self._before = [(place, now, list(now) if isinstance(now, list) else dict(now)) for place, now in found]
-
-    @property
-    def leaves(self) -> list[Any]:
-        """Their leaves, whatever has happened to containers since."""
-        return self._leaves
 
     def fillings(self) -> tuple[Filling, ...]:
         """Compare the containers with what they were."""

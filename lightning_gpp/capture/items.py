@@ -16,11 +16,14 @@ _READS: Final = (
 """Methods of lists and tuples that read items."""
 
 
+def is_plain_sequence(value: Any) -> bool:
+    """True for a list or tuple of texts and numbers."""
+    return type(value) in (list, tuple) and all(isinstance(item, str | int | float) for item in value)
+
+
 def are_plain(items: Any) -> bool:
     """True for a list or tuple of texts and numbers, or of lists and tuples of them."""
-    if type(items) not in (list, tuple):
-        return False
-    return all(isinstance(item, str | int | float) or are_plain(item) for item in items)
+    return is_plain_sequence(items) or (type(items) in (list, tuple) and all(map(is_plain_sequence, items)))
 
 
 def watched(items: Sequence[Any], on_read: Callable[[], None]) -> Any:

@@ -98,6 +98,7 @@ class Recorder(TorchFunctionMode):
         self._scopes: list[int | None] = []
         self._drawn: list[tuple[int, int]] = []
         self._arrived = Arrived(((), {}))
+        self._arrived_leaves: list[Any] = []
         self._filled: dict[int, Any] = {}
         """Containers in which module calls of the step have changed tensors in place or put objects, by identity."""
         self._regions: list[int] = []
@@ -177,7 +178,7 @@ class Recorder(TorchFunctionMode):
             checkpoint=self._regions[-1] if self._regions else None,
         )
         if call.parent == -1:
-            self._arrived = Arrived((args, kwargs))
+            self._arrived, self._arrived_leaves = Arrived((args, kwargs)), pytree.tree_leaves((args, kwargs))
         self.recording.modules.append(call)
         self._scopes.append(number)
         self._drawn.append(_positions())
@@ -201,7 +202,7 @@ class Recorder(TorchFunctionMode):
 
     def _note_changed(self, call: ModuleCall, arguments: CallArguments) -> None:
         """Note what the call has put into containers among its arguments, and the containers that changed otherwise."""
-        before, now = pytree.tree_leaves((call.args, call.kwargs)), self.refs(self._arrived.leaves)
+        before, now = pytree.tree_leaves((call.args, call.kwargs)), self.refs(self._arrived_leaves)
         in_place = any(isinstance(ref, Ref) and ref != other for ref, other in zip(before, now, strict=True))
         fillings = self._arrived.fillings()
         put = pytree.tree_leaves([filling.read(arguments) for filling in fillings])
@@ -256,7 +257,10 @@ class Recorder(TorchFunctionMode):
         """Run a call and record it. `held`: parameters and buffers that it uses besides its arguments."""
         call = self._begin(function, target, args, kwargs)
         call.held = held
-        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        leaves = pytree.tree_leaves((args, kwargs))
+        if self.scope != -1 and any(map(is_watched, leaves)):
+            raise read_items(call.line, f"`{target}`")
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         versions = [version(tensor) for tensor in tensors]
         outer, self.current, paused, self._paused = self.current, call, self._paused, True
         try:
@@ -274,8 +278,6 @@ class Recorder(TorchFunctionMode):
         self, function: Callable[..., Any], target: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Recorded:
         self._take((args, kwargs))
-        if self.scope != -1 and any(map(is_watched, pytree.tree_leaves((args, kwargs)))):
-            raise read_items(user_line(), f"`{target}`")
         return Recorded(
             index=len(self.recording.calls),
             function=function,

@@ -143,6 +143,9 @@ class StepRunner:
         if are_plain(items):
             self._lists[id(items)] = items
 
+    def _is_list(self, value: Any) -> bool:
+        return id(value) in self._lists
+
     def start_streams(self, micro_batch: MicroBatch) -> None:
         """Start the step's own random streams, the same for the source and the step."""
         seed_streams((self._open[micro_batch.lane].seed * 1_000_003 + micro_batch.index) % (1 << 63))
@@ -253,7 +256,7 @@ class UserStep(StepRunner):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> None:
-        leaves = pytree.tree_leaves((args, kwargs), is_leaf=lambda value: id(value) in self._lists)
+        leaves = pytree.tree_leaves((args, kwargs), is_leaf=self._is_list if self._lists else None)
         self._compare(self._arguments[id(call)], leaves, call)
         for name, leaf in self._slots.get(("call", number), ()):
             found[name] = leaves[leaf].detach()
@@ -261,7 +264,11 @@ class UserStep(StepRunner):
     def _compare(self, captured: list[Any], leaves: list[Any], call: ModuleCall | Recorded) -> None:
         """Check that captured Python values are the same now, so that none is frozen silently."""
         if len(captured) != len(leaves):
-            raise refusal(call.line, "the call has different arguments than when it was captured", _STEADY)
+            raise refusal(
+                call.line,
+                f"the call has {len(leaves)} values in its arguments, and had {len(captured)} when it was captured",
+                _STEADY,
+            )
         for before, now in zip(captured, leaves, strict=True):
             if _is_tensor(before) != isinstance(now, torch.Tensor) or (_is_frozen(before) and before != now):
                 raise refusal(

@@ -152,8 +152,7 @@ def settle(
     """Give every rank the values of the tensors it uses, equal on all ranks that use them; the others become
     foreign, on `device`.
 
-    Values come from rank 0 if all ranks have all, otherwise from the first of a tensor's ranks that has them, or else
-    from the first other rank. Tensors that no
+    Values come from the first of a tensor's ranks that has them, or else from the first other rank. Tensors that no
     rank has are read by the functions in `stored`, or initialised by their modules' `reset_parameters`.
     Returns True if rank 0 had all values.
 
@@ -162,8 +161,6 @@ def settle(
     """
     _share_in_device(module, control)
     present = _present(module, control)
-    if all(placement.devices.keys() <= names for names in present):
-        equalise(module, control)
     absent = [name for name in placement.devices if not any(name in names for names in present)]
     stored = stored or {}
     read = {name for name in absent if name in stored}
@@ -205,8 +202,13 @@ def _present(module: nn.Module, control: Control) -> list[set[str]]:
 
 
 def equalise(module: nn.Module, control: Control) -> None:
-    """Give all processes the values of the first one, for the parameters and buffers that differ between them."""
-    _equalise(tensors_of(module), control.everyone)
+    """Give all processes the values of the first one, for the parameters and buffers that differ between them.
+
+    Nothing happens if one of them lacks some, as after an earlier run.
+    """
+    tensors = tensors_of(module)
+    if not any(control.gather_all(any(tensor.is_meta for tensor in tensors.values()))):
+        _equalise(tensors, control.everyone)
 
 
 def _equalise(tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None) -> None:

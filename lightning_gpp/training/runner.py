@@ -249,9 +249,9 @@ def _combine_tensors(values: list[Tensor], sizes: list[int]) -> Any:
         return torch.cat(values)
     if len({value.shape for value in values}) > 1:
         return values
-    if values[0].is_floating_point() or values[0].is_complex():
+    if values[0].is_floating_point():
         return weighted_mean(values, sizes)
-    counts = values[0].dim() == 0 and values[0].dtype != torch.bool
+    counts = values[0].dim() == 0 and values[0].dtype != torch.bool and not values[0].is_complex()
     return torch.stack(values).sum(dtype=values[0].dtype) if counts else torch.stack(values)
 
 

@@ -39,7 +39,7 @@ from lightning_gpp.stages.undivided import Captured, Undivided
 from lightning_gpp.training.control import Control
 from lightning_gpp.training.copies import silent_copy
 from lightning_gpp.training.host import Job
-from lightning_gpp.training.parameters import Placement, bytes_of, equalise, place, tensors_of
+from lightning_gpp.training.parameters import Placement, bytes_of, place, tensors_of
 from lightning_gpp.training.planner import TRAINING
 from lightning_gpp.training.projections import differing, norms, projections
 from lightning_gpp.training.session import DATA_STREAM, Session
@@ -77,7 +77,6 @@ def check_first(job: Job, captured: Captured, plan: Plan, batch: Any, transport:
     """
     if captured.step != TRAINING or isinstance(captured, Undivided) or not _wanted(job, plan):
         return False
-    equalise(job.module, job.control)
     outcome: Findings | IndivisibleError = Findings()
     if job.control.pipeline == 0:
         with undisturbed(), fork_rng([] if job.device.type == "cpu" else [job.device]):

@@ -57,7 +57,7 @@ from lightning_gpp.training.optimizers import OptimizerIndex, check_first_order
 from lightning_gpp.training.option_values import SYNCHRONOUS
 from lightning_gpp.training.options import Options
 from lightning_gpp.training.parameter_hooks import ParameterHooks, check_hooks
-from lightning_gpp.training.parameters import move, place, settle
+from lightning_gpp.training.parameters import equalise, move, place, settle
 from lightning_gpp.training.planner import TRAINING, part_of_member, plan_for
 from lightning_gpp.training.repeated import RepeatedComparison
 from lightning_gpp.training.replicas import Layout, Replicas, idle_sharding
@@ -167,6 +167,7 @@ def _set_up(
         check_states(found_calls, build(captured, plan, job.module), plan)
         batch = comparison(job, found_calls, captured.batch_size) if step == TRAINING else None
     compared = found_calls is None or batch is not None
+    equalise(job.module, job.control)
     warned = compared and check_first(job, captured, plan, batch, transport)
     if not (job.whole and job.control.num_processes == 1):
         for optimizer in optimizers:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from benchmarks.examples_by_name import EXAMPLES
 from lightning_gpp.cli.task import predict, task_of
 from tests.cli.commands import composed
-
-EXAMPLES = ("feature_towers", "gpt_text", "two_tower")
 
 
 @pytest.mark.acceptance

@@ -79,15 +79,15 @@ def settle_and_merge(rank: int) -> dict[str, Any]:
     return {"own": {n: t.tolist() for n, t in own.items()}, "held": held, "state": complete, "whole": whole}
 
 
-def test_all_ranks_start_with_the_values_of_rank_0_and_states_are_merged() -> None:
+def test_shared_tensors_become_equal_and_states_are_merged() -> None:
     first, second = run_distributed(2, settle_and_merge)
     assert first["whole"]
     assert second["whole"]
     assert first["held"]["head.weight"] == second["held"]["head.weight"] == first["own"]["head.weight"]
-    assert second["held"]["left.0.weight"] == first["own"]["left.0.weight"]
+    assert second["held"]["left.0.weight"] == second["own"]["left.0.weight"]
     assert "left.0.weight" not in first["held"]
     assert first["state"].keys() == first["own"].keys()
-    assert first["state"]["left.0.weight"] == first["own"]["left.0.weight"]
+    assert first["state"]["left.0.weight"] == second["own"]["left.0.weight"]
 
 
 def hopeless(rank: int) -> str:
