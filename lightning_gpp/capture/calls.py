@@ -23,6 +23,7 @@ from lightning_gpp.capture.batch import map_samples, samples_in
 from lightning_gpp.capture.captured import Capture, Changes, attempted, capture_step
 from lightning_gpp.capture.fillings import Arrived, CallArguments, answer
 from lightning_gpp.capture.isolate import tensor_named
+from lightning_gpp.capture.items import are_plain
 from lightning_gpp.capture.left_tensors import without_fake_tensors
 from lightning_gpp.capture.own_streams import unmoved
 from lightning_gpp.capture.record import RunTime, record
@@ -240,12 +241,17 @@ def _batch(calls: Mapping[str, Any], num_samples: int) -> dict[str, Any]:
 
 def call_networks(module: nn.Module, batch: Mapping[str, Any]) -> list[Any]:
     """Call the modules whose arguments are in the batch; returns their answers, see `capture/fillings.py`."""
-    return [_called(module, path, entry) for path, entry in batch["calls"].items()]
+    num_samples = len(batch["count"])
+    return [_called(module, path, entry, num_samples) for path, entry in batch["calls"].items()]
 
 
-def _called(module: nn.Module, path: str, entry: Mapping[str, Any]) -> Any:
+def _called(module: nn.Module, path: str, entry: Mapping[str, Any], num_samples: int) -> Any:
+    def is_leaf(value: Any) -> bool:
+        return are_plain(value) and len(value) == num_samples
+
     given = tuple(entry["args"].values()), dict(entry["kwargs"])
-    arguments = pytree.tree_map(lambda leaf: leaf, given)  # in new containers, which the forward may change
+    # in new containers, which the forward may change, except for items of samples, which it does not even read
+    arguments = pytree.tree_map(lambda leaf: leaf, given, is_leaf=is_leaf)
     arrived = Arrived(arguments)
     output = module.get_submodule(path)(*arguments[0], **arguments[1])
     return answer(output, arguments, arrived.fillings())

@@ -122,8 +122,7 @@ def record(
         _observe(replica, trainer_of(module), run_time, recorder)
         recorder.runs_rest = function is None
         prepare(replica, recorder)
-        on_read = recorder.refuse_read_items if function is None else None
-        fake, recorder.examples = _fake_batch(batch, total, num_samples, dims, mode, device, on_read)
+        fake, recorder.examples = _fake_batch(batch, total, num_samples, dims, mode, device, recorder.refuse_read_items)
         with _recording(recorder, mode), shared_metrics_silenced(module, replica, mode):
             seed_streams(run_time.global_step)
             for leaf in pytree.tree_leaves(fake):
@@ -295,7 +294,7 @@ def _fake_batch(
     dims: BatchDims,
     mode: FakeTensorMode,
     device: torch.device,
-    on_read: Callable[[], None] | None,
+    on_read: Callable[[], None],
 ) -> tuple[Any, dict[int, torch.Tensor]]:
     """The batch as fake tensors of `num_samples` samples, and the values of each, by its id.
 
@@ -309,7 +308,7 @@ def _fake_batch(
 
     def listed(items: Any) -> Any:
         made = type(items)(items[i % len(items)] for i in range(num_samples))
-        return watched(made, on_read) if on_read is not None and are_plain(made) else made
+        return watched(made, on_read) if are_plain(made) else made
 
     def fake(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):

@@ -60,9 +60,9 @@ def loader() -> DataLoader[Any]:
     return DataLoader(items, batch_size=8, collate_fn=collated)
 
 
-def trained(devices: int, *model: bool) -> float:
+def trained(devices: int, model: tuple[bool, bool], step: str = "micro_batches") -> float:
     stages = {"net.first": 1, "net.second": 0} | ({"tail": 0} if model[1] else {})
-    strategy = harness.strategy(stages=stages, num_micro_batches=4) if devices > 1 else "auto"
+    strategy = harness.strategy(stages=stages, num_micro_batches=4, step=step) if devices > 1 else "auto"
     made = harness.trainer(strategy, devices)
     made.fit(Model(*model).double(), loader())
     return float(made.callback_metrics["loss"])
@@ -72,12 +72,12 @@ MODELS = [(False, False), (False, True), (True, False)]
 
 
 def trained_in_stages(rank: int) -> list[float]:
-    return [trained(2, *model) for model in MODELS]
+    return [trained(2, model) for model in MODELS] + [trained(2, model, "whole") for model in MODELS[:2]]
 
 
 def test_a_batch_with_names_may_go_to_modules() -> None:
     """Where the module has all parameters, it may read them: it counts as a part of the step."""
-    expected = [trained(1, *model) for model in MODELS]
+    expected = [trained(1, model) for model in (*MODELS, *MODELS[:2])]
     for found in harness.run(2, trained_in_stages, timeout=120):
         assert found == pytest.approx(expected, rel=1e-12)
 
@@ -85,3 +85,12 @@ def test_a_batch_with_names_may_go_to_modules() -> None:
 def test_forwards_on_other_devices_may_not_read_them() -> None:
     with pytest.raises(CaptureError, match="reads texts or numbers of the batch that are no tensors"):
         capture_step(Model(reads=True, tail=True).double(), next(iter(loader())))
+
+
+def refused_as_a_whole(rank: int) -> None:
+    with pytest.raises(CaptureError, match="reads texts or numbers of the batch that are no tensors"):
+        trained(2, (True, False), "whole")
+
+
+def test_calls_of_whole_steps_may_not_read_them() -> None:
+    harness.run(2, refused_as_a_whole, timeout=120)
