@@ -268,18 +268,20 @@ def _observe(replica: nn.Module, trainer: Any, run_time: RunTime, recorder: Reco
         if recorder.scope == -1:
             recorder.use((args, kwargs))
 
-    for metric in metrics_of(replica).values():
-        _note_uses(metric, recorder)
+    for place, metric in metrics_of(replica).items():
+        _note_uses(metric, place, recorder)
     if hasattr(replica, "log_dict"):
         set_trainer(replica, _ObservedTrainer(trainer, run_time, recorder))
         vars(replica).update(log=log, log_dict=log, print=_Swallow())
 
 
-def _note_uses(metric: nn.Module, recorder: Recorder) -> None:
+def _note_uses(metric: nn.Module, place: str, recorder: Recorder) -> None:
     """Note the values that the step passes to a metric, although the silenced metric computes nothing from them."""
+    recording = recorder.recording
 
     def noted(answer: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if recorder.scope == -1:
+            recording.metric_updates.append((place, len(recording.modules)))
             recorder.use((args, kwargs))
         return answer(*args, **kwargs)
 

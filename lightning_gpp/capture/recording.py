@@ -158,6 +158,8 @@ class Recording:
     state_reads: list[tuple[str, int, str]] = field(default_factory=list)
     """Reads of run-time values such as `current_epoch`: (attribute, scope, line)."""
     state_changes: list[ChangeInPlace] = field(default_factory=list)
+    metric_updates: list[tuple[str, int]] = field(default_factory=list)
+    """Updates of metrics by the step itself: (place of the metric, number of module calls before)."""
     logged: list[tuple[int, str]] = field(default_factory=list)
     """Calls of `self.log`: (scope, line)."""
     attributes: dict[int, dict[Attribute, Any]] = field(default_factory=dict)
@@ -180,8 +182,16 @@ class Recording:
 
     def changed_before_the_end(self) -> set[str]:
         """The same, up to the step's last call of a module."""
-        last = max((call.number for call in self.modules if call.parent == -1), default=-1)
+        last = self._last_network_call()
         return {each.name for each in self.state_changes if each.scope == -1 and each.num_modules <= last}
+
+    def metrics_before_the_end(self) -> list[str]:
+        """Places of the metrics that the step updates before its last call of a module."""
+        last = self._last_network_call()
+        return sorted({place for place, num_modules in self.metric_updates if num_modules <= last})
+
+    def _last_network_call(self) -> int:
+        return max((call.number for call in self.modules if call.parent == -1), default=-1)
 
     def called(self, scope: int) -> list[str]:
         """Paths of a module call and of those around it, the innermost first."""

@@ -15,6 +15,7 @@ from lightning_gpp.capture.batch import BatchDims, Samples, device_of, samples_i
 from lightning_gpp.capture.fillings import CallArguments, delivered
 from lightning_gpp.capture.items import are_plain
 from lightning_gpp.capture.loss import loss_of
+from lightning_gpp.capture.metrics import metrics_at
 from lightning_gpp.capture.network import InputKey, Network
 from lightning_gpp.capture.own_streams import OwnStreams
 from lightning_gpp.capture.recording import ModuleCall, Recorded, Ref, StateRef
@@ -27,6 +28,7 @@ from lightning_gpp.stages.answers import answered
 from lightning_gpp.stages.code import variable
 from lightning_gpp.stages.effects import modules_of_step, named_in_step, without_effects
 from lightning_gpp.stages.holes import Holes
+from lightning_gpp.stages.kept_metrics import states_kept
 from lightning_gpp.stages.tail import Tail
 from lightning_gpp.wording import named
 
@@ -172,6 +174,7 @@ class UserStep(StepRunner):
         self._paths = {id(module): path for path, module in self._modules.items()}
         self._mixes = len(self._calls) > 1
         self._changed = self.network.recording.changed_before_the_end()
+        self._updated = self.network.recording.metrics_before_the_end()
         self._glue = {call.step_number: call for call in self.network.calls if call.scope == -1}
         self._of_step = modules_of_step(self.module, self._modules)
         set_inside = (key for key in self.network.recording.set_by_step if key[0] or "." in key[1])
@@ -218,6 +221,7 @@ class UserStep(StepRunner):
         with (
             own.finding(key) if own else nullcontext(),
             without_effects(self._of_step, self._changed, self._set_inside),
+            states_kept(metrics_at(self.module, self._updated), holes),
             answered(self._modules, answer),
             torch.set_grad_enabled(self.returns_loss),
         ):
