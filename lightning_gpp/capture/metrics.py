@@ -28,7 +28,7 @@ def metrics_of(module: nn.Module) -> dict[str, Metric | MetricCollection]:
 
 def metrics_at(module: nn.Module, places: Sequence[str]) -> list[Metric | MetricCollection]:
     """The metrics of a module at these places, see `metrics_of`."""
-    found = metrics_of(module) if places else {}
+    found = metrics_of(module)
     return [found[place] for place in places if place in found]
 
 

@@ -221,7 +221,7 @@ class UserStep(StepRunner):
         with (
             own.finding(key) if own else nullcontext(),
             without_effects(self._of_step, self._changed, self._set_inside),
-            states_kept(metrics_at(self.module, self._updated), holes),
+            states_kept(metrics_at(self.module, self._updated), holes) if self._updated else nullcontext(),
             answered(self._modules, answer),
             torch.set_grad_enabled(self.returns_loss),
         ):
