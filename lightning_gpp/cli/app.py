@@ -19,13 +19,14 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException, InstantiationException
 from hydra.types import RunMode
 from omegaconf import DictConfig
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
 from yaml import YAMLError
 
 from lightning_gpp.cli import schema
 from lightning_gpp.cli.explain import check_read, config_folder, explain, not_an_override
 from lightning_gpp.cli.help import ASKED, VERSION, help_text
 from lightning_gpp.cli.log_file import place_of_traceback
+from lightning_gpp.cli.references import unresolved
 from lightning_gpp.cli.stopping import EXIT_CODE, interruptible
 from lightning_gpp.errors import GPPError, is_shown_elsewhere
 
@@ -135,7 +136,7 @@ class _HydraTask:
             check_read(config)
             return self.command.task(config)
         except (GPPError, OmegaConfBaseException) as error:
-            told = explain(error)
+            told = unresolved(config, error) if isinstance(error, InterpolationResolutionError) else explain(error)
             if HydraConfig.get().mode is RunMode.MULTIRUN:
                 _end_sweep(f"{self.command.name}: {told}")
                 raise

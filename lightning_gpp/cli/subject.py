@@ -156,15 +156,14 @@ def captured(config: DictConfig, options: Options) -> Step:
     The module has no memory for its parameters, unless its costs are measured or its code needs their values.
 
     Raises:
-        ConfigError: a batch size is given beside the data, or there is no such step.
+        ConfigError: a batch size or an optimizer is given beside the model, or there is no such step.
     """
     if config.step not in _LOADERS:
         raise ConfigError(f"step={config.step}; choose one of {', '.join(_LOADERS)}.")
-    if config.get("batch_size") is not None:
-        raise ConfigError(
-            f"batch_size={config.batch_size} is for a graph from a file (graph=...); with a model it is the data's "
-            "(data.batch_size in the shipped examples)."
-        )
+    for key, owner in _OF_GRAPH_FILES.items():
+        if config.get(key) is not None:
+            given = f"{key}={config[key]}"
+            raise ConfigError(f"{given} is for a graph from a file (graph=...); with a model it is {owner}.")
     if options.costs == "measured":
         return _captured(config, options, nullcontext)
     try:
@@ -314,6 +313,12 @@ _LOADERS: Final = {
     "predict_step": ("predict", "predict_dataloader"),
 }
 """Steps that can be planned, with the stage of set-up and the method for the loaders of each."""
+
+_OF_GRAPH_FILES: Final = {
+    "batch_size": "the data's (data.batch_size in the shipped examples)",
+    "optimizer": "that of its configure_optimizers",
+}
+"""Keys for graphs from files, with what a model has instead."""
 
 
 def first_batch(datamodule: L.LightningDataModule, step: str = TRAINING) -> Any:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import importlib
 import traceback
-from functools import partial
 from typing import Any, Final
 
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from omegaconf.errors import InterpolationResolutionError
 
-from lightning_gpp._compat.omegaconf import key_of, raw_value
+from lightning_gpp._compat.omegaconf import key_of
 from lightning_gpp.cli.blame import mistake
+from lightning_gpp.cli.references import unresolved
 from lightning_gpp.errors import ConfigError, GPPError, did_you_mean
 
 _EXTRAS: Final = {"sklearn": "examples", "transformers": "hf"}
@@ -65,24 +65,13 @@ def built(node: DictConfig, **arguments: Any) -> Any:
     try:
         return instantiate(node, **arguments)
     except InterpolationResolutionError as error:
-        raise ConfigError(_unresolved(node, error)) from error
+        raise ConfigError(unresolved(node, error)) from error
     except InstantiationException as error:
         if isinstance(error.__cause__, GPPError):
             raise error.__cause__ from None
         if isinstance(error.__cause__, ImportError):
             raise ConfigError(f"{node._target_} cannot be built: {' '.join(str(error.__cause__).split())}") from error
         raise mistake(node, error.__cause__ or error) from error
-
-
-def _unresolved(node: DictConfig, error: InterpolationResolutionError) -> str:
-    """The error of a reference to another key, with the key that has it."""
-    reason = str(error).splitlines()[0].rstrip(".")
-    for key in filter(partial(OmegaConf.is_interpolation, node), map(str, node)):
-        try:
-            node[key]
-        except InterpolationResolutionError:
-            reason = f"{key_of(node)}.{key}={raw_value(node, key)}: {reason}"
-    return f"{reason}. Give it a value."
 
 
 def _defined_in(owner: Any) -> list[str]:

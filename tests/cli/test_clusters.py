@@ -155,9 +155,10 @@ def test_what_a_graph_from_a_file_needs(graph_json: str, override: str, message:
         make_plan(composed(*arguments, override, name="plan"))
 
 
-def test_a_model_brings_its_batch_size() -> None:
-    with pytest.raises(ConfigError, match=r"batch_size=8 is for a graph from a file \(graph=...\)"):
-        make_plan(composed(*QUICK, "batch_size=8", name="plan"))
+@pytest.mark.parametrize("given", ["batch_size=8", "optimizer=sgd"])
+def test_a_model_brings_its_batch_size_and_its_optimizer(given: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{given} is for a graph from a file \(graph=...\)"):
+        make_plan(composed(*QUICK, given, name="plan"))
 
 
 @pytest.mark.parametrize(
