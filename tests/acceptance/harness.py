@@ -40,6 +40,9 @@ distributed.preload("tests.acceptance.harness", first=["tests.acceptance"])
 
 TOLERANCE: Final = 1e-12
 ROUNDING: Final = 1e-6
+_NOTHING: Final = 100 * torch.finfo(torch.float64).eps
+"""A difference from one process of which a warning would be false. Nystromformer, whose inverse starts from the largest
+value of the whole mini-batch, differs by more, and on few samples by less than 1e-12."""
 """Relative difference that code with parts in float32 has between a batch and its halves, and losses in float32."""
 SCREEN: Final = 2000
 """Characters of a message that fits a screen."""
@@ -230,7 +233,7 @@ def _compared(
         if error > tolerance or not (warned or undivided < ROUNDING):
             kind = "draws" if draws else "rounding" if error < ROUNDING and _rounds(engine) else "wrong"
             message = f"{undivided:.3g} from one process, {'as a message tells' if draws else 'without a warning'}"
-    elif warned:
+    elif warned and undivided < _NOTHING:
         kind, message = "wrong", "warned of a difference from one process that is none"
     stages = tuple(stage.modules for stage in engine.plan.stages)
     given = _engine(again, batch, replace(options, plan=engine.plan))[1] if again is not None else 0.0
