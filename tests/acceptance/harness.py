@@ -40,10 +40,10 @@ distributed.preload("tests.acceptance.harness", first=["tests.acceptance"])
 
 TOLERANCE: Final = 1e-12
 ROUNDING: Final = 1e-6
+"""Relative difference that code with parts in float32 has between a batch and its halves, and losses in float32."""
 _NOTHING: Final = 100 * torch.finfo(torch.float64).eps
 """A difference from one process of which a warning would be false. Nystromformer, whose inverse starts from the largest
 value of the whole mini-batch, differs by more, and on few samples by less than 1e-12."""
-"""Relative difference that code with parts in float32 has between a batch and its halves, and losses in float32."""
 SCREEN: Final = 2000
 """Characters of a message that fits a screen."""
 PATIENCE: Final = 60.0
