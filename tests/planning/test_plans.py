@@ -11,12 +11,7 @@ from benchmarks.planners.plans import GROUPS, MAX_EVALUATIONS, Case, random_requ
 from lightning_gpp.planning.partitioners.auto import search
 
 EARLIER = json.loads((Path(__file__).parent / "step_times.json").read_text())
-"""Seconds by request of `benchmarks.planners.plans`, from searches of as many evaluations; None without a plan.
-
-Three requests are from a later version. For `two_tower` the plan of the earlier one, 0.04 % shorter, recomputes a stage
-although memory suffices, which no search does any more. For `dlrm 4 auto 1f1b` estimates count the messages to the step
-since: the plan is 0.7 % longer after as many evaluations, and 4.4 % shorter after 8,000.
-"""
+"""Seconds by request of `benchmarks.planners.plans`, from searches of as many evaluations; None without a plan."""
 
 SAME = 1 + 1e-5
 """Step times are recorded with six digits."""
