@@ -8,7 +8,7 @@ import sys
 import types
 from collections.abc import Callable, Iterable, Sequence
 from importlib.util import find_spec
-from typing import Final
+from typing import Any, Final
 
 UNKNOWN: Final = "unknown line"
 """Stands for the line if there is none of the user's."""
@@ -50,6 +50,18 @@ def line_of(error: BaseException) -> str:
             line = f"{name}:{traceback.tb_lineno}"
         traceback = traceback.tb_next
     return line
+
+
+def own_attributes(value: object) -> dict[str, Any] | None:
+    """The attributes of an object; None for one without.
+
+    It asks no `__getattr__`, which in proxies and lazy objects may do anything: import a package, raise any error.
+    """
+    try:
+        attributes: dict[str, Any] = object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return None
+    return attributes
 
 
 def is_user_code(file: str) -> bool:

@@ -12,13 +12,13 @@ from __future__ import annotations
 import argparse
 import tempfile
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
-
-from torch.multiprocessing.spawn import ProcessRaisedException
+from typing import Any
 
 from benchmarks.gpu import beside_torch, parts
-from benchmarks.gpu.features import FEATURES
-from benchmarks.gpu.seats import NCCL, SEATINGS, Seating, here, machine
+from benchmarks.gpu.features import FEATURES, lacks_fsdp
+from benchmarks.gpu.seats import NCCL, SEATINGS, Outcome, Seating, here, machine
 
 
 def main() -> None:
@@ -61,7 +61,7 @@ def coverage(seatings: Sequence[Seating]) -> Iterator[str]:
     if not any(seating.on_gpu for seating in seatings):
         yield NOTHING_ON_GPUS + "\n"
     elif NCCL not in seatings:
-        yield "**NCCL has not been run**, because this machine has one GPU.\n"
+        yield "**NCCL has not been run between GPUs**, because this machine has one.\n"
 
 
 NOTHING_ON_GPUS = """No line of this library has run on a GPU for this report: neither kernels of CUDA, nor NCCL, nor
@@ -76,15 +76,20 @@ def correctness(seatings: Sequence[Seating]) -> Iterator[str]:
     yield "loss, relative; gradients, relative to the largest of the parameter.\n"
     rows = []
     for seating in seatings:
-        for arithmetic in parts.ARITHMETICS:
-            found = seating.run(parts.correctness, arithmetic)
+        calls = [partial(parts.correctness, arithmetic=arithmetic) for arithmetic in parts.ARITHMETICS]
+        for arithmetic, outcome in zip(parts.ARITHMETICS, seating.run_each(calls), strict=True):
+            found, allowed = _found(outcome), arithmetic.tolerance
             loss, gradient = (max(column) for column in zip(*found, strict=True))
-            fine = max(loss, gradient) <= arithmetic.tolerance
-            rows.append(
-                [seating.name, arithmetic.name, f"{loss:.1e}", f"{gradient:.1e}", f"{arithmetic.tolerance:.0e}"]
-            )
-            rows[-1].append("yes" if fine else "**NO**")
+            rows.append([seating.name, arithmetic.name, f"{loss:.1e}", f"{gradient:.1e}", f"{allowed:.0e}"])
+            rows[-1].append("yes" if max(loss, gradient) <= allowed else "**NO**")
     yield from table("processes | numbers | loss | gradients | allowed | within", rows)
+
+
+def _found(outcome: Outcome) -> list[Any]:
+    results, error = outcome
+    if error is not None:
+        raise error
+    return results
 
 
 def features(seatings: Sequence[Seating]) -> Iterator[str]:
@@ -94,14 +99,13 @@ def features(seatings: Sequence[Seating]) -> Iterator[str]:
     yield "error, too.\n"
     rows = []
     for seating in seatings:
-        for feature in FEATURES:
-            if feature.together and seating.world_size == 1:
-                continue
-            try:
-                error = max(seating.run(feature.error))
-                shown, fine = f"{error:.1e}", error <= feature.allowed
-            except ProcessRaisedException as raised:
-                shown, fine = f"`{str(raised).strip().splitlines()[-1]}`", False
+        there = [feature for feature in FEATURES if seating.world_size > 1 or not feature.together]
+        missing = {feature.name: feature.lacks(seating.device(0)) for feature in there}
+        rows += [[seating.name, name, why, "", "not run"] for name, why in missing.items() if why]
+        tried = [feature for feature in there if not missing[feature.name]]
+        for feature, (errors, raised) in zip(tried, seating.run_each([f.error for f in tried]), strict=True):
+            shown = f"{max(errors):.1e}" if raised is None else f"`{str(raised).strip().splitlines()[-1]}`"
+            fine = raised is None and max(errors) <= feature.allowed
             rows.append([seating.name, feature.name, shown, f"{feature.allowed:.0e}", "yes" if fine else "**NO**"])
     yield from table("processes | feature | error | allowed | within", rows)
 
@@ -149,8 +153,10 @@ def eager(seatings: Sequence[Seating]) -> Iterator[str]:
     yield "it is larger, because their kernels drive its code and data out of the processor's caches.\n"
     rows = []
     for seating in seatings:
-        for tiny, count in ((True, 1), (True, 8), (False, 1), (False, 4), (False, 16)):
-            ((ours, same, whole),) = seating.run(parts.eager, tiny, count)
+        sizes = ((True, 1), (True, 8), (False, 1), (False, 4), (False, 16))
+        outcomes = seating.run_each([partial(parts.eager, tiny=tiny, micro_batches=count) for tiny, count in sizes])
+        for (tiny, count), outcome in zip(sizes, outcomes, strict=True):
+            ((ours, same, whole),) = _found(outcome)
             row = [seating.name, "tiny" if tiny else "ordinary", str(count)]
             row += [f"{seconds * 1e3:.2f}" for seconds in (ours, same, whole)]
             row += [f"{ours / same:.3f}", f"{same / whole:.3f}"]
@@ -168,8 +174,9 @@ def beside(seatings: Sequence[Seating]) -> Iterator[str]:
     yield "`schedule.step` does not ([benchmarks/README.md](../benchmarks/README.md) compares the executors alone).\n"
     rows = []
     for seating in (seating for seating in seatings if seating.world_size == 2):
-        for tiny in (True, False):
-            found = seating.run(beside_torch.beside, tiny)[0]
+        calls = [partial(beside_torch.beside, tiny=tiny) for tiny in (True, False)]
+        for tiny, outcome in zip((True, False), seating.run_each(calls), strict=True):
+            found = _found(outcome)[0]
             row = [seating.name, "tiny" if tiny else "ordinary", f"{found['ours'] * 1e3:.2f}"]
             row.append(f"{found['torch'] * 1e3:.2f}" if "torch" in found else "cannot")
             row.append(f"{found['torch'] / found['ours']:.2f}" if "torch" in found else "")
@@ -184,8 +191,11 @@ def sharded(seatings: Sequence[Seating]) -> Iterator[str]:
     yield "Replicas of one stage on all processes: a complete step with its collectives.\n"
     rows = []
     for seating in seatings:
-        seconds = [max(seating.run(parts.sharded, kind)) for kind in ("none", "zero1", "fsdp")]
-        rows.append([seating.name, *(f"{value * 1e3:.1f}" for value in seconds), f"{seconds[2] / seconds[0]:.2f}"])
+        kinds = ["none", "zero1", *(["fsdp"] if not lacks_fsdp(seating.device(0)) else [])]
+        outcomes = seating.run_each([partial(parts.sharded, sharding=kind) for kind in kinds])
+        seconds = [max(_found(outcome)) for outcome in outcomes]
+        rows.append([seating.name, *(f"{value * 1e3:.1f}" for value in seconds)])
+        rows[-1] += [f"{seconds[2] / seconds[0]:.2f}"] if len(seconds) == 3 else ["this torch cannot", ""]
     yield from table("processes | none, ms | zero1, ms | fsdp, ms | fsdp / none", rows)
 
 
@@ -194,7 +204,7 @@ def traces(seatings: Sequence[Seating], folder: str) -> Iterator[str]:
     yield "A profile of one step (torch.profiler): actions that it names, their time on the CPU, and that of kernels.\n"
     rows = []
     for seating in seatings:
-        for rank, (count, on_cpu, on_gpu) in enumerate(seating.run(parts.traced, folder)):
+        for rank, (count, on_cpu, on_gpu) in enumerate(seating.run(parts.traced, folder=folder)):
             shown = f"{on_gpu / 1e3:.1f}" if seating.on_gpu else "not run"
             rows.append([seating.name, str(rank), str(count), f"{on_cpu / 1e3:.1f}", shown])
     yield from table("processes | rank | actions | CPU, ms | kernels, ms", rows)

@@ -15,6 +15,7 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from benchmarks.gpu.towers import autocast, gradients_of, layout, model_of, ordinary, pipeline
 from lightning_gpp import Engine, Options, initialize
@@ -26,12 +27,13 @@ SAMPLES, TOKENS, WIDTH = 8, 16, 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Feature:
-    """What is tried, its largest error, and whether it needs several processes."""
+    """What is tried, its largest error, whether it needs several processes, and why it cannot be tried here."""
 
     name: str
     error: Callable[[torch.device], float]
     allowed: float = 1e-12
     together: bool = False
+    lacks: Callable[[torch.device], str] = lambda _: ""
 
 
 # -- the towers, with other options -----------------------------------------------------------------------------------
@@ -196,6 +198,16 @@ def mirrored(device: torch.device) -> float:
     return float(sum(not torch.equal(*pair) for pair in zip(tree, found, strict=True)))
 
 
+def lacks_fsdp(_: torch.device) -> str:
+    return "" if hasattr(FSDPModule, "set_reduce_scatter_unused_params") else "this torch cannot"
+
+
+def _lacks_bf16(device: torch.device) -> str:
+    """Recurrent networks in bf16 need instructions that not every CPU has."""
+    there = device.type == "cuda" or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return "" if there else "this CPU cannot"
+
+
 FEATURES = (
     Feature(name="every block recomputed", error=partial(against_undivided, recompute=True)),
     Feature(name="offload to the host", error=partial(against_undivided, offload=True)),
@@ -204,15 +216,25 @@ FEATURES = (
     Feature(name="a device that trains nothing", error=partial(against_undivided, frozen=True)),
     Feature(name="replicas", error=partial(against_undivided, replicas=True), together=True),
     Feature(name="zero1", error=partial(against_undivided, replicas=True, sharding="zero1"), together=True),
-    Feature(name="fsdp", error=partial(against_undivided, replicas=True, sharding="fsdp"), together=True),
     Feature(
-        name="replicas of a stage, fsdp", error=partial(against_undivided, shared=True, sharding="fsdp"), together=True
+        name="fsdp",
+        error=partial(against_undivided, replicas=True, sharding="fsdp"),
+        together=True,
+        lacks=lacks_fsdp,
+    ),
+    Feature(
+        name="replicas of a stage, fsdp",
+        error=partial(against_undivided, shared=True, sharding="fsdp"),
+        together=True,
+        lacks=lacks_fsdp,
     ),
     Feature(name="mini-batches of all types", error=mirrored, together=True),
     Feature(name="float16 and a scaled loss", error=scaled, allowed=1e-2),
     Feature(name="noise on the device", error=partial(checked, kind=Noisy, shape=(WIDTH,)), allowed=1e-9),
     Feature(name="self-check, fused dropout", error=partial(checked, kind=Recurrent)),
-    Feature(name="self-check, fused dropout, bf16", error=partial(checked, kind=Recurrent, mixed=True)),
+    Feature(
+        name="self-check, fused dropout, bf16", error=partial(checked, kind=Recurrent, mixed=True), lacks=_lacks_bf16
+    ),
     Feature(name="self-check, convolutions, tf32", error=rounded),
     Feature(name="tensors on self.device", error=partial(checked, kind=Aware, shape=(WIDTH,))),
 )

@@ -328,6 +328,8 @@ def autograd_function_calls(handler: Callable[..., Any]) -> Iterator[None]:
 
 def uncompiled(function: Any) -> Any:
     """The function that `torch.compile` was given, if it made this one; otherwise the function itself."""
+    if not callable(function):
+        return function
     while getattr(function, "_torchdynamo_wrapper_id", None) == id(function):
         function = function._torchdynamo_orig_callable
     inline = getattr(function, "__code__", None)  # torch puts a function of its own around those of torch.nn

@@ -14,6 +14,7 @@ import sys
 import types
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any, Final
 
 import numpy as np
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_gpp._compat.torch import CHILDREN
+from lightning_gpp.user_code import own_attributes
 
 Attribute = tuple[str, str]
 """The path of a module, and the name of its attribute."""
@@ -151,8 +153,11 @@ def _collected(name: str, value: Any, seen: set[int], depth: int) -> Iterator[tu
 def _contents(value: Any) -> dict[Any, Any]:
     if isinstance(value, dict):
         return value
-    slots = (name for kind in type(value).__mro__ for name in _slots(kind))
-    return {**getattr(value, "__dict__", {}), **{name: getattr(value, name) for name in slots if hasattr(value, name)}}
+    found: dict[Any, Any] = dict(own_attributes(value) or {})
+    for name in (name for kind in type(value).__mro__ for name in _slots(kind)):
+        with suppress(AttributeError):  # nothing is in the slot yet
+            found[name] = object.__getattribute__(value, name)
+    return found
 
 
 def _slots(kind: type) -> tuple[str, ...]:
@@ -161,8 +166,7 @@ def _slots(kind: type) -> tuple[str, ...]:
 
 
 def _own(owner: Any) -> dict[Any, Any]:
-    own: dict[Any, Any] = owner if isinstance(owner, dict) else getattr(owner, "__dict__", {})
-    return own
+    return owner if isinstance(owner, dict) else own_attributes(owner) or {}
 
 
 def _part(module: nn.Module, path: str) -> Any:

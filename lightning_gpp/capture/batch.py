@@ -17,6 +17,7 @@ from torch import nn
 from lightning_gpp._compat.torch import pytree
 from lightning_gpp.capture.items import is_plain_sequence
 from lightning_gpp.errors import ConfigError, ShapeError, did_you_mean
+from lightning_gpp.user_code import own_attributes
 from lightning_gpp.wording import with_article
 
 BatchDims = Mapping[str, int | None]
@@ -300,7 +301,7 @@ def _make_known(node: Any) -> None:
         _register(kind, lambda item: {field.name: getattr(item, field.name) for field in dataclasses.fields(item)})
     elif isinstance(node, Mapping):
         _register(kind, dict, lambda values: kind(values))
-    elif callable(getattr(node, "to", None)) and hasattr(node, "__dict__"):
+    elif callable(getattr(node, "to", None)) and own_attributes(node) is not None:
         _register(kind, lambda item: dict(vars(item)))
 
 

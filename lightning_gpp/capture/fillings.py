@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_gpp._compat.torch import pytree
+from lightning_gpp.user_code import own_attributes
 
 CallArguments = tuple[tuple[Any, ...], Mapping[str, Any]]
 """Positional and other arguments of a call."""
@@ -90,8 +91,7 @@ def _contents(value: Any) -> Any:
     """The mapping or sequence with the values of a container or tuple; None for anything else."""
     if isinstance(value, MutableMapping | list | tuple):
         return value
-    is_object = type(value) in pytree.SUPPORTED_NODES and hasattr(value, "__dict__")
-    return vars(value) if is_object else None
+    return own_attributes(value) if type(value) in pytree.SUPPORTED_NODES else None
 
 
 def _change(place: ContainerPlace, now: Any, before: Any) -> Filling | None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from lightning_gpp._compat.torch import FakeTensor
 from lightning_gpp.capture.attributes import is_plain
 from lightning_gpp.capture.shared_objects import DICTS, SEQUENCES, Holder
+from lightning_gpp.user_code import own_attributes
 
 _DEEPEST: Final = 3
 _MISSING: Final = object()
@@ -79,7 +80,7 @@ def _parts(value: Any) -> Iterable[Any]:
         return list(value.values())
     if type(value) in SEQUENCES:
         return list(value)
-    return [] if isinstance(value, type) else list(getattr(value, "__dict__", {}).values())
+    return [] if isinstance(value, type) else list((own_attributes(value) or {}).values())
 
 
 def _restore(holder: Holder, known: Any) -> None:

@@ -9,6 +9,7 @@ from torch import nn
 from torchmetrics import Metric, MetricCollection
 
 from lightning_gpp.capture.attributes import OF_EVERY_MODULE, has_settings
+from lightning_gpp.user_code import own_attributes
 
 _DEPTH: Final = 3
 
@@ -47,8 +48,8 @@ def _inside(place: str, value: Any, depth: int) -> Iterator[tuple[str, Metric | 
     elif isinstance(value, list | tuple | dict) and depth:
         for key, item in value.items() if isinstance(value, dict) else enumerate(value):
             yield from _inside(f"{place}[{key!r}]", item, depth - 1)
-    elif depth and has_settings(value) and hasattr(value, "__dict__"):
-        for name, item in vars(value).items():
+    elif depth and has_settings(value):
+        for name, item in (own_attributes(value) or {}).items():
             yield from _inside(f"{place}.{name}", item, depth - 1)
 
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from lightning_gpp._compat.torch import hooks_of
 from lightning_gpp.capture.attributes import LIBRARIES, NAMESPACES, OF_EVERY_MODULE
 from lightning_gpp.capture.own_streams import RandomSource
-from lightning_gpp.user_code import is_user_code
+from lightning_gpp.user_code import is_user_code, own_attributes
 
 Holder = dict[Any, Any] | list[Any] | set[Any] | deque[Any] | type
 """Something that may have a tensor in it: a container, a class, or the attributes of an object."""
@@ -137,9 +137,8 @@ class _Reach:
         if isinstance(value, functools.partial):
             return [value.func, *value.args, *value.keywords.values()]
         known = self._libraries or type(value).__module__ in self._files or isinstance(value, NAMESPACES)
-        if known and hasattr(value, "__dict__"):
-            return [vars(value), *([type(value)] if self._libraries else [])]
-        return None
+        attributes = own_attributes(value) if known else None
+        return None if attributes is None else [attributes, *([type(value)] if self._libraries else [])]
 
 
 def _files_of(kinds: Set[type]) -> dict[str, types.ModuleType]:

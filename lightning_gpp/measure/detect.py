@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections import Counter
 from dataclasses import replace
 from typing import Final
 
@@ -37,40 +38,52 @@ PCIE: Final = CLUSTERS["pcie_a100"].link
 """The link between devices of unknown or different kinds."""
 
 
-def detect(num_devices: int | None = None) -> Cluster:
+def detect(num_processes: int | None = None) -> Cluster:
     """The CUDA devices of this machine, or the CPU if it has none, as processes that share its memory.
 
     A GPU without a preset is measured (`calibrate`), which takes a few seconds. Memory is that of the machine. Links
     are those of the preset of such devices; the real ones are not measured.
 
     Args:
-        num_devices: number of devices to use; by default all GPUs, or one process for every CPU core.
+        num_processes: number of processes; by default one for each GPU, or for every CPU core. If there are fewer GPUs,
+            process p uses GPU p modulo their number, and has a part of it.
 
     Raises:
-        ConfigError: num_devices is below 1 or above the number of GPUs.
+        ConfigError: num_processes is below 1.
     """
-    if num_devices is not None and num_devices < 1:
-        raise ConfigError(f"num_devices={num_devices} must be 1 or more.")
+    if num_processes is not None and num_processes < 1:
+        raise ConfigError(f"num_processes={num_processes} must be 1 or more.")
     if not torch.cuda.is_available():
-        return _processes(num_devices or os.cpu_count() or 1)
-    there_are = torch.cuda.device_count()
-    if num_devices is not None and num_devices > there_are:
-        raise ConfigError(f"num_devices={num_devices}, but this machine has {there_are} CUDA devices.")
-    return _gpus(num_devices or there_are)
+        return _processes(num_processes or os.cpu_count() or 1)
+    return _gpus(num_processes or torch.cuda.device_count())
 
 
-def _processes(num_devices: int) -> Cluster:
-    share = memory_bytes(torch.device("cpu")) / num_devices
+def _processes(number: int) -> Cluster:
+    share = memory_bytes(torch.device("cpu")) / number
     host = CLUSTERS["cpu_host"]
-    return Cluster.uniform(replace(host.device, memory_bytes=share), num_devices, host.link, name="this machine")
+    return Cluster.uniform(replace(host.device, memory_bytes=share), number, host.link, name="this machine")
 
 
-def _gpus(num_devices: int) -> Cluster:
+def _gpus(number: int) -> Cluster:
+    there_are = torch.cuda.device_count()
     known: dict[str, Device] = {}
-    devices = tuple(_gpu(torch.device("cuda", index), known) for index in range(num_devices))
-    names = {device.name for device in devices}
-    link = LINKS.get(devices[0].name, PCIE) if len(names) == 1 else PCIE
-    return replace(Cluster.uniform(devices[0], num_devices, link, name="this machine"), devices=devices)
+    gpus = [_gpu(torch.device("cuda", index), known) for index in range(min(number, there_are))]
+    users = Counter(process % there_are for process in range(number))
+    devices = tuple(_part(gpus[process % there_are], users[process % there_are]) for process in range(number))
+    alike = len({device.name for device in devices}) == 1 and there_are > 1
+    link = LINKS.get(devices[0].name, PCIE) if alike else PCIE
+    return replace(Cluster.uniform(devices[0], number, link, name="this machine"), devices=devices)
+
+
+def _part(device: Device, users: int) -> Device:
+    """What one of several processes has of a device."""
+    return replace(
+        device,
+        memory_bytes=device.memory_bytes / users,
+        peak_flops={dtype: peak / users for dtype, peak in device.peak_flops.items()},
+        peak_bytes_per_second=device.peak_bytes_per_second / users,
+        peak_host_bytes_per_second=device.peak_host_bytes_per_second / users,
+    )
 
 
 def _gpu(device: torch.device, known: dict[str, Device]) -> Device:

@@ -20,6 +20,7 @@ from lightning_gpp.capture.isolate import private_copy
 from lightning_gpp.capture.metrics import keep_apart
 from lightning_gpp.training.foreign import Foreign, Whereabouts, foreign_like
 from lightning_gpp.training.parameters import flatten, tensors_of, with_values
+from lightning_gpp.user_code import own_attributes
 
 SMALL: Final = 1 << 24
 """Bytes of a tensor or array that is copied, although it is not known that a step changes it."""
@@ -119,6 +120,6 @@ def _is_light(value: Any, depth: int) -> bool:
     if isinstance(value, _CONTAINERS):
         items = list(value.values() if isinstance(value, dict) else value)
         return len(items) <= 1000 and depth < _DEPTH and all(_is_light(item, depth + 1) for item in items)
-    users = type(value).__module__.split(".")[0] not in FRAMEWORKS
-    is_object = users and hasattr(value, "__dict__") and not callable(value)
-    return is_object and depth < _DEPTH and _is_light(vars(value), depth + 1)
+    users = type(value).__module__.split(".")[0] not in FRAMEWORKS and not callable(value)
+    attributes = own_attributes(value) if users else None
+    return attributes is not None and depth < _DEPTH and _is_light(attributes, depth + 1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from types import MethodType
@@ -94,7 +94,7 @@ def initialize(
             options=options,
             device=device,
             seed=agreed_seed(options.seed, control),
-            num_nodes=_num_nodes(control.world_size),
+            num_nodes=len(set(control.gather_all(socket.gethostname()))),
             host=Host(context, precision),
             whole=options.step == "whole",
         )
@@ -136,8 +136,3 @@ def _default_device() -> torch.device:
     """The current CUDA device if the process group moves its tensors by NCCL, as that without a backend's name does."""
     on_gpus = f"cuda:{dist.Backend.NCCL}" in dist.get_backend_config()
     return torch.device("cuda", torch.cuda.current_device()) if on_gpus else torch.device("cpu")
-
-
-def _num_nodes(world_size: int) -> int:
-    """Number of machines of the job, according to torchrun."""
-    return world_size // int(os.environ.get("LOCAL_WORLD_SIZE", world_size))

@@ -30,6 +30,7 @@ from lightning_gpp.capture.attributes import (
     same_value,
     settings,
 )
+from lightning_gpp.user_code import own_attributes
 
 NOT_USERS: Final = OF_EVERY_MODULE | LIGHTNING_STATE
 """Names of attributes of a LightningModule that are torch's and Lightning's."""
@@ -88,7 +89,7 @@ class StepAttributes:
         if type(value) in SCALARS or not ((known is value and not isinstance(value, dict)) or has_settings(value)):
             yield (path, name), value
             return
-        size = len(value) if isinstance(value, dict) else len(getattr(value, "__dict__", ()))
+        size = len(value) if isinstance(value, dict) else len(own_attributes(value) or ())
         if known is not value or length != size:  # its places are looked up again
             keys = [(path, inner) for inner, content in settings(name, value).items() if is_plain(content)]
             self._inside[path, name] = value, size, keys

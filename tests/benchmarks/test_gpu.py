@@ -13,18 +13,20 @@ import torch
 from benchmarks.gpu.__main__ import coverage
 from benchmarks.gpu.features import FEATURES
 from benchmarks.gpu.parts import ARITHMETICS, correctness
-from benchmarks.gpu.seats import ALONE, CPU, CPUS, NCCL, SHARED
+from benchmarks.gpu.seats import ALONE, CPU, CPUS, NCCL, SHARED, SOCKETS
 from tests.cli.commands import ROOT
 
 PAGE = ROOT / "docs" / "gpu.md"
 
 
 def test_the_report_says_what_has_not_been_run() -> None:
-    without, single, several = ("\n".join(coverage(s)) for s in ([CPUS, CPU], [SHARED, ALONE], [NCCL, SHARED, ALONE]))
+    without, single, several = (
+        "\n".join(coverage(s)) for s in ([CPUS, CPU], [SOCKETS, SHARED, ALONE], [NCCL, SHARED, ALONE])
+    )
     assert "No line of this library has run on a GPU" in without
-    assert f"Has not been run:** {NCCL.name}; {SHARED.name}; {ALONE.name}." in without
-    assert "NCCL has not been run" in single
-    assert "not been run" not in several.replace(f"**Has not been run:** {CPUS.name}; {CPU.name}.", "")
+    assert f"Has not been run:** {NCCL.name}; {SHARED.name}; {ALONE.name}; {SOCKETS.name}." in without
+    assert "NCCL has not been run between GPUs" in single
+    assert several.split("\n\n")[1:] == [f"**Has not been run:** {SOCKETS.name}; {CPUS.name}; {CPU.name}.\n"]
 
 
 def test_the_page_is_a_report() -> None:
@@ -44,7 +46,7 @@ def test_features_have_no_error(name: str) -> None:
 
 
 def test_gradients_are_those_of_the_undivided_model() -> None:
-    ((loss, gradient),) = CPU.run(correctness, ARITHMETICS[0])
+    ((loss, gradient),) = CPU.run(correctness, arithmetic=ARITHMETICS[0])
     assert max(loss, gradient) <= 1e-12
 
 

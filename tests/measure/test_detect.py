@@ -98,7 +98,17 @@ def test_an_unknown_gpu_is_measured_once_for_each_kind(
 def test_only_so_many_gpus(products: list[str]) -> None:
     products += ["NVIDIA L4"] * 3
     assert detect(2).num_devices == 2
-    with pytest.raises(ConfigError, match="num_devices=4, but this machine has 3 CUDA devices"):
-        detect(4)
-    with pytest.raises(ConfigError, match="num_devices=0 must be 1 or more"):
+    with pytest.raises(ConfigError, match="num_processes=0 must be 1 or more"):
         detect(0)
+
+
+def test_more_processes_than_gpus_have_parts_of_them(products: list[str]) -> None:
+    products += ["NVIDIA L4"] * 2
+    whole, shared = DEVICES["l4"], detect(3)
+    assert [device.memory_bytes for device in shared.devices] == [MEMORY / 2, MEMORY + 1, MEMORY / 2]
+    assert [device.flops_per_second() / whole.flops_per_second() for device in shared.devices] == [0.5, 1, 0.5]
+
+
+def test_processes_on_one_gpu_talk_through_its_host(products: list[str]) -> None:
+    products.append("NVIDIA H200")
+    assert detect(2).link(0, 1) == CLUSTERS["pcie_a100"].link

@@ -19,6 +19,7 @@ from lightning_gpp.training.checkpoint import merge
 from lightning_gpp.training.control import Control
 from lightning_gpp.training.foreign import Foreign
 from lightning_gpp.training.step_attributes import NOT_USERS
+from lightning_gpp.user_code import own_attributes
 
 _DEPTH: Final = 5
 
@@ -97,4 +98,5 @@ class _CopySearch:
 
 def _is_users(value: object) -> bool:
     """True for an object with attributes, of a class that belongs to no framework."""
-    return hasattr(value, "__dict__") and not callable(value) and type(value).__module__.split(".")[0] not in FRAMEWORKS
+    users = type(value).__module__.split(".")[0] not in FRAMEWORKS and not callable(value)
+    return users and own_attributes(value) is not None
