@@ -90,6 +90,8 @@ class Executor:
         self._state = DeviceState(program.plan.stages_on(device), tensors_on)
         self._weights, self._slots, self._sharding = weights, slots, sharding
         self._unfinished: deque[Send] = deque()
+        talks = any(each.op in (Op.SEND, Op.POST) for each in program.devices[device])
+        self._transport, self._loading = transport, 1 + program.lead if talks else 0
         self._lanes = [self._lane(number, transport, tensors_on) for number in range(1 + program.lead)]
         self._compiler = Compiler(
             program,
@@ -260,7 +262,21 @@ class Executor:
         if step == first:
             self._state.begin()
         for batch in range(first if step == first else step + lead, min(step + lead + 1, last)):
-            self._lanes[batch % len(self._lanes)].state.begin(weight, batch)
+            lane = self._lanes[batch % len(self._lanes)]
+            lane.state.begin(weight, batch)
+            lane.link.transport = self._way()
+
+    def _way(self) -> Transport:
+        """The transport of the next mini-batch: by way of host memory while kernels are loaded (`Transport`).
+
+        These are the mini-batches in the pipeline until the first one has left it; of tensors with unknown shapes, for
+        each of which there may be another kernel, all.
+        """
+        if not self._loading:
+            return self._transport
+        if not any(edge.dynamic for edge in self.program.plan.edges):
+            self._loading -= 1
+        return self._transport.through_host
 
     def _fill(self, first: int, last: int, context: AbstractContextManager[None]) -> None:
         """Run the periods before the first mini-batch's own."""

@@ -5,6 +5,7 @@ Messages of a directed pair match by order alone, as NCCL requires.
 
 from __future__ import annotations
 
+import copy
 import itertools
 import os
 from collections.abc import Iterable, Sequence
@@ -47,6 +48,11 @@ class Transport(Protocol):
 
     def receive(self, buffer: Tensor, device: int) -> Work:
         """Start receiving into a contiguous buffer of exactly the sent shape and dtype."""
+        ...
+
+    @property
+    def through_host(self) -> Transport:
+        """The same by way of host memory: a message in progress occupies no GPU. Its messages match one another."""
         ...
 
 
@@ -97,6 +103,11 @@ class DistributedTransport:
     Transports of one mesh never get each other's messages: over gloo each has a tag of its own, on NCCL groups of its
     own.
 
+    A message over NCCL occupies a GPU from the moment its kernel is launched until the peer has launched its own. A
+    launch that has to load its kernel first waits for all that is on the GPU, including receives of what other ranks
+    can compute only after it. So the ranks would wait for each other for ever, and whoever runs something for the first
+    time uses `through_host`.
+
     Raises:
         ConfigError: on NCCL, the GPUs have fewer hardware queues than streams (see `check_queues`).
     """
@@ -116,7 +127,11 @@ class DistributedTransport:
         self._device = device or torch.device("cpu")
         self._backend = backend or mesh.backend
         self._outgoing, self._incoming = self._shared(mesh)
+        self.through_host = self
         if self._backend != "gloo" if own_groups is None else own_groups:
+            self.through_host = copy.copy(self)
+            self.through_host.through_host = self.through_host
+            self._outgoing, self._incoming = dict(self._outgoing), dict(self._incoming)
             self._connect(mesh, sorted(set(pairs)))
 
     def send(self, tensor: Tensor, device: int) -> Work:
@@ -160,11 +175,17 @@ class DistributedTransport:
                 self._outgoing[dst] = [
                     _Channel(group, dist.get_group_rank(group, peer)) for (_, peer), group in links.items()
                 ]
-                self.send(torch.zeros(1, device=self._device), dst).wait()
+                self._first_use(self.send(torch.zeros(1, device=self._device), dst))
             elif mesh.device == dst:
                 ((peer, _), group), *_ = links.items()
                 self._incoming[src] = _Channel(group, dist.get_group_rank(group, peer))
-                self.receive(torch.zeros(1, device=self._device), src).wait()
+                self._first_use(self.receive(torch.zeros(1, device=self._device), src))
+
+    def _first_use(self, work: Work) -> None:
+        """Wait until a message has arrived, not only on the GPU: to connect the next pair allocates memory there."""
+        work.wait()
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
 
 
 def as_sent(tensor: Tensor) -> Tensor:
