@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from benchmarks.gpu.towers import autocast, gradients_of, layout, model_of, ordinary, pipeline
+from benchmarks.gpu.trained import trained
 from lightning_gpp import Engine, Options, initialize
 from lightning_gpp.training.loss_scale import LossScale
 from lightning_gpp.training.mirror import Mirror
@@ -202,6 +203,10 @@ def lacks_fsdp(_: torch.device) -> str:
     return "" if hasattr(FSDPModule, "set_reduce_scatter_unused_params") else "this torch cannot"
 
 
+def _lacks_scaler(device: torch.device) -> str:
+    return "" if device.type == "cuda" else "Lightning scales losses on GPUs alone"
+
+
 def _lacks_bf16(device: torch.device) -> str:
     """Recurrent networks in bf16 need instructions that not every CPU has."""
     there = device.type == "cuda" or torch.ops.mkldnn._is_mkldnn_bf16_supported()
@@ -236,5 +241,8 @@ FEATURES = (
         name="self-check, fused dropout, bf16", error=partial(checked, kind=Recurrent, mixed=True), lacks=_lacks_bf16
     ),
     Feature(name="self-check, convolutions, tf32", error=rounded),
+    Feature(name="Trainer, 64-true", error=partial(trained, precision="64-true")),
+    Feature(name="Trainer, bf16-mixed", error=partial(trained, precision="bf16-mixed"), allowed=2e-2),
+    Feature(name="Trainer, 16-mixed", error=partial(trained, precision="16-mixed"), allowed=2e-2, lacks=_lacks_scaler),
     Feature(name="tensors on self.device", error=partial(checked, kind=Aware, shape=(WIDTH,))),
 )

@@ -36,7 +36,7 @@ TINY = Shape(width=8, layers=2, samples=8, micro_batches=8)
 def ordinary(device: torch.device) -> Shape:
     """Nearly all time is computation."""
     if device.type == "cuda":
-        return Shape(width=4096, layers=8, samples=8192)
+        return Shape(width=2048, layers=8, samples=4096)
     return Shape(width=512, layers=4, samples=256)
 
 

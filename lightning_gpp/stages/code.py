@@ -94,7 +94,7 @@ class StageCode:
 
     def _function(self) -> StageFunction:
         exec(compile(self.source(), "<stage>", "exec"), self.names)
-        forward: StageFunction = self.names["forward"]
+        forward: StageFunction = self.names.pop("forward")  # a cycle would keep parameters until Python looks for cycles
         return forward
 
     def _receive(self, ref: Ref) -> None:

@@ -1,0 +1,42 @@
+"""What was built for a check is gone with it: no cycle keeps parameters until Python's collector looks for some."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_gpp.capture import capture_step
+from tests.stages.inprocess import chain_of, split_gradients
+
+
+class Towers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right, self.head = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(8, 1)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.head(torch.cat([self.left(batch), self.right(batch)], dim=1)).square().mean()
+
+
+@pytest.fixture
+def without_collector() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("without_collector")
+def test_stages_and_their_gradients_are_gone_at_once() -> None:
+    batch, module = torch.randn(8, 4), Towers()
+    captured = capture_step(Towers(), batch)
+    split_gradients(module, captured, chain_of(captured, [["left"], ["right"], ["head"]], 4), batch)
+    tensors = [weakref.ref(each) for parameter in module.parameters() for each in (parameter, parameter.grad)]
+    assert len(tensors) == 12
+    del module
+    assert not any(reference() is not None for reference in tensors)
