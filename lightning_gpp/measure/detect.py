@@ -76,7 +76,7 @@ def _gpus(number: int) -> Cluster:
 
 
 def _part(device: Device, users: int) -> Device:
-    """What one of several processes has of a device."""
+    """The part of a device that one of several processes has."""
     return replace(
         device,
         memory_bytes=device.memory_bytes / users,

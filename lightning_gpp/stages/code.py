@@ -94,7 +94,8 @@ class StageCode:
 
     def _function(self) -> StageFunction:
         exec(compile(self.source(), "<stage>", "exec"), self.names)
-        forward: StageFunction = self.names.pop("forward")  # a cycle would keep parameters until Python looks for cycles
+        # Were it among its own globals, this cycle would keep the parameters until Python looks for cycles.
+        forward: StageFunction = self.names.pop("forward")
         return forward
 
     def _receive(self, ref: Ref) -> None:
