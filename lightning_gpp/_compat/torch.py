@@ -19,6 +19,7 @@ from torch.autograd.graph import GradientEdge, Node, _engine_run_backward
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._python_dispatch import _disable_current_modes
 
 pytree: Final = _pytree
 """Maps functions over nested containers of tensors, with the containers that users have registered."""
@@ -69,6 +70,13 @@ def schema_arguments(operator: Any) -> Sequence[Any]:
     """The arguments of an operator by its schema: `name`, and `alias_info` if they are changed."""
     arguments: Sequence[Any] = operator._schema.arguments
     return arguments
+
+
+@contextmanager
+def without_modes() -> Iterator[None]:
+    """Inside, code runs as if nobody recorded it: dispatch modes, fake tensors and function modes are off."""
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        yield
 
 
 without_torch_function: Callable[[], AbstractContextManager[None]] = torch._C.DisableTorchFunctionSubclass

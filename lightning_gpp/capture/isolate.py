@@ -18,6 +18,7 @@ from torch import nn
 from lightning_gpp._compat.torch import FakeTensorMode, forget_compiled_call, hooks_of, uncompiled, wraps_compiled
 from lightning_gpp.capture.attributes import FRAMEWORKS
 from lightning_gpp.capture.metrics import metrics_of
+from lightning_gpp.capture.read_ahead import readers
 from lightning_gpp.graph import OperatorGraph
 from lightning_gpp.replaced import Replaced
 
@@ -87,6 +88,7 @@ def private_copy(module: nn.Module, memo: dict[int, Any] | None = None) -> nn.Mo
     """
     memo = {} if memo is None else memo
     kept = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
+    memo |= readers(module.modules())
     for owner in module.modules():
         for value in vars(owner).values():
             _share(value, memo, kept, depth=0)

@@ -9,7 +9,7 @@ import io
 import logging
 import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -34,6 +34,7 @@ from lightning_gpp.capture.meter import Meter
 from lightning_gpp.capture.metrics import metrics_of
 from lightning_gpp.capture.noted_attributes import NotedAttributes
 from lightning_gpp.capture.observed_attributes import observe
+from lightning_gpp.capture.read_ahead import iterators_unread
 from lightning_gpp.capture.recorder import Recorder
 from lightning_gpp.capture.recording import Recording
 from lightning_gpp.capture.refusal import refusal
@@ -129,7 +130,8 @@ def record(
                 if isinstance(leaf, torch.Tensor):
                     recorder.batch_tensor(leaf)
             watch = MadeWatch(replica)
-            _run(replica, _called(replica, step, run_time, function), fake, recorder, notes)
+            with nullcontext() if recorder.reads_between_calls else iterators_unread(replica, step):
+                _run(replica, _called(replica, step, run_time, function), fake, recorder, notes)
             watch.note(recorder)
     recording = recorder.recording
     if step != "training_step":

@@ -17,6 +17,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from lightning_gpp._compat.torch import FakeTensor
+from lightning_gpp.errors import GPPError
 from lightning_gpp.runtime.boundary import DTYPES, MessageTensors, Tensors, header_length, header_of, read_header
 from lightning_gpp.runtime.codecs import EXACT, Form
 from lightning_gpp.runtime.stage import Slot
@@ -70,6 +72,12 @@ class Send:
     def _packed(self) -> list[Tensor]:
         values, message = self._link.values, self.message
         tensors, values[message] = values[message], None
+        if any(isinstance(tensor, FakeTensor) for tensor in tensors or ()):
+            raise GPPError(
+                "A tensor that the step passes to a module has no values: it was made while the step was captured, and "
+                "kept since by something outside of the module, such as a generator. Make it in the step, or keep the "
+                "iterator as an attribute of the module (self.items = iter(...))."
+            )
         pairs = zip(self._encodings, tensors or (), strict=bool(tensors))
         return [_encoded(tensor.detach(), encode).contiguous() for encode, tensor in pairs if tensor is not None]
 

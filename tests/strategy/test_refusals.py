@@ -35,6 +35,7 @@ from tests.strategy import (
     test_members,
     test_parameter_hooks,
     test_pruning,
+    test_read_ahead,
     test_state_between_calls,
     test_tensor_parallel,
 )
@@ -374,6 +375,7 @@ ROWS: dict[str, list[Any]] = {
     "a float that": ["BatchSize"],
     "a hook on a gradient": ["GradientHook"],
     "a decision of the step": ["LateCall"],
+    "an iterator of the module that the step reads": [test_read_ahead.test_micro_batches_would_read_items_of_their_own],
     "calls of modules, and": [
         captures.test_an_argument_that_changed_is_noticed,
         captures.test_an_argument_that_is_sometimes_none_is_noticed,

@@ -1,0 +1,130 @@
+"""Iterators that modules keep (`self.unlabelled = iter(loader)`): what a copy of a module reads stays for the module.
+
+An iterator cannot be copied, so the first copy of a module puts a `ReadAhead` in its place. Copies read on from where
+the module is; what they read is kept until the module reads it itself.
+"""
+
+from __future__ import annotations
+
+import io
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+
+from torch import nn
+
+from lightning_gpp._compat.torch import without_modes
+from lightning_gpp.errors import CaptureError
+
+_DEEPEST: Final = 4
+_MOST_ITEMS: Final = 1000
+"""Items of the largest containers that are looked into."""
+
+
+class ReadAhead(Iterator[Any]):
+    """An iterator of which copies read ahead; otherwise it is as the one that it is made of."""
+
+    def __init__(self, source: Iterator[Any]) -> None:
+        self._source, self._kept, self._first = source, deque[Any](), 0
+
+    def __next__(self) -> Any:
+        item = self._kept.popleft() if self._kept else next(self._source)
+        self._first += 1
+        return item
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("_source", "__setstate__"):  # while it is unpickled
+            raise AttributeError(name)
+        return getattr(self._source, name)
+
+    def copy(self) -> Iterator[Any]:
+        """An iterator that reads on from here, and leaves everything for this one."""
+        return _Reader(self, self._first)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Iterator[Any]:
+        return self.copy()
+
+    def at(self, place: int) -> tuple[Any, int]:
+        """The first item from a place on that this one has not read yet, and the place behind it."""
+        place = max(place, self._first)
+        while len(self._kept) <= place - self._first:
+            with without_modes():  # the item may be computed here, and training gets it
+                self._kept.append(next(self._source))
+        return self._kept[place - self._first], place + 1
+
+
+class _Reader(Iterator[Any]):
+    """The iterator of a copy. `is_read`: whether somebody asked for an item."""
+
+    def __init__(self, origin: ReadAhead, place: int) -> None:
+        self._origin, self._place, self.is_read = origin, place, False
+
+    def __next__(self) -> Any:
+        self.is_read = True
+        item, self._place = self._origin.at(self._place)
+        return item
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("_origin", "__setstate__"):
+            raise AttributeError(name)
+        return getattr(self._origin, name)
+
+    def copy(self) -> Iterator[Any]:
+        return _Reader(self._origin, self._place)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Iterator[Any]:
+        return self.copy()
+
+
+def readers(modules: Iterable[nn.Module]) -> dict[int, Iterator[Any]]:
+    """Iterators for a copy of modules, by the id of those that they replace, which copies may read ahead of.
+
+    Iterators in lists and dictionaries that are attributes count, too.
+    """
+    made: dict[int, ReadAhead] = {}
+    found: dict[int, Iterator[Any]] = {}
+    for module in modules:
+        for container, (*_, key), value in _iterators(vars(module)):
+            wrapped = value if isinstance(value, _WRAPPED) else made.setdefault(id(value), ReadAhead(value))
+            container[key], found[id(wrapped)] = wrapped, wrapped.copy()
+    return found
+
+
+@contextmanager
+def iterators_unread(copied: nn.Module, step: str) -> Iterator[None]:
+    """Refuse a step that reads iterators of a copy inside, or keeps one that it made: each micro-batch would read some.
+
+    Raises:
+        CaptureError: it does.
+    """
+    before = _named(copied)
+    yield
+    after = _named(copied).items()
+    read = [name for name, value in before.items() if isinstance(value, _Reader) and value.is_read]
+    if names := [*read, *(name for name, value in after if not isinstance(value, _WRAPPED) and name not in read)]:
+        raise CaptureError(
+            f"{step} reads items of an iterator that the module keeps ({', '.join(names)}): each micro-batch would "
+            "read items of its own, where one process reads them once for a mini-batch. Choose strategy.step=whole, or "
+            "let the data have both loaders (Lightning's CombinedLoader)."
+        )
+
+
+def _named(module: nn.Module) -> dict[str, Iterator[Any]]:
+    return {
+        ".".join(map(str, [*filter(None, [path]), *keys])): value
+        for path, part in module.named_modules()
+        for _, keys, value in _iterators(vars(part))
+    }
+
+
+def _iterators(container: Any, above: tuple[Any, ...] = ()) -> Iterator[tuple[Any, tuple[Any, ...], Iterator[Any]]]:
+    """Iterators in a container and those in it, with the container that they are in, and all keys down to them."""
+    for key, value in list(container.items() if isinstance(container, dict) else enumerate(container)):
+        if isinstance(value, Iterator) and not isinstance(value, io.IOBase | nn.Module):
+            yield container, (*above, key), value
+        elif type(value) in (dict, list) and len(value) <= _MOST_ITEMS and len(above) < _DEEPEST:
+            yield from _iterators(value, (*above, key))
+
+
+_WRAPPED: Final = (ReadAhead, _Reader)
