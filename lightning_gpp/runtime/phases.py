@@ -21,8 +21,9 @@ from lightning_gpp.runtime.compiler import message_of
 from lightning_gpp.runtime.executor import Executor
 from lightning_gpp.runtime.module_state import Snapshot
 from lightning_gpp.runtime.offload import KeptTensors
+from lightning_gpp.runtime.transport import Transport
 from lightning_gpp.schedules.actions import Kind
-from lightning_gpp.schedules.program import Instruction, Op
+from lightning_gpp.schedules.program import Instruction, Op, Program
 
 Graphs = tuple[dict[str, Tensor], dict[str, GradientEdge], tuple[GradientEdge, Tensor] | None]
 """The content of `Saved`."""
@@ -50,8 +51,9 @@ class KeptForwards:
 class PhasedExecutor(Executor):
     """Runs one device's forwards and backwards of a program apart. The program must not split backwards."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, program: Program, device: int, *, transport: Transport, **kwargs: Any) -> None:
+        super().__init__(program, device, transport=transport, **kwargs)
+        self._forward_ways, self._backward_ways = (self._ways_of(transport, 1) for _ in range(2))
         backward = [self._is_backward(instruction) for instruction in self._instructions]
         self._forwards = [position for position, is_backward in enumerate(backward) if not is_backward]
         self._backwards = [position for position, is_backward in enumerate(backward) if is_backward]
@@ -65,6 +67,7 @@ class PhasedExecutor(Executor):
     def forward(self, step: int) -> KeptForwards:
         """Run the forwards for a mini-batch. `step` numbers their random streams."""
         self._kept_lane.state.begin(1.0, step)
+        self._kept_lane.link.transport = self._forward_ways.next()
         self._state.begin()
         self._run_part(self._forwards, training=self.program.training)
         return self._taken()
@@ -78,6 +81,7 @@ class PhasedExecutor(Executor):
             again: whether another backward of the same forward follows.
         """
         self._kept_lane.state.begin(1.0, step)
+        self._kept_lane.link.transport = self._backward_ways.next()
         self._kept_lane.state.keeps_graphs = again
         for leaf in kept.leaves():
             leaf.grad = None

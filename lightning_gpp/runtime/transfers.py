@@ -40,6 +40,25 @@ class TransferLink:
     unfinished: deque[Send] = field(default_factory=deque)
 
 
+@dataclass(slots=True, eq=False)
+class Ways:
+    """The transports of runs: by way of host memory while kernels may have to be loaded (see `DistributedTransport`).
+
+    `transport` is that of later runs, `loading` the number of runs before, `always` whether every run may need others.
+    """
+
+    transport: Transport
+    loading: int = 1
+    always: bool = False
+
+    def next(self) -> Transport:
+        """The transport of the next run."""
+        if not self.loading:
+            return self.transport
+        self.loading -= not self.always
+        return self.transport.through_host
+
+
 class Send:
     """Start sending a message, whose id is `message`; keep its tensors until they have arrived."""
 

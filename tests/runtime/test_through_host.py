@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lightning_gpp.plan import Plan
 from lightning_gpp.runtime import DistributedTransport, Executor, Mesh, Transport, pairs_of
+from lightning_gpp.runtime.phases import PhasedExecutor
 from lightning_gpp.runtime.transport import Work
 from lightning_gpp.schedules import compile_program
 from lightning_gpp.schedules.continuous import continuous_program
@@ -79,6 +80,24 @@ def test_tensors_of_unknown_shapes_always_go_through_the_host() -> None:
     edges = tuple(replace(edge, dynamic=edge.src == 0) for edge in PLAN.edges)
     for ways, _ in run_distributed(3, _run, replace(PLAN, edges=edges), (8, 8)):
         assert ways == [{HOST}, {HOST}]
+
+
+def _in_phases(rank: int) -> list[set[str]]:
+    mesh, stages, ways = Mesh(PLAN.num_devices, 1, rank), make_stages(PLAN), []
+    noting = Noting(DistributedTransport(mesh, pairs_of(PLAN), own_groups=True))
+    program, source = compile_program(PLAN), make_data(8)
+    executor = PhasedExecutor(program, rank, stages=stages, slots=all_slots(PLAN), transport=noting, source=source)
+    for step in range(2):
+        kept = executor.forward(step)
+        ways.append(noting.taken())
+        executor.backward(kept, step)
+        ways.append(noting.taken())
+    return ways
+
+
+def test_forwards_and_backwards_apart_go_through_the_host_once() -> None:
+    for ways in run_distributed(3, _in_phases):
+        assert ways == [{HOST}, {HOST}, {DIRECT}, {DIRECT}]
 
 
 def _stream(rank: int, case: AsyncCase) -> tuple[int, list[str]]:
