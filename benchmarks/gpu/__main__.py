@@ -130,14 +130,15 @@ def _counts(found: dict[str, float]) -> str:
 
 def predictions(seatings: Sequence[Seating]) -> Iterator[str]:
     yield "## Predicted and measured\n"
-    yield "A step without the optimizer, from measured costs (`costs=measured`), and the peak of the allocated"
-    yield "memory of a rank in a complete step.\n"
+    yield "Towers of transformer layers: a step without the optimizer, from measured costs (`costs=measured`), and the"
+    yield "peak of the memory of a rank in a complete step: allocated on a GPU; of live tensors, counted, on a CPU. The"
+    yield "mini-batch, which the prediction leaves out, is on every rank here.\n"
     rows = []
     for seating in seatings:
         for rank, found in enumerate(seating.run(parts.predictions)):
             rows.append([seating.name, str(rank), *_compared(*found["seconds"], 1e3)])
-            rows[-1] += _compared(*found["bytes"], 1e-6) if seating.on_gpu else ["not run"] * 3
-    header = "processes | rank | predicted, ms | measured, ms | error | predicted, MB | allocated, MB | error"
+            rows[-1] += _compared(*found["bytes"], 1e-6)
+    header = "processes | rank | predicted, ms | measured, ms | error | predicted, MB | held, MB | error"
     yield from table(header, rows)
 
 

@@ -25,8 +25,10 @@ from benchmarks.gpu.towers import (
     ordinary,
     pipeline,
     seconds_of,
+    transformers,
     wait,
 )
+from benchmarks.live_bytes import LiveBytes
 from benchmarks.reads import counted, synchronising
 from lightning_gpp import Options
 from lightning_gpp.capture import capture_step
@@ -79,9 +81,13 @@ def _relative(found: Any, expected: Any) -> float:
 
 
 def predictions(device: torch.device) -> dict[str, list[float]]:
-    """Predicted and measured seconds of a step and, on GPUs, peak bytes of every rank; from measured costs."""
+    """Predicted and measured seconds of a step, and peak bytes of every rank; from measured costs.
+
+    On GPUs the bytes are those of torch's allocator, on CPUs those of live tensors.
+    """
     costs = costs_here(device) if dist.get_rank() == 0 else None
-    with pipeline(device, ordinary(device)) as job:
+    live = LiveBytes() if device.type == "cpu" else nullcontext()
+    with live, pipeline(device, transformers(device)) as job:
         engine = job.engine
         outcome: list[Any] = [None]
         if dist.get_rank() == 0:
@@ -89,20 +95,29 @@ def predictions(device: torch.device) -> dict[str, list[float]]:
             outcome = [(timeline.makespan, timeline.peak_bytes)]
         dist.broadcast_object_list(outcome)
         job.step()
-        peak = 0.0
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)
-            job.step()
-            wait(device)
-            peak = float(torch.cuda.max_memory_allocated(device))
+        peak = _peak(job.step, device, live)
+    with pipeline(device, transformers(device)) as job:
+        engine = job.engine
+        job.step()
         measured = statistics.median(seconds_of(lambda: engine.train_step(job.batch), device) for _ in range(STEPS))
     makespan, peaks = outcome[0]
     return {"seconds": [makespan, measured], "bytes": [peaks[dist.get_rank()], peak]}
 
 
+def _peak(step: Callable[[], Any], device: torch.device, live: LiveBytes | nullcontext[None]) -> float:
+    if isinstance(live, LiveBytes):
+        live.peak = live.now
+        step()
+        return float(live.peak)
+    torch.cuda.reset_peak_memory_stats(device)
+    step()
+    wait(device)
+    return float(torch.cuda.max_memory_allocated(device))
+
+
 def costs_here(device: torch.device) -> CostModel:
     """Measured costs of the model's operators."""
-    model, batch = (make(ordinary(device), device, torch.float32) for make in (model_of, batch_of))
+    model, batch = (make(transformers(device), device, torch.float32) for make in (model_of, batch_of))
     cluster = resolved(None, dist.get_world_size(), device_type=device.type)
     return measured_costs(
         capture_step(model, batch), model, batch, Options(), cluster, device=device, context=nullcontext

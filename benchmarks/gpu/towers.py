@@ -21,12 +21,13 @@ Batch = tuple[Tensor, Tensor, Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """Sizes of model and mini-batch."""
+    """Sizes of model and mini-batch. `tokens`: those of a sample, if layers are transformers'; 0: they are linear."""
 
     width: int
     layers: int
     samples: int
     micro_batches: int = 4
+    tokens: int = 0
 
 
 TINY = Shape(width=8, layers=2, samples=8, micro_batches=8)
@@ -40,23 +41,37 @@ def ordinary(device: torch.device) -> Shape:
     return Shape(width=512, layers=4, samples=256)
 
 
+def transformers(device: torch.device) -> Shape:
+    """Layers of the kind that most memory is used for."""
+    if device.type == "cuda":
+        return Shape(width=1024, layers=12, samples=64, tokens=512)
+    return Shape(width=256, layers=6, samples=16, tokens=64)
+
+
 class Towers(nn.Module):
     """Logits of two inputs."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.left, self.right = (
-            nn.Sequential(*(part for _ in range(shape.layers) for part in (nn.Linear(w, w), nn.GELU())))
-            for w in (shape.width, shape.width)
+            nn.Sequential(*(part for _ in range(shape.layers) for part in _layer(shape))) for _ in range(2)
         )
         self.head = nn.Linear(2 * shape.width, 16)
 
     def forward(self, a: Tensor, b: Tensor) -> Tensor:
-        return self.head(torch.cat([self.left(a), self.right(b)], dim=1))
+        found = self.head(torch.cat([self.left(a), self.right(b)], dim=-1))
+        return found.mean(1) if found.dim() == 3 else found
 
     def training_step(self, batch: Batch) -> Tensor:
         a, b, labels = batch
         return nn.functional.cross_entropy(self(a, b), labels)
+
+
+def _layer(shape: Shape) -> tuple[nn.Module, ...]:
+    width = shape.width
+    if not shape.tokens:
+        return nn.Linear(width, width), nn.GELU()
+    return (nn.TransformerEncoderLayer(width, 8, 4 * width, dropout=0.0, batch_first=True, norm_first=True),)
 
 
 def layout(world_size: int) -> list[dict[str, Any]]:
@@ -75,7 +90,8 @@ def model_of(shape: Shape, device: torch.device, dtype: torch.dtype) -> Towers:
 
 def batch_of(shape: Shape, device: torch.device, dtype: torch.dtype) -> Batch:
     generator = torch.Generator().manual_seed(1)
-    a, b = (torch.randn(shape.samples, shape.width, generator=generator).to(device, dtype) for _ in range(2))
+    sizes = (shape.samples, *filter(None, [shape.tokens]), shape.width)
+    a, b = (torch.randn(*sizes, generator=generator).to(device, dtype) for _ in range(2))
     return a, b, torch.randint(0, 16, (shape.samples,), generator=generator).to(device)
 
 
