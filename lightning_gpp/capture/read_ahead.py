@@ -17,6 +17,7 @@ from torch import nn
 from lightning_gpp._compat.torch import without_modes
 from lightning_gpp.errors import CaptureError
 
+_TWO_WAYS: Final = ("send", "throw")
 _DEEPEST: Final = 4
 _MOST_ITEMS: Final = 1000
 """Items of the largest containers that are looked into."""
@@ -33,9 +34,17 @@ class ReadAhead(Iterator[Any]):
         self._first += 1
         return item
 
+    def __bool__(self) -> bool:
+        return bool(self._source)
+
+    def __len__(self) -> int:
+        return len(self._source)  # type: ignore[arg-type]  # an iterator without a length has none here, either
+
     def __getattr__(self, name: str) -> Any:
         if name in ("_source", "__setstate__"):  # while it is unpickled
             raise AttributeError(name)
+        if name in _TWO_WAYS and self._kept:
+            raise _two_ways(name)
         return getattr(self._source, name)
 
     def copy(self) -> Iterator[Any]:
@@ -65,9 +74,17 @@ class _Reader(Iterator[Any]):
         item, self._place = self._origin.at(self._place)
         return item
 
+    def __bool__(self) -> bool:
+        return bool(self._origin)
+
+    def __len__(self) -> int:
+        return len(self._origin)
+
     def __getattr__(self, name: str) -> Any:
         if name in ("_origin", "__setstate__"):
             raise AttributeError(name)
+        if name in _TWO_WAYS:
+            raise _two_ways(name)
         return getattr(self._origin, name)
 
     def copy(self) -> Iterator[Any]:
@@ -75,6 +92,13 @@ class _Reader(Iterator[Any]):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Iterator[Any]:
         return self.copy()
+
+
+def _two_ways(name: str) -> CaptureError:
+    return CaptureError(
+        f"The step calls .{name}() of a generator that the module keeps. Set-up runs the step on a copy, and what the "
+        "generator is told there would change what training gets. Replace it by an object with attributes and a method."
+    )
 
 
 def readers(modules: Iterable[nn.Module]) -> dict[int, Iterator[Any]]:

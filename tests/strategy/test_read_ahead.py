@@ -135,3 +135,24 @@ def test_copies_leave_everything_to_the_module() -> None:
     assert [next(further.numbers), next(first.same), next(second.numbers)] == [2, 2, 1]
     assert list(module.same) == [1, 2, 3, 4, 5]
     assert list(first.numbers) == []
+
+
+def test_iterators_keep_their_length_and_truth() -> None:
+    module = Holder()
+    loader = DataLoader(TensorDataset(samples(12, 2)), batch_size=4)
+    module.numbers, module.same = iter(loader), endless(1)
+    copied = private_copy(module)
+    assert len(module.numbers) == len(copied.numbers) == 3
+    assert module.same
+    assert copied.same
+    with pytest.raises(TypeError, match="no len"):
+        len(module.same)
+
+
+def test_generators_that_are_told_things_are_refused_in_copies() -> None:
+    module = Holder()
+    module.numbers = endless(1)
+    copied = private_copy(module)
+    with pytest.raises(CaptureError, match=r"calls \.send\(\) of a generator"):
+        copied.numbers.send(None)
+    assert torch.equal(module.numbers.send(None), samples(64, 1)[:8])
