@@ -7,27 +7,33 @@ the module is; what they read is kept until the module reads it itself.
 from __future__ import annotations
 
 import io
+import itertools
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final
 
+import torch
 from torch import nn
 
 from lightning_gpp._compat.torch import without_modes
 from lightning_gpp.errors import CaptureError
 
-_TWO_WAYS: Final = ("send", "throw")
+_READING: Final = ("read", "read1", "readinto", "readline", "readlines", "readall", "__next__", "__iter__")
 _DEEPEST: Final = 4
 _MOST_ITEMS: Final = 1000
 """Items of the largest containers that are looked into."""
 
 
 class ReadAhead(Iterator[Any]):
-    """An iterator of which copies read ahead; otherwise it is as the one that it is made of."""
+    """An iterator of which copies read ahead; otherwise it is as the one that it is made of.
+
+    What is read ahead draws from a stream of random numbers of its own, which begins with that of the moment.
+    """
 
     def __init__(self, source: Iterator[Any]) -> None:
         self._source, self._kept, self._first = source, deque[Any](), 0
+        self._random = torch.get_rng_state()
 
     def __next__(self) -> Any:
         item = self._kept.popleft() if self._kept else next(self._source)
@@ -40,26 +46,36 @@ class ReadAhead(Iterator[Any]):
     def __len__(self) -> int:
         return len(self._source)  # type: ignore[arg-type]  # an iterator without a length has none here, either
 
+    @property  # type: ignore[misc]  # for isinstance
+    def __class__(self) -> type[Any]:
+        return type(self._source)
+
     def __getattr__(self, name: str) -> Any:
         if name in ("_source", "__setstate__"):  # while it is unpickled
             raise AttributeError(name)
-        if name in _TWO_WAYS and self._kept:
-            raise _two_ways(name)
-        return getattr(self._source, name)
+        value = getattr(self._source, name)
+        if callable(value) and self._kept:
+            raise _called(name)
+        return value
 
-    def copy(self) -> Iterator[Any]:
+    def _copied(self) -> _Reader:
         """An iterator that reads on from here, and leaves everything for this one."""
         return _Reader(self, self._first)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Iterator[Any]:
-        return self.copy()
+        return self._copied()
 
-    def at(self, place: int) -> tuple[Any, int]:
+    def __reduce__(self) -> Any:
+        return itertools.chain, (list(self._kept), self._source)
+
+    def _at(self, place: int) -> tuple[Any, int]:
         """The first item from a place on that this one has not read yet, and the place behind it."""
         place = max(place, self._first)
         while len(self._kept) <= place - self._first:
-            with without_modes():  # the item may be computed here, and training gets it
+            with without_modes(), torch.random.fork_rng(devices=[]):  # the item is made here, and training gets it
+                torch.set_rng_state(self._random)
                 self._kept.append(next(self._source))
+                self._random = torch.get_rng_state()
         return self._kept[place - self._first], place + 1
 
 
@@ -71,7 +87,7 @@ class _Reader(Iterator[Any]):
 
     def __next__(self) -> Any:
         self.is_read = True
-        item, self._place = self._origin.at(self._place)
+        item, self._place = self._origin._at(self._place)
         return item
 
     def __bool__(self) -> bool:
@@ -80,38 +96,71 @@ class _Reader(Iterator[Any]):
     def __len__(self) -> int:
         return len(self._origin)
 
+    @property  # type: ignore[misc]
+    def __class__(self) -> type[Any]:
+        return type(self._origin._source)
+
     def __getattr__(self, name: str) -> Any:
         if name in ("_origin", "__setstate__"):
             raise AttributeError(name)
-        if name in _TWO_WAYS:
-            raise _two_ways(name)
-        return getattr(self._origin, name)
+        value = getattr(self._origin._source, name)
+        if callable(value):
+            raise _called(name)
+        return value
 
-    def copy(self) -> Iterator[Any]:
+    def _copied(self) -> _Reader:
         return _Reader(self._origin, self._place)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Iterator[Any]:
-        return self.copy()
+        return self._copied()
 
 
-def _two_ways(name: str) -> CaptureError:
+class _Closed:
+    """An open file in a copy: it may be written to, but not read, because nobody could put back what was read."""
+
+    def __init__(self, file: io.IOBase) -> None:
+        self._file = file
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("_file", "__setstate__"):
+            raise AttributeError(name)
+        if name in _READING:
+            raise CaptureError(
+                f"The step reads the open file {getattr(self._file, 'name', '')!r} (.{name}()). Set-up runs the step "
+                "on a copy of the module, so training would start with later lines. Keep an iterator over its lines in "
+                "the module (self.lines = iter(file.readlines()), or csv.reader(file)) and call next() on that."
+            )
+        return getattr(self._file, name)
+
+    def __next__(self) -> Any:
+        return self.__getattr__("readline")
+
+    def __iter__(self) -> Any:
+        return self.__getattr__("readlines")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Closed:
+        return self
+
+
+def _called(name: str) -> CaptureError:
     return CaptureError(
-        f"The step calls .{name}() of a generator that the module keeps. Set-up runs the step on a copy, and what the "
-        "generator is told there would change what training gets. Replace it by an object with attributes and a method."
+        f"The step calls .{name}() of an iterator that the module keeps. Set-up runs the step on a copy of the module, "
+        "which can read ahead with next() alone: anything else would change what training gets. Read it with next(), "
+        "or let the data have its samples."
     )
 
 
-def readers(modules: Iterable[nn.Module]) -> dict[int, Iterator[Any]]:
-    """Iterators for a copy of modules, by the id of those that they replace, which copies may read ahead of.
-
-    Iterators in lists and dictionaries that are attributes count, too.
+def readers(modules: Iterable[nn.Module]) -> dict[int, Any]:
+    """Stand-ins for a copy of modules, by the id of what they replace: iterators, also in lists and dictionaries that
+    are attributes, and open files.
     """
     made: dict[int, ReadAhead] = {}
-    found: dict[int, Iterator[Any]] = {}
+    found: dict[int, Any] = {}
     for module in modules:
         for container, (*_, key), value in _iterators(vars(module)):
-            wrapped = value if isinstance(value, _WRAPPED) else made.setdefault(id(value), ReadAhead(value))
-            container[key], found[id(wrapped)] = wrapped, wrapped.copy()
+            wrapped: Any = value if type(value) in _WRAPPED else made.setdefault(id(value), ReadAhead(value))
+            container[key], found[id(wrapped)] = wrapped, wrapped._copied()
+        found |= {id(value): _Closed(value) for value in vars(module).values() if isinstance(value, io.IOBase)}
     return found
 
 
@@ -125,8 +174,8 @@ def iterators_unread(copied: nn.Module, step: str) -> Iterator[None]:
     before = _named(copied)
     yield
     after = _named(copied).items()
-    read = [name for name, value in before.items() if isinstance(value, _Reader) and value.is_read]
-    if names := [*read, *(name for name, value in after if not isinstance(value, _WRAPPED) and name not in read)]:
+    read = [name for name, value in before.items() if type(value) is _Reader and value.is_read]
+    if names := [*read, *(name for name, value in after if type(value) not in _WRAPPED and name not in read)]:
         raise CaptureError(
             f"{step} reads items of an iterator that the module keeps ({', '.join(names)}): each micro-batch would "
             "read items of its own, where one process reads them once for a mini-batch. Choose strategy.step=whole, or "

@@ -94,8 +94,9 @@ class Send:
         if any(isinstance(tensor, FakeTensor) for tensor in tensors or ()):
             raise GPPError(
                 "A tensor that the step passes to a module has no values: it was made while the step was captured, and "
-                "kept since by something outside of the module, such as a generator. Make it in the step, or keep the "
-                "iterator as an attribute of the module (self.items = iter(...))."
+                "kept since by something that set-up does not know, such as a generator in a tuple, in an object of "
+                "yours or in a global variable. Make the tensor in the step, or keep the iterator itself as an "
+                "attribute of the module, or in a list or dictionary there (self.items = iter(...)), and call next()."
             )
         pairs = zip(self._encodings, tensors or (), strict=bool(tensors))
         return [_encoded(tensor.detach(), encode).contiguous() for encode, tensor in pairs if tensor is not None]

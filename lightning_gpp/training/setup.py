@@ -70,6 +70,7 @@ from lightning_gpp.training.whole_step import (
     check_states,
     comparison,
     made_for_whole,
+    may_evaluate_whole,
     noted_whole,
     why_whole,
 )
@@ -91,7 +92,12 @@ def set_up(job: Job, incoming: Incoming, batch: Any, *, step: str = TRAINING, **
     try:
         return _set_up(job, incoming, batch, step=step, **given)
     except (UncapturedError, IndivisibleError) as error:
-        refused = error.error if isinstance(error, UncapturedError) else error
+        refused: GPPError = error.error if isinstance(error, UncapturedError) else error
+    except PlanError as error:  # the stages of a step that calls them one by one need not be a pipeline
+        plan = job.known or job.options.plan
+        if step == TRAINING or plan is None or not made_for_whole(plan):
+            raise
+        refused, may_run_whole = error, may_evaluate_whole(job.options, plan)
     check_step(job, step, batch, refused)
     if not may_run_whole:
         raise refused  # outside of the handler, whose error would be its context, of which it is the cause

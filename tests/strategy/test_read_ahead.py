@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -102,7 +104,7 @@ def trained_elsewhere(rank: int) -> None:
 
 
 def test_what_was_made_in_a_capture_and_kept_elsewhere_is_told() -> None:
-    with pytest.raises(AssertionError, match="kept since by something outside of the module, such as a generator"):
+    with pytest.raises(AssertionError, match="kept since by something that set-up does not know, such as a generator"):
         harness.run(2, trained_elsewhere, timeout=120)
 
 
@@ -149,10 +151,66 @@ def test_iterators_keep_their_length_and_truth() -> None:
         len(module.same)
 
 
-def test_generators_that_are_told_things_are_refused_in_copies() -> None:
+class Numbers(Iterator[int]):
+    """An iterator of the user's own class."""
+
+    def __init__(self) -> None:
+        self.at = 0
+
+    def __next__(self) -> int:
+        self.at += 1
+        return self.at
+
+    def take(self, number: int) -> list[int]:
+        return [next(self) for _ in range(number)]
+
+
+def test_iterators_are_of_their_class_and_can_be_pickled() -> None:
     module = Holder()
-    module.numbers = endless(1)
+    module.numbers = Numbers()
     copied = private_copy(module)
-    with pytest.raises(CaptureError, match=r"calls \.send\(\) of a generator"):
-        copied.numbers.send(None)
-    assert torch.equal(module.numbers.send(None), samples(64, 1)[:8])
+    assert isinstance(module.numbers, Numbers)
+    assert isinstance(copied.numbers, Numbers)
+    assert [next(copied.numbers), copied.numbers.at, next(module.numbers)] == [1, 1, 1]
+    next(copied.numbers)
+    assert next(pickle.loads(pickle.dumps(module.numbers))) == 2
+
+
+@pytest.mark.parametrize("call", [lambda numbers: numbers.take(2), lambda numbers: numbers.send(None)])
+def test_other_calls_than_next_are_refused_in_copies(call: Any) -> None:
+    module = Holder()
+    module.numbers = Numbers() if "take" in call.__code__.co_names else endless(1)
+    copied = private_copy(module)
+    with pytest.raises(CaptureError, match=r"calls \.(take|send)\(\) of an iterator"):
+        call(copied.numbers)
+    assert call(module.numbers) is not None
+
+
+def test_files_are_written_but_not_read_in_copies(tmp_path: Path) -> None:
+    module = Holder()
+    with (tmp_path / "lines").open("w+") as module.file:
+        copied = private_copy(module)
+        copied.file.write("1\n2\n")
+        module.file.seek(0)
+        for read in (next, list, lambda file: file.readline(), lambda file: file.read()):
+            with pytest.raises(CaptureError, match=r"The step reads the open file .*csv\.reader"):
+                read(copied.file)
+        assert next(module.file) == "1\n"
+
+
+def test_what_is_drawn_ahead_follows_the_users_seed() -> None:
+    def drawing() -> Iterator[float]:
+        while True:
+            yield torch.rand(()).item()
+
+    found = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        module = Holder()
+        module.numbers = drawing()
+        copied = private_copy(module)
+        torch.manual_seed(99)
+        found.append([next(copied.numbers), next(module.numbers)])
+        assert torch.rand(()).item() == torch.rand((), generator=torch.Generator().manual_seed(99)).item()
+    assert found[0] == found[1] != found[2]
+    assert all(one == other for one, other in found)

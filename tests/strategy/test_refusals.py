@@ -376,6 +376,10 @@ ROWS: dict[str, list[Any]] = {
     "a hook on a gradient": ["GradientHook"],
     "a decision of the step": ["LateCall"],
     "an iterator of the module that the step reads": [test_read_ahead.test_micro_batches_would_read_items_of_their_own],
+    "an open file that the step reads": [
+        test_read_ahead.test_files_are_written_but_not_read_in_copies,
+        test_read_ahead.test_other_calls_than_next_are_refused_in_copies,
+    ],
     "calls of modules, and": [
         captures.test_an_argument_that_changed_is_noticed,
         captures.test_an_argument_that_is_sometimes_none_is_noticed,
