@@ -70,6 +70,11 @@ def _projected(name: str, gradient: Tensor | None) -> Tensor:
     return row
 
 
+def forget_vectors() -> None:
+    """Free the random vectors, which are made anew when they are needed."""
+    _vectors.cache_clear()
+
+
 @functools.cache
 def _vectors(device: torch.device, dtype: torch.dtype) -> Tensor:
     generator = torch.Generator().manual_seed(0)

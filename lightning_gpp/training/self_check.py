@@ -41,7 +41,7 @@ from lightning_gpp.training.copies import silent_copy
 from lightning_gpp.training.host import Job
 from lightning_gpp.training.parameters import Placement, bytes_of, place, tensors_of
 from lightning_gpp.training.planner import TRAINING
-from lightning_gpp.training.projections import differing, norms, projections
+from lightning_gpp.training.projections import differing, forget_vectors, norms, projections
 from lightning_gpp.training.session import DATA_STREAM, Session
 from lightning_gpp.training.tolerances import TOLERANCES, least_precise
 from lightning_gpp.training.undivided import CutComparison, difference, few_samples
@@ -84,6 +84,7 @@ def check_first(job: Job, captured: Captured, plan: Plan, batch: Any, transport:
                 outcome = self_check(job, captured, _comparable(job.module, plan), batch, transport)
             except IndivisibleError as error:
                 outcome = error
+        forget_vectors()
     outcome = job.control.broadcast(outcome)
     if isinstance(outcome, IndivisibleError):
         raise outcome
