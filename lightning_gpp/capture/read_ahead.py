@@ -1,7 +1,7 @@
 """Iterators that modules keep (`self.unlabelled = iter(loader)`): what a copy of a module reads stays for the module.
 
-An iterator cannot be copied, so the first copy of a module puts a `ReadAhead` in its place. Copies read on from where
-the module is; what they read is kept until the module reads it itself.
+An iterator cannot be copied, so the first copy of a module puts a `KeptIterator` in its place. Copies read on from
+where the module is; what they read is kept until the module reads it itself.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _MOST_ITEMS: Final = 1000
 """Items of the largest containers that are looked into."""
 
 
-class ReadAhead(Iterator[Any]):
+class KeptIterator(Iterator[Any]):
     """An iterator of which copies read ahead; otherwise it is as the one that it is made of.
 
     What is read ahead draws from a stream of random numbers of its own, which begins with that of the moment.
@@ -58,9 +58,9 @@ class ReadAhead(Iterator[Any]):
             raise _called(name)
         return value
 
-    def _copied(self) -> _Reader:
+    def _copied(self) -> _CopiedIterator:
         """An iterator that reads on from here, and leaves everything for this one."""
-        return _Reader(self, self._first)
+        return _CopiedIterator(self, self._first)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Iterator[Any]:
         return self._copied()
@@ -79,10 +79,10 @@ class ReadAhead(Iterator[Any]):
         return self._kept[place - self._first], place + 1
 
 
-class _Reader(Iterator[Any]):
+class _CopiedIterator(Iterator[Any]):
     """The iterator of a copy. `is_read`: whether somebody asked for an item."""
 
-    def __init__(self, origin: ReadAhead, place: int) -> None:
+    def __init__(self, origin: KeptIterator, place: int) -> None:
         self._origin, self._place, self.is_read = origin, place, False
 
     def __next__(self) -> Any:
@@ -108,14 +108,14 @@ class _Reader(Iterator[Any]):
             raise _called(name)
         return value
 
-    def _copied(self) -> _Reader:
-        return _Reader(self._origin, self._place)
+    def _copied(self) -> _CopiedIterator:
+        return _CopiedIterator(self._origin, self._place)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Iterator[Any]:
         return self._copied()
 
 
-class _Closed:
+class _WriteOnly:
     """An open file in a copy: it may be written to, but not read, because nobody could put back what was read."""
 
     def __init__(self, file: io.IOBase) -> None:
@@ -138,7 +138,7 @@ class _Closed:
     def __iter__(self) -> Any:
         return self.__getattr__("readlines")
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Closed:
+    def __deepcopy__(self, memo: dict[int, Any]) -> _WriteOnly:
         return self
 
 
@@ -154,13 +154,13 @@ def readers(modules: Iterable[nn.Module]) -> dict[int, Any]:
     """Stand-ins for a copy of modules, by the id of what they replace: iterators, also in lists and dictionaries that
     are attributes, and open files.
     """
-    made: dict[int, ReadAhead] = {}
+    made: dict[int, KeptIterator] = {}
     found: dict[int, Any] = {}
     for module in modules:
         for container, (*_, key), value in _iterators(vars(module)):
-            wrapped: Any = value if type(value) in _WRAPPED else made.setdefault(id(value), ReadAhead(value))
+            wrapped: Any = value if type(value) in _WRAPPED else made.setdefault(id(value), KeptIterator(value))
             container[key], found[id(wrapped)] = wrapped, wrapped._copied()
-        found |= {id(value): _Closed(value) for value in vars(module).values() if isinstance(value, io.IOBase)}
+        found |= {id(value): _WriteOnly(value) for value in vars(module).values() if isinstance(value, io.IOBase)}
     return found
 
 
@@ -174,7 +174,7 @@ def iterators_unread(copied: nn.Module, step: str) -> Iterator[None]:
     before = _named(copied)
     yield
     after = _named(copied).items()
-    read = [name for name, value in before.items() if type(value) is _Reader and value.is_read]
+    read = [name for name, value in before.items() if type(value) is _CopiedIterator and value.is_read]
     if names := [*read, *(name for name, value in after if type(value) not in _WRAPPED and name not in read)]:
         raise CaptureError(
             f"{step} reads items of an iterator that the module keeps ({', '.join(names)}): each micro-batch would "
@@ -200,4 +200,4 @@ def _iterators(container: Any, above: tuple[Any, ...] = ()) -> Iterator[tuple[An
             yield from _iterators(value, (*above, key))
 
 
-_WRAPPED: Final = (ReadAhead, _Reader)
+_WRAPPED: Final = (KeptIterator, _CopiedIterator)

@@ -27,7 +27,7 @@ from lightning_gpp.runtime.operations import DeviceState, Operation, State
 from lightning_gpp.runtime.random import RandomStreams
 from lightning_gpp.runtime.sharding.interface import StageSync
 from lightning_gpp.runtime.stage import DataSource, Slot, StageModule
-from lightning_gpp.runtime.transfers import Send, TransferLink, Ways
+from lightning_gpp.runtime.transfers import Routes, Send, TransferLink
 from lightning_gpp.runtime.transport import Transport
 from lightning_gpp.runtime.weights.interface import WeightPolicy
 from lightning_gpp.schedules.actions import COLLECTIVES, Action
@@ -90,7 +90,7 @@ class Executor:
         self._state = DeviceState(program.plan.stages_on(device), tensors_on)
         self._weights, self._slots, self._sharding = weights, slots, sharding
         self._unfinished: deque[Send] = deque()
-        self._ways = self._ways_of(transport, 1 + program.lead)
+        self._routes = self._routes_of(transport, 1 + program.lead)
         self._lanes = [self._lane(number, transport, tensors_on) for number in range(1 + program.lead)]
         self._compiler = Compiler(
             program,
@@ -114,14 +114,14 @@ class Executor:
         self._periods = [self._compiled(phase, trace) for phase in range(len(self._lanes))]
         self._hollow: list[list[Operation]] = []
 
-    def _ways_of(self, transport: Transport, loading: int) -> Ways:
-        """Ways for mini-batches of which the first ones, until one has left the pipeline, may have to load kernels.
+    def _routes_of(self, transport: Transport, loading: int) -> Routes:
+        """Routes for mini-batches of which the first ones, until one has left the pipeline, may have to load kernels.
 
         For tensors of unknown shapes there may always be another kernel.
         """
         talks = any(each.op in (Op.SEND, Op.POST) for each in self.program.devices[self.device])
         dynamic = any(edge.dynamic for edge in self.program.plan.edges)
-        return Ways(transport, loading if talks else 0, always=dynamic)
+        return Routes(transport, loading if talks else 0, always=dynamic)
 
     def _lane(self, number: int, transport: Transport, device: torch.device) -> Lane:
         state = State(len(self.program.messages), self._state)
@@ -272,7 +272,7 @@ class Executor:
         for batch in range(first if step == first else step + lead, min(step + lead + 1, last)):
             lane = self._lanes[batch % len(self._lanes)]
             lane.state.begin(weight, batch)
-            lane.link.transport = self._ways.next()
+            lane.link.transport = self._routes.next()
 
     def _fill(self, first: int, last: int, context: AbstractContextManager[None]) -> None:
         """Run the periods before the first mini-batch's own."""

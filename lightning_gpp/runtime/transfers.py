@@ -41,7 +41,7 @@ class TransferLink:
 
 
 @dataclass(slots=True, eq=False)
-class Ways:
+class Routes:
     """The transports of runs: by way of host memory while kernels may have to be loaded (see `DistributedTransport`).
 
     `transport` is that of later runs, `loading` the number of runs before, `always` whether every run may need others.

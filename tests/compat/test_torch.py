@@ -53,6 +53,7 @@ from lightning_gpp._compat.torch import (
     version,
     will_run,
     with_gradient_hooks,
+    without_modes,
     without_saved_hooks,
     without_splits,
     without_torch_function,
@@ -161,6 +162,24 @@ def test_fake_tensor_mode() -> None:
     with FakeTensorMode(allow_non_fake_inputs=True):
         huge = torch.empty(1 << 40) + torch.ones(1)
     assert huge.shape == (1 << 40,)
+
+
+def test_without_modes() -> None:
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            raise AssertionError(func)
+
+    class Called(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            raise AssertionError(func)
+
+    with fake_mode(), Seen(), Called():
+        with without_modes():
+            made = torch.ones(2) + 1
+        with pytest.raises(AssertionError):
+            torch.ones(2)
+    assert type(made) is Tensor
+    assert made.tolist() == [2, 2]
 
 
 def test_fake_mode() -> None:
