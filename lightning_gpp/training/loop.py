@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -18,6 +19,7 @@ from lightning_gpp.errors import ConfigError
 from lightning_gpp.failure.hangs import Activity
 from lightning_gpp.failure.monitor import FailureMonitor
 from lightning_gpp.training.compiled import compiled_steps
+from lightning_gpp.training.control import Control
 from lightning_gpp.training.engine import Engine
 from lightning_gpp.training.host import Host, Job
 from lightning_gpp.training.incoming import Incoming
@@ -94,7 +96,7 @@ def initialize(
             options=options,
             device=device,
             seed=agreed_seed(options.seed, control),
-            num_nodes=len(set(control.gather_all(socket.gethostname()))),
+            num_nodes=_num_nodes(control),
             host=Host(context, precision),
             whole=options.step == "whole",
         )
@@ -136,3 +138,9 @@ def _default_device() -> torch.device:
     """The current CUDA device if the process group moves its tensors by NCCL, as that without a backend's name does."""
     on_gpus = f"cuda:{dist.Backend.NCCL}" in dist.get_backend_config()
     return torch.device("cuda", torch.cuda.current_device()) if on_gpus else torch.device("cpu")
+
+
+def _num_nodes(control: Control) -> int:
+    """Number of machines of the job, according to torchrun; otherwise by their names."""
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", control.world_size))
+    return max(control.world_size // processes, len(set(control.gather_all(socket.gethostname()))))
