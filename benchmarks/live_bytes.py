@@ -14,12 +14,15 @@ from torch.utils._pytree import tree_leaves
 class LiveBytes(TorchDispatchMode):
     """Inside, every result of an operator counts until its memory is freed.
 
+    Args:
+        tensors: those that exist before.
+
     Attributes:
         now: bytes at present.
-        peak: the most so far; set it to `now` to start anew.
+        peak: the most so far.
     """
 
-    def __init__(self, tensors: Iterable[Tensor] = ()) -> None:
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
         super().__init__()
         self.now = self.peak = 0
         self._known: set[int] = set()
@@ -29,11 +32,12 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
-            if type(leaf) in (Tensor, nn.Parameter) and not leaf.is_meta:  # others, as fake tensors, have no memory
-                self._add(leaf)
+            self._add(leaf)
         return result
 
-    def _add(self, tensor: Tensor) -> None:
+    def _add(self, tensor: Any) -> None:
+        if type(tensor) not in (Tensor, nn.Parameter) or tensor.is_meta:  # others have no memory here
+            return
         storage = tensor.untyped_storage()
         key, size = storage._cdata, storage.nbytes()
         if key in self._known:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from benchmarks.gpu.towers import (
     TINY,
+    Job,
     autocast,
     batch_of,
     gradients_of,
@@ -86,8 +87,7 @@ def predictions(device: torch.device) -> dict[str, list[float]]:
     On GPUs the bytes are those of torch's allocator, on CPUs those of live tensors.
     """
     costs = costs_here(device) if dist.get_rank() == 0 else None
-    live = LiveBytes() if device.type == "cpu" else nullcontext()
-    with live, pipeline(device, transformers(device)) as job:
+    with pipeline(device, transformers(device)) as job:
         engine = job.engine
         outcome: list[Any] = [None]
         if dist.get_rank() == 0:
@@ -95,22 +95,21 @@ def predictions(device: torch.device) -> dict[str, list[float]]:
             outcome = [(timeline.makespan, timeline.peak_bytes)]
         dist.broadcast_object_list(outcome)
         job.step()
-        peak = _peak(job.step, device, live)
-    with pipeline(device, transformers(device)) as job:
-        engine = job.engine
-        job.step()
+        peak = _peak(job, device)
         measured = statistics.median(seconds_of(lambda: engine.train_step(job.batch), device) for _ in range(STEPS))
     makespan, peaks = outcome[0]
     return {"seconds": [makespan, measured], "bytes": [peaks[dist.get_rank()], peak]}
 
 
-def _peak(step: Callable[[], Any], device: torch.device, live: LiveBytes | nullcontext[None]) -> float:
-    if isinstance(live, LiveBytes):
-        live.peak = live.now
-        step()
+def _peak(job: Job, device: torch.device) -> float:
+    """The most bytes in a step."""
+    if device.type == "cpu":
+        states = (value for state in job.optimizer.state.values() for value in state.values())
+        with LiveBytes([*job.model.parameters(), *states, *job.batch]) as live:
+            job.step()
         return float(live.peak)
     torch.cuda.reset_peak_memory_stats(device)
-    step()
+    job.step()
     wait(device)
     return float(torch.cuda.max_memory_allocated(device))
 

@@ -25,20 +25,14 @@ _MOST_ITEMS: Final = 1000
 """Items of the largest containers that are looked into."""
 
 
-class KeptIterator(Iterator[Any]):
-    """An iterator of which copies read ahead; otherwise it is as the one that it is made of.
+class _LikeSource(Iterator[Any]):
+    """An iterator that seems to be another one. `_only_next`: whether methods of that one would change what is read."""
 
-    What is read ahead draws from a stream of random numbers of its own, which begins with that of the moment.
-    """
+    _source: Iterator[Any]
 
-    def __init__(self, source: Iterator[Any]) -> None:
-        self._source, self._kept, self._first = source, deque[Any](), 0
-        self._random = torch.get_rng_state()
-
-    def __next__(self) -> Any:
-        item = self._kept.popleft() if self._kept else next(self._source)
-        self._first += 1
-        return item
+    @property
+    def _only_next(self) -> bool:
+        return True
 
     def __bool__(self) -> bool:
         return bool(self._source)
@@ -54,19 +48,42 @@ class KeptIterator(Iterator[Any]):
         if name in ("_source", "__setstate__"):  # while it is unpickled
             raise AttributeError(name)
         value = getattr(self._source, name)
-        if callable(value) and self._kept:
+        if callable(value) and self._only_next:
             raise _called(name)
         return value
-
-    def _copied(self) -> _CopiedIterator:
-        """An iterator that reads on from here, and leaves everything for this one."""
-        return _CopiedIterator(self, self._first)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Iterator[Any]:
         return self._copied()
 
+    def _copied(self) -> _CopiedIterator:
+        """An iterator that reads on from here, and leaves everything for this one."""
+        raise NotImplementedError
+
+
+class KeptIterator(_LikeSource):
+    """An iterator of which copies read ahead; otherwise it is as the one that it is made of.
+
+    What is read ahead draws from a stream of random numbers of its own, which begins with that of the moment.
+    """
+
+    def __init__(self, source: Iterator[Any]) -> None:
+        self._source, self._kept, self._first = source, deque[Any](), 0
+        self._random = torch.get_rng_state()
+
+    @property
+    def _only_next(self) -> bool:
+        return bool(self._kept)
+
+    def __next__(self) -> Any:
+        item = self._kept.popleft() if self._kept else next(self._source)
+        self._first += 1
+        return item
+
     def __reduce__(self) -> Any:
         return itertools.chain, (list(self._kept), self._source)
+
+    def _copied(self) -> _CopiedIterator:
+        return _CopiedIterator(self, self._first)
 
     def _at(self, place: int) -> tuple[Any, int]:
         """The first item from a place on that this one has not read yet, and the place behind it."""
@@ -79,40 +96,19 @@ class KeptIterator(Iterator[Any]):
         return self._kept[place - self._first], place + 1
 
 
-class _CopiedIterator(Iterator[Any]):
+class _CopiedIterator(_LikeSource):
     """The iterator of a copy. `is_read`: whether somebody asked for an item."""
 
     def __init__(self, origin: KeptIterator, place: int) -> None:
-        self._origin, self._place, self.is_read = origin, place, False
+        self._source, self._origin, self._place, self.is_read = origin._source, origin, place, False
 
     def __next__(self) -> Any:
         self.is_read = True
         item, self._place = self._origin._at(self._place)
         return item
 
-    def __bool__(self) -> bool:
-        return bool(self._origin)
-
-    def __len__(self) -> int:
-        return len(self._origin)
-
-    @property  # type: ignore[misc]
-    def __class__(self) -> type[Any]:
-        return type(self._origin._source)
-
-    def __getattr__(self, name: str) -> Any:
-        if name in ("_origin", "__setstate__"):
-            raise AttributeError(name)
-        value = getattr(self._origin._source, name)
-        if callable(value):
-            raise _called(name)
-        return value
-
     def _copied(self) -> _CopiedIterator:
         return _CopiedIterator(self._origin, self._place)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Iterator[Any]:
-        return self._copied()
 
 
 class _WriteOnly:

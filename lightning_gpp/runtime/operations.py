@@ -6,11 +6,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from lightning_gpp._compat.torch import FakeTensor
 from lightning_gpp.errors import GPPError
 from lightning_gpp.runtime.boundary import DTYPES, EdgeTensors, MessageTensors, Promise, check_promises
 from lightning_gpp.runtime.device_gradients import DeviceGradients
@@ -111,6 +113,14 @@ class Compute:
     outgoing: list[EdgeTensors]
 
 
+_NO_VALUES: Final = (
+    "A tensor that the step passes to a module has no values: it was made while the step was captured, and kept since "
+    "by something that set-up does not know, such as a generator in a tuple, in an object of yours or in a global "
+    "variable. Make the tensor in the step, or keep the iterator itself as an attribute of the module, or in a list or "
+    "dictionary there (self.items = iter(...)), and call next()."
+)
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class ReadData(Compute):
     """Run the user's step up to the inputs of the network, and send these."""
@@ -120,6 +130,8 @@ class ReadData(Compute):
 
     def run(self) -> None:
         outputs = self.source.inputs(self.micro_batch)
+        if any(isinstance(value, FakeTensor) for value in outputs.values()):
+            raise GPPError(_NO_VALUES)
         check_promises(outputs, self.promised, self.owner)
         hand_out(outputs, self.outgoing, self.state)
 

@@ -53,7 +53,7 @@ class PhasedExecutor(Executor):
 
     def __init__(self, program: Program, device: int, *, transport: Transport, **kwargs: Any) -> None:
         super().__init__(program, device, transport=transport, **kwargs)
-        self._forward_routes, self._backward_routes = (self._routes_of(transport, 1) for _ in range(2))
+        self._backward_routes = self._routes_of(transport, 1)
         backward = [self._is_backward(instruction) for instruction in self._instructions]
         self._forwards = [position for position, is_backward in enumerate(backward) if not is_backward]
         self._backwards = [position for position, is_backward in enumerate(backward) if is_backward]
@@ -67,7 +67,7 @@ class PhasedExecutor(Executor):
     def forward(self, step: int) -> KeptForwards:
         """Run the forwards for a mini-batch. `step` numbers their random streams."""
         self._kept_lane.state.begin(1.0, step)
-        self._kept_lane.link.transport = self._forward_routes.next()
+        self._kept_lane.link.transport = self._routes.next()
         self._state.begin()
         self._run_part(self._forwards, training=self.program.training)
         return self._taken()

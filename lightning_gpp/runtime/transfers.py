@@ -17,8 +17,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from lightning_gpp._compat.torch import FakeTensor
-from lightning_gpp.errors import GPPError
 from lightning_gpp.runtime.boundary import DTYPES, MessageTensors, Tensors, header_length, header_of, read_header
 from lightning_gpp.runtime.codecs import EXACT, Form
 from lightning_gpp.runtime.stage import Slot
@@ -91,13 +89,6 @@ class Send:
     def _packed(self) -> list[Tensor]:
         values, message = self._link.values, self.message
         tensors, values[message] = values[message], None
-        if any(isinstance(tensor, FakeTensor) for tensor in tensors or ()):
-            raise GPPError(
-                "A tensor that the step passes to a module has no values: it was made while the step was captured, and "
-                "kept since by something that set-up does not know, such as a generator in a tuple, in an object of "
-                "yours or in a global variable. Make the tensor in the step, or keep the iterator itself as an "
-                "attribute of the module, or in a list or dictionary there (self.items = iter(...)), and call next()."
-            )
         pairs = zip(self._encodings, tensors or (), strict=bool(tensors))
         return [_encoded(tensor.detach(), encode).contiguous() for encode, tensor in pairs if tensor is not None]
 
