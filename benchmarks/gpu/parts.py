@@ -105,7 +105,8 @@ def _peak(job: Job, device: torch.device) -> float:
     """The most bytes in a step."""
     if device.type == "cpu":
         states = (value for state in job.optimizer.state.values() for value in state.values())
-        with LiveBytes([*job.model.parameters(), *states, *job.batch]) as live:
+        loaded = job.batch if job.engine.runs_step else ()
+        with LiveBytes([*job.model.parameters(), *states, *loaded]) as live:
             job.step()
         return float(live.peak)
     torch.cuda.reset_peak_memory_stats(device)

@@ -13,7 +13,7 @@ from typing import Any
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import ConfigAttributeError, ConfigKeyError
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, InterpolationResolutionError
 from yaml import YAMLError
 
 from lightning_gpp.cli.check import arguments
@@ -60,6 +60,8 @@ def explain(error: BaseException, given: Sequence[str] = ()) -> str:
     if type(error) is ValueError:  # from Hydra, about arguments
         reason = str(error).rstrip(".!")
         return f"{reason}. Arguments have the form KEY=VALUE, for example trainer.devices=4; --help lists them."
+    if isinstance(error, InterpolationResolutionError) and error.full_key:
+        return f"{error.full_key}: {_message(error)[0].rstrip('.')}. Give it a value."
     causes = list(_causes(error))
     missing = [told for cause in causes if (told := _missing_key(cause))]
     lines = missing[:1] or [*_mistyped_groups(given), *(line for cause in causes for line in _message(cause))]

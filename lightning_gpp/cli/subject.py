@@ -86,6 +86,10 @@ def graph_file(config: DictConfig) -> GraphFile:
         ConfigError: there is no batch size.
         PlanError: the file cannot be read.
     """
+    try:
+        graph, table = read_graph(config.graph, time_unit=float(config.time_unit))
+    except PlanError as error:
+        raise PlanError(f"graph={error}") from error  # the message begins with the path
     batch_size = config.batch_size
     if batch_size is None:
         raise ConfigError(
@@ -94,10 +98,6 @@ def graph_file(config: DictConfig) -> GraphFile:
         )
     if not isinstance(batch_size, int) or batch_size < 1:
         raise ConfigError(f"batch_size={batch_size}; it must be a whole number >= 1.")
-    try:
-        graph, table = read_graph(config.graph, time_unit=float(config.time_unit))
-    except PlanError as error:
-        raise PlanError(f"graph={error}") from error  # the message begins with the path
     footprint = Footprint(optimizer=config.optimizer or "adam", precision=str(config.trainer.precision))
     return GraphFile(graph=graph, batch_size=batch_size, table=table, footprint=footprint)
 

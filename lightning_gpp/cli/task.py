@@ -100,9 +100,10 @@ def task_of(config: DictConfig) -> Task:
     if not isinstance(strategy, GPPStrategy):
         raise ConfigError(f"gpp-plan plans for strategy=gpp, not for {type(strategy).__name__}.")
     options = strategy.options
+    given = None if config.graph is None else graph_file(config)
     whole = cluster_for(config, options)
     seed_all(config.seed)
-    subject = captured(config, options) if config.graph is None else graph_file(config)
+    subject = given or captured(config, options)
     costs = subject.costs(options, whole, torch.device(device_type(config.trainer.accelerator)))
     machine = Machine(cluster=whole.with_headroom(options.memory_headroom), footprint=subject.footprint, costs=costs)
     subject, machine = of_members(subject, machine, options.degrees)

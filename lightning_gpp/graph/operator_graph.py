@@ -184,6 +184,13 @@ class OperatorGraph:
         """True if a value before the step's own result depends on several samples in a way that no cut respects."""
         return any(spec.mixes_samples for operator in self if operator.target != "step" for spec in operator.outputs)
 
+    @property
+    def input_bytes(self) -> Affine:
+        """Bytes of the data that operators read."""
+        names = [operator.name for operator in self if operator.target == "input"]
+        read = {(name, output) for name, _, outputs in self.nx.out_edges(names, data="outputs") for output in outputs}
+        return sum((self[name].outputs[output].affine_bytes for name, output in read), Affine())
+
     def add(self, operator: Operator) -> None:
         self.nx.add_node(operator.name, operator=operator)
 

@@ -77,17 +77,17 @@ def peak_bytes(program: Program, costs: StageCosts, device: int) -> float:
     """The most bytes that a device holds at a time.
 
     Parameters, gradients and optimizer states of its stages count at all times: with ZeRO-1 only its share of the
-    states, with fsdp only its shares of all three. With fsdp, a stage's unsharded parameters count from UNSHARD to
-    RESHARD, and its unsharded gradients until REDUCE. In training, micro-batches in flight count as in `HeldBytes`,
-    offloaded tensors until the second computing action after their OFFLOAD, whenever their copy ends; in inference,
-    activations count during the forward.
+    states, with fsdp only its shares of all three. So does the mini-batch on the device that loads it. With fsdp, a
+    stage's unsharded parameters count from UNSHARD to RESHARD, and its unsharded gradients until REDUCE. In training,
+    micro-batches in flight count as in `HeldBytes`, offloaded tensors until the second computing action after their
+    OFFLOAD, whenever their copy ends; in inference, activations count during the forward.
     """
     return _static(program, costs, device) + peak(change for _, change in changes(program, costs, device))
 
 
 def _static(program: Program, costs: StageCosts, device: int) -> float:
     plan = program.plan
-    total = 0.0
+    total = costs.loaded_bytes(device)
     for stage in plan.stages_on(device):
         ranks = costs.ranks[stage] if costs.ranks else len(plan.devices_of(stage))
         copies = held_copies(costs.parameter_copies, plan.sharding, ranks)

@@ -69,6 +69,7 @@ class StageCosts:
             pipelines; empty if there are none. An all-gather or reduce-scatter takes half of it.
         ranks: number of ranks that hold every stage, over all pipelines; empty: those of the plan.
         data: seconds of a data action, affine in samples.
+        mini_batch_bytes: bytes of the mini-batch, which device 0 loads.
         parameter_copies: copies of each parameter's bytes on a device: parameter, gradient, optimizer states. 4 for
             Adam, 2 for plain gradient descent, 1 for inference.
     """
@@ -80,7 +81,12 @@ class StageCosts:
     all_reduce: tuple[float, ...] = ()
     ranks: tuple[int, ...] = ()
     data: Affine = Affine()
+    mini_batch_bytes: float = 0
     parameter_copies: float = 4
+
+    def loaded_bytes(self, device: int) -> float:
+        """Bytes of the mini-batch on a device; the others receive the parts that their stages read."""
+        return 0.0 if device else self.mini_batch_bytes
 
     @classmethod
     def uniform(cls, plan: Plan, forward: float = 1, backward: float = 1, weight: float = 0) -> StageCosts:

@@ -101,6 +101,8 @@ FILES = {
     "marked.json": "\xef\xbb\xbf{}",
     "null.json": "null",
     "nan.json": '{"operators": [{"name": "a", "flops": NaN}]}',
+    "one.json": '{"operators": [{"name": "a", "target": "linear", "module": "a"}], "edges": [], "parameter_bytes": {}, '
+    '"parameter_sizes": {}, "buffer_bytes": {}}',
     "folder/plan.yaml/file": "",
     "mine/experiment/loop.yaml": "# @package _global_\ndefaults:\n  - loop\n",
     "mine/experiment/lost.yaml": "# @package _global_\ndefaults:\n  - override /data: two_tower\n"
@@ -207,7 +209,11 @@ LINES: dict[str, str] = {
     "gpp-plan graph=nothing.json cluster=summit batch_size=8": r"nothing\.json",
     "gpp-plan graph=words.json cluster=summit batch_size=8": r"words\.json",
     "gpp-plan graph=none.json cluster=summit batch_size=8": r"none\.json: cannot be read: No such file",
-    "gpp-plan graph=half.json": r"trainer\.devices=auto: .* name a cluster",
+    "gpp-plan graph=half.json": r"half\.json: is not JSON",
+    "gpp-plan graph=missing.json": r"graph=missing\.json: cannot be read: No such file",
+    "gpp-plan graph=one.json batch_size=8": r"trainer\.devices=auto: .* name a cluster",
+    "gpp-plan graph=one.json cluster=summit": r"batch_size=None: a graph from a file comes without data\. Give",
+    "gpp-train experiment=two_tower 'hydra.run.dir=${oc.env:NO_SUCH}'": r"hydra\.run\.dir: .* Give it a value",
     "gpp-plan graph=nothing.json cluster=summit batch_size=none": r"batch_size|nothing\.json",
     # what gpp-plan is asked for
     "gpp-plan experiment=two_tower batch_size=64": r"batch_size",

@@ -62,13 +62,15 @@ def _edge_seconds(plan: Plan, edge: Edge, costs: StageCosts) -> Affine:
 
 
 def _room(plan: Plan, costs: StageCosts, device: int, limit: float) -> float:
-    """Bytes that the parameters of a device's stages leave free; with fsdp, those of one stage are undivided."""
+    """Bytes that the parameters of a device's stages and the mini-batch leave free; with fsdp, those of one stage are
+    undivided.
+    """
     stages = plan.stages_on(device)
     sizes = {stage: costs.replica(stage, device).parameter_bytes for stage in stages}
     ranks = {stage: costs.ranks[stage] if costs.ranks else len(plan.devices_of(stage)) for stage in stages}
     held = sum(size * held_copies(costs.parameter_copies, plan.sharding, ranks[stage]) for stage, size in sizes.items())
     undivided = 2 * max(sizes.values(), default=0.0) if plan.sharding == "fsdp" else 0.0
-    return max(0.0, limit - held - undivided)
+    return max(0.0, limit - costs.loaded_bytes(device) - held - undivided)
 
 
 def with_figures_of(known: Plan, plan: Plan) -> Plan:
@@ -148,6 +150,7 @@ def estimate(
         cluster=cluster,
         all_reduce=tuple(_all_reduce(plan, stage, cluster, num_pipelines) for stage in range(len(plan.stages))),
         ranks=tuple(len(stage.devices) * num_pipelines for stage in plan.stages),
+        mini_batch_bytes=graph.input_bytes.at(plan.batch_size),
         parameter_copies=(footprint or Footprint()).copies,
     )
 

@@ -28,6 +28,7 @@ from lightning_gpp.planning.problem.stage_figures import (
     StageFigures,
     all_reduce_seconds,
     input_bytes,
+    loaded_bytes,
     read_by,
     stage_figures,
     static_bytes,
@@ -51,6 +52,7 @@ class Evaluation:
         excess_bytes: the most bytes by which a device exceeds its memory; 0 if all fit.
         peak_bytes: peak memory of a device of each stage.
         copied_bytes: the part of it for weights that are kept besides the newest.
+        loaded_bytes: the part of it for the mini-batch, where it is loaded.
         in_flight: micro-batches in flight on each stage.
         recompute: what each stage recomputes.
         offload: whether each stage keeps activations in host memory.
@@ -61,6 +63,7 @@ class Evaluation:
     excess_bytes: float = 0.0
     peak_bytes: tuple[float, ...] = ()
     copied_bytes: tuple[float, ...] = ()
+    loaded_bytes: tuple[float, ...] = ()
     in_flight: tuple[int, ...] = ()
     recompute: tuple[Recompute, ...] = ()
     offload: tuple[bool, ...] = ()
@@ -142,10 +145,10 @@ class Evaluator:
         if draft.chained:
             edges = with_chain(edges, len(stages))
         limit = limit if simulated else -inf
-        return self._evaluate(stages, edges, draft, order, limit, self._copies(draft))
+        return self._evaluate(stages, edges, draft, order, limit, self._num_pipelines(draft))
 
-    def _copies(self, draft: Draft) -> bool:
-        return self.problem.replicable and unreplicated(self.problem, draft)[1] > 1
+    def _num_pipelines(self, draft: Draft) -> int:
+        return unreplicated(self.problem, draft)[1] if self.problem.replicable else 1
 
     def _placeable(self, draft: Draft) -> bool:
         """True if the members of every device are in one node, and units with a common parameter have as many."""
@@ -158,7 +161,7 @@ class Evaluator:
 
     def _divisible(self, draft: Draft) -> bool:
         """True if every value that has to be cut into shares can be; pipeline replicas cut none."""
-        if (not self._rigid_values and not self._rigid_units) or self._copies(draft):
+        if (not self._rigid_values and not self._rigid_units) or self._num_pipelines(draft) > 1:
             return True
         owner = stage_of_units(self.problem.num_units, [stage.units for stage in draft.stages])
         replicas = [len(stage.devices) for stage in draft.stages]
@@ -180,31 +183,34 @@ class Evaluator:
         draft: Draft,
         order: Sequence[int],
         limit: float,
-        copies: bool,
+        num_pipelines: int,
     ) -> Evaluation:
-        """Evaluate stages of `copies` pipeline replicas.
+        """Evaluate stages of `num_pipelines` pipeline replicas.
 
         If there is one, a last stage with replicas gives the user's step to a stage of its own, which adds one to the
         depth.
         """
-        apart = self.problem.single_step and len(stages[-1].devices) > 1 and not copies
+        apart = self.problem.single_step and len(stages[-1].devices) > 1 and num_pipelines == 1
         size = stages[0].micro_batch_size
         number = -(-self.problem.batch_size // size)
         counts = self._in_flight([stage.slack for stage in stages], edges, draft.schedule, number, apart)
         copied = [self._copied_bytes(stage, count, number) for stage, count in zip(stages, counts, strict=True)]
+        loaded = [loaded_bytes(self.problem, stage, num_pipelines) for stage in stages]
+        besides = [sum(entry) for entry in zip(copied, loaded, strict=True)]
         limits = [min(self._memory[device] for device in stage.devices) for stage in stages]
-        fitted = self._fit(stages, counts, [room - more for room, more in zip(limits, copied, strict=True)], draft)
-        pipeline, busiest = self._pipeline(stages, fitted.figures, edges, copies)
+        fitted = self._fit(stages, counts, [room - more for room, more in zip(limits, besides, strict=True)], draft)
+        pipeline, busiest = self._pipeline(stages, fitted.figures, edges, num_pipelines > 1)
         clocked = [*counts]
         if apart and self._step_apart(pipeline, stages[-1]):
             clocked.append(1)
-        peaks = [peak + more for peak, more in zip(fitted.peaks, copied, strict=True)]
+        peaks = [peak + more for peak, more in zip(fitted.peaks, besides, strict=True)]
         place = sorted(range(len(order)), key=order.__getitem__)
         return Evaluation(
             seconds=max(number * busiest, self._seconds(pipeline, clocked, number, fitted.figures, limit)),
             excess_bytes=float(max(0.0, *(peak - room for peak, room in zip(peaks, limits, strict=True)))),
             peak_bytes=tuple(peaks[index] for index in place),
             copied_bytes=tuple(copied[index] for index in place),
+            loaded_bytes=tuple(loaded[index] for index in place),
             in_flight=tuple(counts[index] for index in place),
             recompute=tuple(fitted.stages[index].recompute or False for index in place),
             offload=tuple(fitted.stages[index].offload for index in place),

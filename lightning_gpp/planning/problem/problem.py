@@ -241,6 +241,11 @@ class Problem:
         return np.array([device.memory_bytes for device in self.cluster.devices], dtype=float)
 
     @cached_property
+    def data_bytes(self) -> Affine:
+        """Bytes of the data that the network reads."""
+        return self.graph.input_bytes
+
+    @cached_property
     def bytes_to_step(self) -> dict[int, Affine]:
         """Bytes per micro-batch that the user's step reads from each unit, its own included."""
         return bytes_to_step(self.graph, [unit.modules for unit in self.units.units])

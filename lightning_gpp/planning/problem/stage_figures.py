@@ -92,6 +92,13 @@ def weight_bytes(problem: Problem, stage: DraftStage) -> float:
     return float(problem.of_members(stage.members).parameter_bytes[list(stage.units)].sum())
 
 
+def loaded_bytes(problem: Problem, stage: DraftStage, num_pipelines: int) -> float:
+    """Bytes of the mini-batch of one of these pipelines, if the stage is on the device that loads it."""
+    if 0 not in stage.devices:
+        return 0.0
+    return problem.data_bytes.at(problem.batch_size // problem.num_slices // num_pipelines)
+
+
 def all_reduce_seconds(problem: Problem, stage: DraftStage) -> float:
     """Seconds of the all-reduce of a stage's gradients over its replicas."""
     if len(stage.devices) == 1 or not problem.footprint.training:
