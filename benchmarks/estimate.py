@@ -109,7 +109,7 @@ def plan_of(name: str, captured: Capture) -> Plan:
 
 
 def predicted(label: str, captured: Capture, plan: Plan, cluster: Cluster, costs: CostModel) -> Prediction:
-    stage_costs = replace(estimate(captured.graph, plan, cluster, costs), parameter_copies=0)
+    stage_costs = replace(estimate(captured.graph, plan, cluster, costs), parameter_copies=0, mini_batch_bytes=0)
     timeline = simulate(compile_program(plan), stage_costs)
     return Prediction(
         costs=label, seconds=timeline.makespan, actions=actions_of(plan, stage_costs), peak_bytes=timeline.peak_bytes
