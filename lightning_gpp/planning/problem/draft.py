@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, islice
-from typing import NamedTuple, TypeAlias
 
 import networkx as nx
 
-from lightning_gpp.cluster import Link, Port
-from lightning_gpp.cluster.groups import link_of_groups, num_members
+from lightning_gpp.cluster.groups import num_members
 from lightning_gpp.errors import PlanError
 from lightning_gpp.graph import Affine, OperatorGraph
-from lightning_gpp.plan import STEP, Plan, Stage, share_of, topological
+from lightning_gpp.plan import STEP, Plan, Stage, topological
 from lightning_gpp.planning.assignment.assign import assign, make_plan
 from lightning_gpp.planning.assignment.modules import ModuleNode, module_tree, stage_names
 from lightning_gpp.planning.problem.problem import Problem
@@ -119,54 +117,6 @@ def with_chain(edges: Mapping[tuple[int, int], Flow], num_stages: int) -> dict[t
     """
     token = Flow(Affine(), Affine(), differentiable=True)
     return {**{(index, index + 1): token for index in range(num_stages - 1)}, **edges}
-
-
-class DraftTransfer(NamedTuple):
-    """One micro-batch's transfer between two stages without contention: seconds until the last replica has it, and busy
-    seconds of each port.
-
-    The transfer goes from all replicas of the one stage to all replicas of the other.
-    """
-
-    seconds: float
-    ports: dict[Port, float]
-
-
-Route: TypeAlias = Callable[[int, int], tuple[Link, tuple[Port, ...]]]
-"""The link and the ports from one device to another."""
-
-
-def transfer(
-    route: Route,
-    src: Sequence[int],
-    dst: Sequence[int],
-    size: Affine,
-    num_samples: int,
-    members: tuple[int, int] = (1, 1),
-) -> DraftTransfer:
-    """The transfer of `num_samples` samples from the replicas `src` to the replicas `dst`.
-
-    `members`: the processes of each sender, and of each receiver.
-    """
-    seconds, ports = 0.0, dict[Port, float]()
-    for i, j, samples in overlaps(src, dst, num_samples):
-        link, passed = route(i, j)
-        link = link_of_groups(link, *members)
-        num_bytes = size.at(samples)
-        seconds = max(seconds, link.seconds(num_bytes))
-        for port in passed:
-            ports[port] = ports.get(port, 0.0) + num_bytes / link.bytes_per_second
-    return DraftTransfer(seconds, ports)
-
-
-def overlaps(src: Sequence[int], dst: Sequence[int], num_samples: int) -> Iterator[tuple[int, int, int]]:
-    """Pairs of devices whose shares of a micro-batch overlap, and by how many samples."""
-    i = j = 0
-    while i < len(src) and j < len(dst):
-        starts, ends = zip(share_of(num_samples, i, len(src)), share_of(num_samples, j, len(dst)), strict=True)
-        if min(ends) > max(starts):
-            yield src[i], dst[j], min(ends) - max(starts)
-        i, j = i + (ends[0] <= ends[1]), j + (ends[1] <= ends[0])
 
 
 def in_topological_order(problem: Problem, draft: Draft) -> Draft:

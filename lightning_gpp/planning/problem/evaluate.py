@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 
-from lightning_gpp.cluster import Link, Port
-from lightning_gpp.cluster.groups import link_of_groups
 from lightning_gpp.graph import Affine
 from lightning_gpp.planning.problem.draft import (
     Draft,
     DraftStage,
-    DraftTransfer,
     Flow,
     flows,
     stage_of_units,
-    transfer,
     unreplicated,
     with_chain,
 )
@@ -29,18 +25,15 @@ from lightning_gpp.planning.problem.stage_figures import (
     all_reduce_seconds,
     input_bytes,
     loaded_bytes,
-    read_by,
     stage_figures,
     static_bytes,
     weight_bytes,
 )
+from lightning_gpp.planning.problem.transfers import Transfers, contend
 from lightning_gpp.planning.problem.units import Value
 
 _Anywhere = tuple[tuple[int, ...], int, Recompute, bool, int, frozenset[int]]
 """Units, samples of a share, what is recomputed, whether the rest is offloaded, members, and kinds of devices."""
-
-_TransferKey = tuple[tuple[int, ...], tuple[int, ...], Affine, int, tuple[int, int]]
-"""Senders, receivers, bytes, samples, and members of both."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,18 +95,17 @@ class Evaluator:
     _figures: dict[tuple[DraftStage, str], StageFigures] = field(default_factory=dict)
     _anywhere: dict[_Anywhere, StageFigures] = field(default_factory=dict)
     _chosen: dict[tuple[DraftStage, StageMemory], Recompute] = field(default_factory=dict)
-    _transfers: dict[_TransferKey, DraftTransfer] = field(default_factory=dict)
-    _routes: dict[tuple[int, int], tuple[Link, tuple[Port, ...]]] = field(default_factory=dict)
     _edges: tuple[list[tuple[int, ...]], dict[tuple[int, int], Flow]] = field(default_factory=lambda: ([], {}))
-    _data_seconds: dict[tuple[DraftStage, bool, int], float] = field(default_factory=dict)
     _recomputation: dict[int, Recomputation] = field(default_factory=dict)
     _memory: list[float] = field(init=False)
+    _transfers: Transfers = field(init=False)
     _rigid_units: list[int] = field(init=False)
     _rigid_values: list[Value] = field(init=False)
 
     def __post_init__(self) -> None:
         units = self.problem.units
         self._memory = self.problem.memory_bytes.tolist()
+        self._transfers = Transfers(self.problem)
         self._rigid_units = [index for index, unit in enumerate(units.units) if not unit.divisible]
         self._rigid_values = [value for value in units.values if not value.sliceable]
 
@@ -327,21 +319,23 @@ class Evaluator:
         copies: bool,
     ) -> tuple[ClockedStages, float]:
         """The pipeline to simulate, and the seconds per micro-batch for which the busiest port is occupied."""
-        forwards = {(a, b): self._transfer(stages[a], stages[b], flow.forward) for (a, b), flow in edges.items()}
+        forwards = {
+            (a, b): self._transfers.between(stages[a], stages[b], flow.forward) for (a, b), flow in edges.items()
+        }
         backwards = {
-            (a, b): self._transfer(stages[b], stages[a], flow.backward)
+            (a, b): self._transfers.between(stages[b], stages[a], flow.backward)
             for (a, b), flow in edges.items()
             if flow.differentiable
         }
         sent, returned = ({pair: entry.seconds for pair, entry in way.items()} for way in (forwards, backwards))
         busiest = 0.0
         if self.problem.cluster.contended:
-            busiest = _contend(((forwards, sent), (backwards, returned)))
+            busiest = contend(((forwards, sent), (backwards, returned)))
         pipeline = ClockedStages(
             forward=[entry.forward for entry in figures],
             again=[entry.again for entry in figures],
             backward=[entry.backward for entry in figures],
-            data=[self._data(stage, copies, stages[-1].members) for stage in stages],
+            data=[self._transfers.of_data(stage, copies, stages[-1].members) for stage in stages],
             sent=sent,
             returned=returned,
         )
@@ -352,7 +346,7 @@ class Evaluator:
         flows = self.problem.bytes_to_step
         size = sum((flows[unit] for unit in last.units if unit in flows), Affine())
         ways = [(device, 0) for device in last.devices if device]
-        seconds = self._longest(ways, size.at(last.share), (last.members, last.members))
+        seconds = self._transfers.longest(ways, size.at(last.share), (last.members, last.members))
         if not flows or not seconds:
             return False
         pair = len(pipeline.forward) - 1, len(pipeline.forward)
@@ -360,34 +354,6 @@ class Evaluator:
             entries.append(0.0)
         pipeline.sent[pair] = pipeline.returned[pair] = seconds
         return True
-
-    def _longest(self, ways: Iterable[tuple[int, int]], num_bytes: float, members: tuple[int, int]) -> float:
-        """Seconds of the longest message between devices. `members`: of each sender, and of each receiver."""
-        links = (link_of_groups(self._route(*way)[0], *members) for way in ways)
-        return max((link.seconds(num_bytes) for link in links), default=0.0)
-
-    def _data(self, stage: DraftStage, copies: bool, senders: int) -> float:
-        """Seconds until a micro-batch's data have come from device 0; each pipeline replica loads its own."""
-        key = stage, copies, senders
-        if key not in self._data_seconds:
-            inside = set(stage.units)
-            size = sum(value.bytes.at(stage.share) for value in self.problem.units.data if read_by(value, inside))
-            devices = stage.devices[:1] if copies else stage.devices
-            ways = [(0, device) for device in devices if device and size]
-            self._data_seconds[key] = self._longest(ways, size, (senders, stage.members))
-        return self._data_seconds[key]
-
-    def _transfer(self, src: DraftStage, dst: DraftStage, size: Affine) -> DraftTransfer:
-        key = src.devices, dst.devices, size, src.micro_batch_size, (src.members, dst.members)
-        if key not in self._transfers:
-            self._transfers[key] = transfer(self._route, *key)
-        return self._transfers[key]
-
-    def _route(self, src: int, dst: int) -> tuple[Link, tuple[Port, ...]]:
-        if (src, dst) not in self._routes:
-            cluster = self.problem.cluster
-            self._routes[src, dst] = cluster.link(src, dst), cluster.ports(src, dst)
-        return self._routes[src, dst]
 
     def figures(self, stage: DraftStage, sharding: str = "none") -> StageFigures:
         """The costs of one replica of a stage on the slowest kind of its devices."""
@@ -404,23 +370,3 @@ class Evaluator:
                 all_reduce=all_reduce_seconds(self.problem, stage),
             )
         return self._figures[key]
-
-
-def _contend(ways: Iterable[tuple[Mapping[tuple[int, int], DraftTransfer], dict[tuple[int, int], float]]]) -> float:
-    """Delay transfers to one stage that share a port; returns the busiest port's seconds per micro-batch.
-
-    `ways`: for forward and backward, the transfers without contention and their seconds, to which waiting is added.
-    """
-    total: dict[Port, float] = {}
-    for direction, (transfers, seconds) in enumerate(ways):
-        together: dict[tuple[int, Port], float] = {}
-        for pair, (_, ports) in transfers.items():
-            dst = pair[1 - direction]
-            for port, busy in ports.items():
-                together[dst, port] = together.get((dst, port), 0.0) + busy
-                total[port] = total.get(port, 0.0) + busy
-        for pair, (_, ports) in transfers.items():
-            dst = pair[1 - direction]
-            waits = [together[dst, port] - busy for port, busy in ports.items()]
-            seconds[pair] += max(waits, default=0.0)
-    return max(total.values(), default=0.0)
