@@ -66,13 +66,13 @@ def described(problem: Problem, draft: Draft, evaluation: Evaluation) -> str:
     stage, device, peak = draft.stages[worst], limits[worst], evaluation.peak_bytes[worst]
     static, copied = static_bytes(problem, stage, evaluation.sharding), evaluation.copied_bytes[worst]
     loaded = evaluation.loaded_bytes[worst]
-    older = f"{_gb(copied)} older weights (strategy.weights), " if copied else ""
-    older += f"{_gb(loaded)} the mini-batch, which is loaded there, " if loaded else ""
+    besides = f"{_gb(copied)} older weights (strategy.weights), " if copied else ""
+    besides += f"{_gb(loaded)} the mini-batch, which is loaded there, " if loaded else ""
     return (
         f"The model does not fit the devices: stage {_name(problem, draft, worst)!r} needs {_gb(peak)} on device "
         f"{device} ({problem.cluster.devices[device].name}), which has {_gb(problem.memory_bytes[device])}: "
         f"{_gb(lacks[worst])} too much. {_gb(static)} are weights, gradients and the state of the optimizer "
-        f"({problem.footprint.optimizer}), {older}{_gb(peak - static - copied - loaded)} activations of "
+        f"({problem.footprint.optimizer}), {besides}{_gb(peak - static - copied - loaded)} activations of "
         f"{_batches(evaluation.in_flight[worst])} of {stage.share} samples in flight"
         f"{' (recomputed)' if evaluation.recompute[worst] else ''}"
         f"{' (offloaded)' if evaluation.offload[worst] else ''}."
