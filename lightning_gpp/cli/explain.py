@@ -116,11 +116,17 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__
 
 
+def _keys() -> set[str]:
+    """The keys of the commands that are not in a group."""
+    configs = (OmegaConf.load(path) for path in config_folder().glob("*.yaml"))
+    return {str(key) for config in configs if isinstance(config, DictConfig) for key in config}
+
+
 def _mistyped_groups(given: Sequence[str]) -> Iterator[str]:
     """Messages for arguments that would be groups with one letter less or more."""
     for name in (argument.partition("=")[0] for argument in given if re.match(r"\w+=", argument)):
         close = close_to(name, groups())
-        if name not in groups() and close:
+        if name not in {*groups(), *_keys()} and close:
             yield f"There is no group {name!r}. Did you mean {close[0]}? There are: {', '.join(groups())}."
 
 

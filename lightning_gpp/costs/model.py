@@ -68,12 +68,12 @@ class Footprint:
     training: bool = True
 
     def __post_init__(self) -> None:
-        for key, allowed in (("optimizer", OPTIMIZER_STATES), ("precision", PRECISIONS)):
-            value = getattr(self, key)
+        optimizer = "optimizer", self.optimizer, [*OPTIMIZER_STATES]
+        for key, value, allowed in (optimizer, ("trainer.precision", self.precision, [*PRECISIONS])):
             if value not in allowed:
                 close = get_close_matches(str(value), allowed, n=1)
                 hint = f" Did you mean {close[0]!r}?" if close else ""
-                raise ConfigError(f"footprint.{key}={value!r} is unknown; choose one of {', '.join(allowed)}.{hint}")
+                raise ConfigError(f"{key}={value!r} is unknown; choose one of {', '.join(allowed)}.{hint}")
 
     @property
     def copies(self) -> float:

@@ -24,8 +24,14 @@ DTYPE_BYTES: Final = {
     "int32": 4,
     "int16": 2,
     "int8": 1,
+    "uint64": 8,
+    "uint32": 4,
+    "uint16": 2,
     "uint8": 1,
     "bool": 1,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "complex32": 4,
     "complex64": 8,
     "complex128": 16,
 }
@@ -247,12 +253,25 @@ class OperatorGraph:
         for index, operator in enumerate(content.operators):
             if operator.name in graph.nx:
                 raise PlanError(f"{place}: operators[{index}].name is {operator.name!r}; {_UNIQUE} {REMEDY}")
+            _check_outputs(operator, f"{place}: operators[{index}].outputs")
             graph.add(operator)
         for source, target, outputs in content.edges:
             for output in outputs:
                 graph.connect(source, target, output)
         return graph
 
+
+def _check_outputs(operator: Operator, place: str) -> None:
+    for number, spec in enumerate(operator.outputs):
+        if spec.dtype not in DTYPE_BYTES:
+            allowed = ", ".join(DTYPE_BYTES)
+            raise PlanError(f"{place}[{number}].dtype is {spec.dtype!r}; it must be one of {allowed}. {REMEDY}")
+        if spec.bytes(1) > MAX_BYTES:
+            raise PlanError(f"{place}[{number}].shape has {spec.bytes(1):.3g} bytes; no tensor has so many. {REMEDY}")
+
+
+MAX_BYTES: Final = 1e15
+"""The most bytes of a tensor in a file."""
 
 REMEDY: Final = "Write the graph again with OperatorGraph.to_json()."
 _UNIQUE: Final = "it must be a name that no other operator has."

@@ -17,8 +17,10 @@ from torch import Tensor, nn
 from lightning_gpp._compat.lightning import replace_batch
 from lightning_gpp.capture.attributes import Attribute
 from lightning_gpp.errors import GPPError
+from lightning_gpp.plan import Plan
 from lightning_gpp.strategy.checks import facts_of_trainer, reads_data
 from lightning_gpp.strategy.hooks.attributes import AttributesForHooks
+from lightning_gpp.strategy.hooks.counted import CountedCalls
 from lightning_gpp.strategy.hooks.kept import ReadByHooks
 from lightning_gpp.strategy.hooks.readers import ATTRIBUTES, METRICS, RESULT, BatchReaders
 from lightning_gpp.strategy.logs import LogExchange, LogRecorder, UserCode
@@ -139,7 +141,7 @@ class Steps:
         self.engine: Engine | None = None
         self.trace: TraceFile | None = None
         self._set_up, self._readers, self._metrics, self._kept = set_up, readers, metrics, kept
-        self._read_by_hooks = ReadByHooks(module, control)
+        self._read_by_hooks, self._counted = ReadByHooks(module, control), CountedCalls(control)
 
     @property
     def whole(self) -> bool:
@@ -159,8 +161,8 @@ class Steps:
         self._kept.note(TRAINING)
         outputs = engine.train(arguments, accumulated=accumulated, last=last, scale=scale)
         changed = self._kept.changed(TRAINING)
-        if changed and len(outputs) > 1:
-            self._read_by_hooks.tell(changed)
+        if len(outputs) > 1:
+            self._warn_of(changed, engine.plan, len(outputs))
         self.host.recorder.turn(engine.num_steps - 1)
         if self.trace is not None:
             self.trace.add(engine)
@@ -170,6 +172,12 @@ class Steps:
         if not self.control.loads:
             loss = torch.full((), number, dtype=torch.float64, device=self.device)
         return {"loss": loss, **rest} if rest else loss
+
+    def _warn_of(self, changed: Mapping[Attribute, Any], plan: Plan, parts: int) -> None:
+        """Warn of attributes that several micro-batches have changed, if one process would have other values."""
+        self._read_by_hooks.tell(changed)
+        if plan.stages[plan.step_stage].micro_batch_size > 1:  # else calls are samples, which may be counted
+            self._counted.tell(changed, parts)
 
     def evaluate(self, step: str, arguments: Sequence[Any]) -> Any:
         """Run a validation, test or prediction step. Returns its result on the rank that runs it, elsewhere None.

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lightning_gpp._compat.torch import pytree
 from lightning_gpp.capture.batch import GUESSED, BatchDims, known_to_pytree, map_samples, samples_in
+from lightning_gpp.training.pickled import UNREADABLE
 
 
 def signature(batch: Any, dims: BatchDims = GUESSED, total: int | None = None) -> int:
@@ -37,7 +38,7 @@ def outline(batch: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
         limit = _FEW_NUMBERS if leaf.is_floating_point() else _MANY_NUMBERS
-        if leaf.is_meta or leaf.numel() > limit:
+        if leaf.is_meta or leaf.numel() > limit or leaf.dtype in UNREADABLE:
             return leaf.to("meta")
         return leaf.detach().cpu().requires_grad_(leaf.requires_grad)
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from lightning_gpp._compat.torch import pytree
 from lightning_gpp.failure.hangs import Wait
 from lightning_gpp.runtime.mesh import Mesh
+from lightning_gpp.training.pickled import pickled
 
 UNDERWAY: Final = 256
 """The most outstanding messages from the step's rank to each other rank. Ranks of a pipeline that does not flush are a
@@ -124,9 +125,9 @@ class Control:
         return self._object_from_first(value, self.share_in_device, self.member == 0)
 
     def _object_from_first(self, value: Any, share: Callable[[Tensor], Tensor], mine: bool) -> Any:
-        pickled = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8) if mine else _NOTHING
-        length = share(torch.tensor([len(pickled)]))
-        received = share(pickled if mine else torch.empty(int(length), dtype=torch.uint8))
+        content = torch.frombuffer(bytearray(pickled(value)), dtype=torch.uint8) if mine else _NOTHING
+        length = share(torch.tensor([len(content)]))
+        received = share(content if mine else torch.empty(int(length), dtype=torch.uint8))
         return value if mine else pickle.loads(received.numpy().tobytes())
 
     def relay(self, number: int) -> int:

@@ -142,7 +142,7 @@ def test_a_graph_from_a_file_needs_no_model(graph_json: str, tmp_path: Path) -> 
     [
         ("batch_size=null", "batch_size=None: a graph from a file comes without data.*batch_size=64"),
         ("strategy.costs=measured", "strategy.costs=measured needs a model to run"),
-        ("optimizer=adan", "footprint.optimizer='adan' is unknown.*Did you mean 'adam'"),
+        ("optimizer=adan", "optimizer='adan' is unknown.*Did you mean 'adam'"),
         ("~cluster", "trainer.devices=auto: gpp-plan does not count this machine's devices.*cluster=dgx_h100"),
     ],
 )

@@ -48,6 +48,14 @@ class Ragged(CaptionedDigits):
     def train_dataloader(self): return torch.utils.data.DataLoader([torch.zeros(n) for n in (1, 2)], batch_size=2)
 """
 
+
+def _graph(outputs: str) -> str:
+    operator = f'{{"name": "a", "target": "linear", "module": "a", "outputs": [{outputs}]}}'
+    return f'{{"operators": [{operator}], "edges": [], {_SIZES}}}'
+
+
+_SIZES = '"parameter_bytes": {}, "parameter_sizes": {}, "buffer_bytes": {}'
+
 FILES = {
     "wrong.py": _CODE,
     "list.yaml": "- 1\n- 2\n",
@@ -101,8 +109,9 @@ FILES = {
     "marked.json": "\xef\xbb\xbf{}",
     "null.json": "null",
     "nan.json": '{"operators": [{"name": "a", "flops": NaN}]}',
-    "one.json": '{"operators": [{"name": "a", "target": "linear", "module": "a"}], "edges": [], "parameter_bytes": {}, '
-    '"parameter_sizes": {}, "buffer_bytes": {}}',
+    "one.json": _graph(""),
+    "eight.json": _graph('{"shape": [{"per_sample": 1, "fixed": 0}], "dtype": "float33"}'),
+    "vast.json": _graph('{"shape": [{"per_sample": 1e30, "fixed": 0}], "dtype": "float32"}'),
     "folder/plan.yaml/file": "",
     "mine/experiment/loop.yaml": "# @package _global_\ndefaults:\n  - loop\n",
     "mine/experiment/lost.yaml": "# @package _global_\ndefaults:\n  - override /data: two_tower\n"
@@ -209,6 +218,9 @@ LINES: dict[str, str] = {
     "gpp-plan graph=nothing.json cluster=summit batch_size=8": r"nothing\.json",
     "gpp-plan graph=words.json cluster=summit batch_size=8": r"words\.json",
     "gpp-plan graph=none.json cluster=summit batch_size=8": r"none\.json: cannot be read: No such file",
+    "gpp-plan graph=eight.json batch_size=8 cluster=summit": r"outputs\[0\]\.dtype is 'float33'; it must be one of",
+    "gpp-plan graph=vast.json batch_size=8 cluster=summit": r"outputs\[0\]\.shape has 4e\+30 bytes; no tensor has so many",
+    "gpp-plan graph=one.json batch_size=8 strategy.search_seconds=abc": r"^gpp-plan: Error merging override strategy\.search",
     "gpp-plan graph=half.json": r"half\.json: is not JSON",
     "gpp-plan graph=missing.json": r"graph=missing\.json: cannot be read: No such file",
     "gpp-plan graph=one.json batch_size=8": r"trainer\.devices=auto: .* name a cluster",

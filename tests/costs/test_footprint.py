@@ -30,11 +30,11 @@ def test_adam_in_float32_unless_told_otherwise() -> None:
     [
         (
             {"optimizer": "adamv"},
-            r"footprint.optimizer='adamv' is unknown; choose one of none, .*adamw. Did you mean 'adam",
+            r"^optimizer='adamv' is unknown; choose one of none, .*adamw. Did you mean 'adam",
         ),
-        ({"optimizer": "??"}, r"footprint.optimizer='\?\?' is unknown; choose one of .*adamw\.$"),
-        ({"precision": "bf16_mixed"}, "footprint.precision='bf16_mixed' is unknown.* Did you mean 'bf16-mixed'"),
-        ({"precision": 32}, "footprint.precision=32 is unknown; choose one of 64-true"),
+        ({"optimizer": "??"}, r"^optimizer='\?\?' is unknown; choose one of .*adamw\.$"),
+        ({"precision": "bf16_mixed"}, "trainer.precision='bf16_mixed' is unknown.* Did you mean 'bf16-mixed'"),
+        ({"precision": 32}, "trainer.precision=32 is unknown; choose one of 64-true"),
     ],
 )
 def test_unknown_names_are_refused(settings: dict[str, object], message: str) -> None:

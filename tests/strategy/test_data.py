@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.utilities.data import extract_batch_size
-from torch.utils.data import DataLoader, Dataset
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from lightning_gpp.errors import ConfigError
 from lightning_gpp.strategy.data import Placeholder, peek
 from lightning_gpp.training.batches import outline, signature
 from tests.strategy import harness
-from tests.strategy.harness import loader, make_data, make_module
+from tests.strategy.harness import TwoTowers, loader, make_data, make_module
 
 
 def loaders() -> dict[str, DataLoader[Any]]:
@@ -129,4 +130,33 @@ def test_data_that_can_be_read_once_is_not_lost(name: str) -> None:
     for devices in (1, 2):
         (losses, ours), *_ = harness.run(devices, losses_on, name, devices)
         assert ours == steps
+        assert losses == pytest.approx(plain, rel=1e-12)
+
+
+class Widen(nn.Module):
+    def forward(self, packed: Tensor) -> Tensor:
+        return packed.to(torch.float64)
+
+
+class Packed(TwoTowers):
+    """Gets numbers in types that pickle does not read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left.insert(0, Widen())
+        self.right.insert(0, Widen())
+
+
+def losses_of_packed(rank: int, devices: int) -> list[float]:
+    torch.manual_seed(0)
+    module, (a, b, y) = Packed().double(), make_data().tensors
+    data = TensorDataset((a.abs() * 100).to(torch.uint16), b.to(torch.float8_e4m3fn), y)
+    strategy = harness.strategy(num_micro_batches=2) if devices > 1 else "auto"
+    harness.trainer(strategy, devices, max_epochs=1).fit(module, DataLoader(data, batch_size=8))
+    return module.losses
+
+
+def test_unsigned_numbers_and_floats_of_eight_bits_are_data_like_others() -> None:
+    (plain,) = harness.run(1, losses_of_packed, 1)
+    for losses in harness.run(2, losses_of_packed, 2):
         assert losses == pytest.approx(plain, rel=1e-12)

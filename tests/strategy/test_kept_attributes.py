@@ -79,6 +79,37 @@ def test_decisions_of_all_ranks_follow_from_the_step() -> None:
     assert "sets state, and Deciding.configure_optimizers reads it" in told
 
 
+class Counting(TwoTowers):
+    """Counts calls, in two places, and samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls, self.samples, self.history = 0, 0, {"steps": 0}
+
+    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor]:
+        self.calls += 1
+        self.history["steps"] += 1
+        self.samples += len(batch[0])
+        return super().training_step(batch, batch_idx)
+
+
+def counted(rank: int) -> tuple[int, int, list[str]]:
+    module = Counting().double()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        harness.trainer(harness.strategy(num_micro_batches=2), 2).fit(module, harness.loader())
+    told = [str(each.message) for each in caught]
+    return module.calls, module.samples, [text for text in told if "counts its calls" in text]
+
+
+def test_a_counter_of_calls_is_told_and_one_of_samples_is_not() -> None:
+    """In two epochs of three mini-batches."""
+    (calls, samples, told), (*_, others) = harness.run(2, counted)
+    assert (calls, samples) == (2 * 2 * 3, 2 * 22)
+    assert [re.findall(r"calls in (.*?): ", text) for text in told] == [["calls"], ["history['steps']"]]
+    assert not others
+
+
 class Keeps(nn.Module):
     def __init__(self) -> None:
         super().__init__()
