@@ -161,7 +161,7 @@ class Steps:
         self._kept.note(TRAINING)
         outputs = engine.train(arguments, accumulated=accumulated, last=last, scale=scale)
         changed = self._kept.changed(TRAINING)
-        if len(outputs) > 1:
+        if changed and len(outputs) > 1:
             self._warn_of(changed, engine.plan, len(outputs))
         self.host.recorder.turn(engine.num_steps - 1)
         if self.trace is not None:
