@@ -79,10 +79,11 @@ def _problems(module: pl.LightningModule, whole: bool, alone: bool) -> Iterator[
         )
     yield from compiled_steps(module, STEPS)
     for step in STEPS:
-        if reads_data(module, step) and not (alone and (whole or step != TRAINING)):
+        if reads_data(module, step) and not (whole if step == TRAINING else alone):
+            way = "Use strategy.step=whole (auto chooses it)" if step == TRAINING else "Use one process"
             yield (
-                f"{name}.{step} takes `dataloader_iter`, but mini-batches must be known before the stages start. Let "
-                "it take `batch` (and `batch_idx`), or train on one process, which needs no stages."
+                f"{name}.{step} takes `dataloader_iter`, but mini-batches must be known before the stages start. {way}"
+                ", or let the step take `batch` (and `batch_idx`)."
             )
 
 

@@ -107,6 +107,25 @@ class StatefulShadowLoader(ShadowLoader):
         """Ignore the state, which belongs to the rank that loads data."""
 
 
+class SharedIterator(Iterator[Any]):
+    """The iterator of a step that reads its mini-batches: all ranks get those of the rank that loads data.
+
+    Args:
+        source: Lightning's iterator on this rank, which is as long on all of them.
+        share: gives a mini-batch of the rank that loads data to all ranks.
+    """
+
+    def __init__(self, source: Any, share: Callable[[Any], Any]) -> None:
+        self._source, self._share = source, share
+
+    def __next__(self) -> tuple[Any, int, int]:
+        batch, batch_idx, dataloader_idx = next(self._source)
+        return self._share(batch), batch_idx, dataloader_idx
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._source, name)
+
+
 def distribute(loader: Any, control: Control, *, shared: bool = False) -> Any:
     """The loader to use on this rank. `shared`: pipelines share its mini-batches.
 

@@ -28,7 +28,7 @@ from lightning_gpp.strategy.checks import (
     facts_of_loaders,
     runs_whole,
 )
-from lightning_gpp.strategy.data import Placeholder, is_moved_by_reading, peek
+from lightning_gpp.strategy.data import Placeholder, SharedIterator, is_moved_by_reading, peek
 from lightning_gpp.strategy.data_state import as_before
 from lightning_gpp.strategy.hooks.attached import AttachedHooks
 from lightning_gpp.strategy.hooks.attributes import AttributesForHooks
@@ -151,7 +151,7 @@ class Run:
         if self.control.first:
             warn_of_others(self._mini_batches or now, now)
         batch = self._example()
-        has_data = self.control.broadcast(batch is not None) or self.job.host.reads_data(TRAINING)
+        has_data = self.control.broadcast(batch is not None) or self._needs_no_example
         self.strategy.setup_optimizers(self.trainer)
         self._optimizers = self.strategy.optimizers
         if not has_data:
@@ -181,10 +181,15 @@ class Run:
     def _set_up_evaluation(self, step: str, batch: Any) -> Engine:
         return set_up(self.job, self.incoming, batch, step=step, num_steps=self._num_steps)
 
+    @property
+    def _needs_no_example(self) -> bool:
+        """True for a step that reads its mini-batches, where no other process has to know what it will read."""
+        return self.control.num_processes == 1 and self.job.host.reads_data(TRAINING)
+
     def _example(self) -> Any:
         """A mini-batch on rank 0, as the step will see it; None on other ranks, and without training data."""
         given = self.job.options.example_batch
-        wanted = given is None and not self.job.host.reads_data(TRAINING)
+        wanted = given is None and not self._needs_no_example
         look = peek if wanted and self.control.first else None
         moved = is_moved_by_reading if wanted else (lambda _: False)
         peeked = _compat.first_training_batch(self.trainer, look, moved)
@@ -200,6 +205,12 @@ class Run:
         shared = self._trained.share(batch)
         self.incoming.batch_size = samples_in(shared)
         return shared
+
+    def inputs(self, given: Sequence[Any]) -> Sequence[Any]:
+        """The arguments of a step as a whole; an iterator of mini-batches gives those of one rank to all."""
+        if self.control.num_processes == 1 or not self.job.host.reads_data(TRAINING):
+            return given
+        return [SharedIterator(given[0], self.share), *given[1:]]
 
     def announced(self, batch: Any) -> Any:
         """Tell the ranks of the pipeline the size and form of a mini-batch; returns what hooks get on this rank.

@@ -224,7 +224,7 @@ class GPPStrategy(RanksStrategy):
         steps = self._steps
         if steps.whole:
             with self._training.whole_step():
-                return super().training_step(*args, **kwargs)
+                return super().training_step(*self._running.inputs(args), **kwargs)
         return steps.train([*args, *kwargs.values()], last=not self._accumulating)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:

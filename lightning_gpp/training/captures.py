@@ -62,7 +62,8 @@ def steps_as_whole(job: Job, step: str) -> frozenset[str]:
 
 def _as_it_is(job: Job, step: str) -> bool:
     """True if a step need not be captured: on one process it runs as the user wrote it."""
-    return job.host.reads_data(step) or (step != TRAINING and _evaluates_as_it_is(job))
+    alone = job.control.num_processes == 1
+    return (alone and job.host.reads_data(step)) or (step != TRAINING and _evaluates_as_it_is(job))
 
 
 def _evaluates_as_it_is(job: Job) -> bool:

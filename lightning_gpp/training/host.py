@@ -64,7 +64,7 @@ class Host:
         return {}
 
     def reads_data(self, step: str) -> bool:
-        """True if a step reads its mini-batches by itself; it runs as a whole, on one process."""
+        """True if a step reads its mini-batches by itself; it runs as a whole."""
         return False
 
     def average(self, names: Set[str]) -> None:

@@ -7,7 +7,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from lightning_gpp.capture.record import step_arguments
+from lightning_gpp.capture.record import step_arguments, step_input
 from lightning_gpp.capture.recording import Recording
 from lightning_gpp.errors import GPPError, IndivisibleError, StepError
 from lightning_gpp.measure.memory import free_bytes
@@ -112,7 +112,7 @@ def _failure_of(module: nn.Module, step: str, batch: Any, context: Context, devi
     try:
         with undisturbed(), torch.no_grad(), context():
             method = getattr(silent_copy(module, device), step)
-            method(batch, *step_arguments(method, 0))
+            method(step_input(method, batch), *step_arguments(method, 0))
     except Exception as error:
         return error
     return None

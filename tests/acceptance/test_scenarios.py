@@ -28,7 +28,6 @@ REFUSED = {
     "batch_size_tuned": "BatchSizeFinder",
     "step_Quasi": "L-BFGS",
     "whole_Quasi": "L-BFGS",
-    "takes_iterator": "dataloader_iter",
     "step_ReturnsNone": "return a zero loss",
     "loader_single_samples": "More micro-batches than samples",
 }

@@ -13,7 +13,7 @@ from lightning import Trainer
 
 from lightning_gpp import ConfigError, GPPError, GPPStrategy, PlanError
 from lightning_gpp.plan import STEP, Plan, Stage
-from lightning_gpp.strategy.checks import check_synchronised
+from lightning_gpp.strategy.checks import check_module, check_synchronised
 from lightning_gpp.strategy.data import Placeholder
 from lightning_gpp.training.loss_scale import check_scaled
 from tests.capture import test_refusals as captures
@@ -105,6 +105,11 @@ class OwnBackward(TwoTowers):
 
 class Fetching(TwoTowers):
     def training_step(self, dataloader_iter: Any) -> Any:  # type: ignore[override]
+        return next(dataloader_iter)
+
+
+class Validating(TwoTowers):
+    def validation_step(self, dataloader_iter: Any) -> Any:  # type: ignore[override]
         return next(dataloader_iter)
 
 
@@ -232,7 +237,12 @@ CASES: dict[str, Case] = {
     "measured costs of a step as a whole": (TwoTowers, {"step": "whole", "costs": "measured"}, {}, "Use roofline"),
     "trace of a step as a whole": (TwoTowers, {"step": "whole", "trace": True}, {}, "trace=True does not go together"),
     "check of a step as a whole": (TwoTowers, {"step": "whole", "on_nonfinite": "stop"}, {}, "check in the step"),
-    "dataloader_iter": (Fetching, {"step": "micro_batches"}, {}, "Fetching.training_step takes `dataloader_iter`"),
+    "dataloader_iter": (
+        Fetching,
+        {"step": "micro_batches"},
+        {},
+        "Fetching.training_step takes.*Use strategy.step=whole",
+    ),
     "L-BFGS": (Quasi, {"step": "micro_batches"}, {}, "returned L-BFGS.*first-order"),
     "repeated closure": (Sharpness, {}, {}, "called its closure more than once"),
     "foreign parameter": (Foreign, {}, {}, r"a parameter of shape \(2,\) that is not one of the module's"),
@@ -299,6 +309,12 @@ def returns_early(rank: int) -> None:
     harness.trainer(given, 2).fit(Early().double(), loader(), loader(10, seed=2))
 
 
+def test_validation_steps_read_no_iterators_on_several_processes() -> None:
+    check_module(Validating(), whole=True, alone=True)
+    with pytest.raises(ConfigError, match=r"Validating\.validation_step takes.*Use one process, or let.*`batch`"):
+        check_module(Validating(), whole=True, alone=False)
+
+
 def test_a_step_that_returns_early() -> None:
     with pytest.raises(AssertionError, match=r"(?s)returned before it called the module for this.*step=whole"):
         harness.run(2, returns_early)
@@ -306,7 +322,10 @@ def test_a_step_that_returns_early() -> None:
 
 ROWS: dict[str, list[Any]] = {
     "manual optimization or": ["manual optimization", "own backward"],
-    "`dataloader_iter` in a step": ["dataloader_iter"],
+    "`dataloader_iter` in a training step": [
+        "dataloader_iter",
+        test_validation_steps_read_no_iterators_on_several_processes,
+    ],
     "L-BFGS": ["L-BFGS"],
     "an optimizer that combines": [test_coupled.test_combined_parameters_are_refused],
     "an optimizer that keeps": [test_optimizer_lists.test_refused],
