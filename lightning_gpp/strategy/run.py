@@ -8,6 +8,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -210,7 +211,7 @@ class Run:
         """The arguments of a step as a whole; an iterator of mini-batches gives those of one rank to all."""
         if self.control.num_processes == 1 or not self.job.host.reads_data(TRAINING):
             return given
-        return [SharedIterator(given[0], self.share), *given[1:]]
+        return [SharedIterator(given[0], lambda batch: self.share(move_data_to_device(batch, self.job.device)))]
 
     def announced(self, batch: Any) -> Any:
         """Tell the ranks of the pipeline the size and form of a mini-batch; returns what hooks get on this rank.
