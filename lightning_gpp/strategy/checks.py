@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Final
+from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import BatchSizeFinder, StochasticWeightAveraging
+from lightning.pytorch.callbacks import StochasticWeightAveraging
 from torch import nn
 
 from lightning_gpp._compat.lightning import uses_dataloader_iter
@@ -117,27 +117,9 @@ def facts_of_loaders(step: str, num_batches: Iterable[float]) -> dict[str, str]:
 
 
 def check_callbacks(trainer: pl.Trainer, num_devices: int) -> None:
-    """Raise ConfigError for callbacks that cannot work where every rank has a part of the module."""
+    """Raise ConfigError for averages with BatchNorm, whose statistics come from mini-batches in a further epoch."""
     if num_devices == 1:
         return
-    for callback in getattr(trainer, "callbacks", ()):
-        for kinds, reason in _UNSUITED.items():
-            if isinstance(callback, kinds):
-                raise ConfigError(f"The callback {type(callback).__name__} {reason} (trainer.callbacks).")
-    _check_averages(trainer)
-
-
-_UNSUITED: Final[dict[type, str]] = {
-    BatchSizeFinder: (
-        "runs trials whose memory differs from device to device, and goes back to a checkpoint when one fails, which "
-        "the other ranks do not notice. Remove it, and look at the memory of each device in gpp-plan"
-    ),
-}
-"""Callbacks that need the undivided module, and why."""
-
-
-def _check_averages(trainer: pl.Trainer) -> None:
-    """BatchNorm's statistics of averaged weights are computed in an additional epoch, from mini-batches."""
     averages = any(isinstance(callback, StochasticWeightAveraging) for callback in getattr(trainer, "callbacks", ()))
     if averages and any(isinstance(part, BatchNorm) for part in trainer.lightning_module.modules()):
         raise ConfigError(

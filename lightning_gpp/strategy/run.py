@@ -22,6 +22,7 @@ from lightning_gpp.checkpoints.stored import StoredValues
 from lightning_gpp.errors import CheckpointError, GPPError
 from lightning_gpp.plan import Plan
 from lightning_gpp.strategy.ahead import ReadAhead
+from lightning_gpp.strategy.batch_sizes import check_loop, check_search
 from lightning_gpp.strategy.checks import (
     check_callbacks,
     check_module,
@@ -101,6 +102,7 @@ class Run:
         if fitting and getattr(self.precision, "scaler", None) is not None:
             check_scaled(options)
         check_callbacks(trainer, control.num_devices)
+        check_loop(trainer, control.num_devices)
         host, device = LightningHost(self.module, self.precision), strategy.root_device
         self.job = Job(
             module=self.module,
@@ -168,6 +170,7 @@ class Run:
         self.job = self.steps.engine.job  # which may run the step as a whole
         if self.control.num_processes > 1:
             check_pruning(pruning_callbacks(self.trainer), self.job, self.steps.engine.plan)
+            check_search(self.trainer, self.job, self.steps.engine.plan)
         self.steps.engine.load_pipeline_state_dict(self._pipeline)
         self._pipeline = {}
         if self.job.options.trace:

@@ -18,6 +18,7 @@ from lightning_gpp._compat.lightning import replace_batch
 from lightning_gpp.capture.attributes import Attribute
 from lightning_gpp.errors import GPPError
 from lightning_gpp.plan import Plan
+from lightning_gpp.strategy.batch_sizes import finds_sizes
 from lightning_gpp.strategy.checks import facts_of_trainer, reads_data
 from lightning_gpp.strategy.hooks.attributes import AttributesForHooks
 from lightning_gpp.strategy.hooks.counted import CountedCalls
@@ -62,6 +63,7 @@ class LightningHost(Host):
         self.scaler = getattr(plugin, "scaler", None)
         self.user_code = UserCode()
         self.recorder = LogRecorder(module, self.user_code)
+        self._finds_sizes = finds_sizes(module.trainer)
 
     def context(self, step: str) -> Context:
         context: Context = getattr(self._plugin, CONTEXTS[step])
@@ -89,6 +91,10 @@ class LightningHost(Host):
 
     def facts(self) -> dict[str, str]:
         return facts_of_trainer(self._module.trainer)
+
+    @property
+    def tries_sizes(self) -> bool:
+        return self._finds_sizes and not getattr(self._module.trainer, "callbacks", ())  # removed for trials
 
     def reads_data(self, step: str) -> bool:
         return reads_data(self._module, step)

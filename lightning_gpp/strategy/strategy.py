@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from lightning_gpp._compat.lightning import (
     current_hook,
+    is_path_of_a_rank,
     layer_sync,
 )
 from lightning_gpp._compat.lightning_module import set_device
@@ -332,6 +333,8 @@ class GPPStrategy(RanksStrategy):
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Read a checkpoint of this strategy, under any plan, or of plain Lightning."""
+        if is_path_of_a_rank(checkpoint_path):
+            checkpoint_path = self.broadcast(checkpoint_path)
         self._begin(f"reading {checkpoint_path}")
         self._checkpoints.wait()
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only)

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_gpp.errors import GPPError
+from lightning_gpp.runtime.random import undisturbed
 from lightning_gpp.runtime.stage import MicroBatch
 from lightning_gpp.stages.step import Invocation
 from lightning_gpp.training.asynchronous import Asynchronous
@@ -130,9 +131,27 @@ class Runner:
     def flushed(self, session: Session, arguments: Sequence[Any], weight: float, number: int) -> Outputs:
         """Run a step that ends with an empty pipeline. Returns its results where it ran."""
         batch, *rest = arguments
+        if session.training and self._job.host.tries_sizes:
+            self._rehearse(session, batch, rest, weight, number)
         invocation = self._invocation(session, rest, number)
         with on_one_rank():
             return session.run(batch, invocation, self._incoming.batch_size, loss_weight=weight, step=number)
+
+    def _rehearse(self, session: Session, batch: Any, rest: Sequence[Any], weight: float, number: int) -> None:
+        """Raise an error on all ranks if the mini-batch does not fit the memory of one of them."""
+        host, size, lack = self._job.host, self._incoming.batch_size, ""
+        invocation = self._invocation(session, rest, number)
+        try:
+            with undisturbed(), host.unheard(), on_one_rank():
+                session.rehearse(batch, invocation, size, loss_weight=weight, step=number)
+        except RuntimeError as error:
+            if not _is_lack_of_memory(error):
+                raise
+            lack = str(error)
+        host.forget(range(number, number + 1))
+        for rank, text in enumerate(self._job.control.gather_all(lack)):
+            if text:
+                raise RuntimeError(f"rank {rank}: {text}")
 
     def ahead(self, session: Session, arguments: Sequence[Any], weight: float, number: int, segment: range) -> Outputs:
         """Run a period of a pipeline that does not flush. Returns the results of the step where it ran.
@@ -193,6 +212,10 @@ class Runner:
         weights = partial(session.weights_of, size, self._optimizers)
         segment = asynchronous.enter(number, facts, session.lead(size), accumulated, weights)
         return self.ahead(session, arguments, weight, number, segment)
+
+
+def _is_lack_of_memory(error: RuntimeError) -> bool:
+    return any(text in str(error) for text in ("out of memory", "can't allocate memory"))
 
 
 @contextmanager

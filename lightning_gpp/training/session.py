@@ -17,6 +17,7 @@ from lightning_gpp.errors import PlanError
 from lightning_gpp.plan import Plan
 from lightning_gpp.runtime.executor import Executor
 from lightning_gpp.runtime.random import RandomStreams, undisturbed
+from lightning_gpp.runtime.rehearsal import Rehearsal
 from lightning_gpp.runtime.stage import MicroBatch, StageModule, StageWrapper
 from lightning_gpp.runtime.transport import Transport
 from lightning_gpp.runtime.weights import Weights
@@ -25,7 +26,7 @@ from lightning_gpp.schedules import Program, compile_program
 from lightning_gpp.schedules.actions import COLLECTIVES
 from lightning_gpp.schedules.continuous import streaming_program
 from lightning_gpp.stages import Pipeline, build
-from lightning_gpp.stages.step import Invocation
+from lightning_gpp.stages.step import Invocation, StepRunner
 from lightning_gpp.stages.undivided import Captured
 from lightning_gpp.training.asynchronous import Asynchronous
 from lightning_gpp.training.eight_bit import with_eight_bits
@@ -124,24 +125,27 @@ class Session:
         """The executor for mini-batches of this size, cached. `together`: with collectives."""
         key = batch_size, together
         if key not in self._executors:
-            control, replicas = self._control, self._replicas
-            self._executors[key] = Executor(
-                self._program(batch_size, together),
-                control.device,
-                stages=self._stages,
-                slots=self.slots,
-                transport=self._transport,
-                source=self.pipeline.source if control.runs_step else None,
-                torch_device=self._job.device,
-                streams=self._streams,
-                pipeline=control.pipeline,
-                sharding=Forwarded(replicas, self._numbers or {}) if together and replicas is not None else None,
-                weights=None if self.asynchronous is None else self.asynchronous.policy,
-                gradients=None if self.asynchronous is None else self.asynchronous.gradients,
-                trace=self._job.options.trace,
-                process=control.mesh.process,
-            )
+            self._executors[key] = self._made(batch_size, together, self._transport)
         return self._executors[key]
+
+    def _made(self, batch_size: int, together: bool, transport: Transport) -> Executor:
+        control, replicas = self._control, self._replicas
+        return Executor(
+            self._program(batch_size, together),
+            control.device,
+            stages=self._stages,
+            slots=self.slots,
+            transport=transport,
+            source=self.pipeline.source if control.runs_step else None,
+            torch_device=self._job.device,
+            streams=self._streams,
+            pipeline=control.pipeline,
+            sharding=Forwarded(replicas, self._numbers or {}) if together and replicas is not None else None,
+            weights=None if self.asynchronous is None else self.asynchronous.policy,
+            gradients=None if self.asynchronous is None else self.asynchronous.gradients,
+            trace=self._job.options.trace,
+            process=control.mesh.process,
+        )
 
     def _program(self, batch_size: int, together: bool) -> Program:
         if self.asynchronous is not None:
@@ -183,14 +187,32 @@ class Session:
         together = self._agreed(batch_size)
         executor = self.latest = self.executor(batch_size, together)
         whole = nullcontext() if together or self._replicas is None else self._replicas.gathered(self.training)
+        with self._begun(batch, invoke, batch_size, step) as user_step, whole:
+            executor.run(loss_weight=loss_weight, step=step)
+            return sorted(user_step.outputs, key=lambda output: output[0].start)
+
+    def rehearse(self, batch: Any, invoke: Invocation, batch_size: int, *, loss_weight: float, step: int) -> None:
+        """Run all actions of this rank for a mini-batch alone, on zeros where it would receive; drops the gradients.
+
+        It takes the memory of `run`, except that of parameters whose parts other ranks hold.
+        """
+        empty = [parameter for parameter in self._job.module.parameters() if parameter.grad is None]
+        try:
+            with self._begun(batch, invoke, batch_size, step):
+                self._made(batch_size, False, Rehearsal()).run(loss_weight=loss_weight, step=step)
+        finally:
+            for parameter in empty:
+                parameter.grad = None
+
+    @contextmanager
+    def _begun(self, batch: Any, invoke: Invocation, batch_size: int, step: int) -> Iterator[StepRunner]:
+        """Inside, the user's step may run on this mini-batch, on the rank that runs it."""
         user_step = self.pipeline.step
         if self._control.runs_step:
             key = self._streams.key(DATA_STREAM, self._control.pipeline, 0, step)
             user_step.begin(batch, invoke, key, batch_size)
         try:
-            with whole:
-                executor.run(loss_weight=loss_weight, step=step)
-            return sorted(user_step.outputs, key=lambda output: output[0].start)
+            yield user_step
         finally:
             user_step.end()
 

@@ -24,8 +24,6 @@ PACKAGES = {"tensorboard": "tensorboard"}
 
 REFUSED = {
     "hook_NormOfWeights": "if not p.is_meta",
-    "batch_size_found": "BatchSizeFinder",
-    "batch_size_tuned": "BatchSizeFinder",
     "step_Quasi": "L-BFGS",
     "whole_Quasi": "L-BFGS",
     "step_ReturnsNone": "return a zero loss",

@@ -9,13 +9,11 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import (
     BackboneFinetuning,
-    BatchSizeFinder,
     Callback,
     EMAWeightAveraging,
     LearningRateFinder,
     StochasticWeightAveraging,
 )
-from lightning.pytorch.tuner import Tuner
 
 from lightning_gpp import ConfigError
 from lightning_gpp._compat.torch import pytree
@@ -60,7 +58,6 @@ def callback(kind: str) -> Callback:
         "exponential": lambda: EMAWeightAveraging(decay=0.9),
         "finetuning": lambda: BackboneFinetuning(unfreeze_backbone_at_epoch=1, lambda_func=lambda epoch: 1.5),
         "learning rate": lambda: LearningRateFinder(min_lr=1e-3, max_lr=0.5, num_training_steps=6),
-        "batch size": BatchSizeFinder,
     }
     return made[kind]()  # type: ignore[no-any-return]
 
@@ -125,30 +122,6 @@ def test_groups_that_a_callback_added_are_there_after_a_resumption(tmp_path: Pat
     expected = resumed("auto", 1, str(tmp_path / "1"))
     for losses in run(2, resumed_on_two, str(tmp_path / "1")):
         assert losses == pytest.approx(expected, rel=1e-11)
-
-
-def test_refused_on_two_devices() -> None:
-    machine = trainer(callbacks=[callback("batch size")])
-    check_callbacks(machine, num_devices=1)
-    with pytest.raises(ConfigError, match="trials whose memory differs"):
-        check_callbacks(machine, num_devices=2)
-
-
-class Sized(TwoTowers):
-    batch_size = 4
-
-    def train_dataloader(self) -> Any:
-        return loader(batch_size=self.batch_size)
-
-
-def tuned(rank: int) -> str:
-    with pytest.raises(ConfigError) as caught:
-        Tuner(trainer(strategy(), 2)).scale_batch_size(Sized().double(), max_trials=1)
-    return str(caught.value)
-
-
-def test_tuning_the_batch_size_is_refused_on_two_devices() -> None:
-    assert all("BatchSizeFinder runs trials whose memory differs" in message for message in run(2, tuned))
 
 
 def test_batch_norm_is_not_averaged_from_micro_batches() -> None:

@@ -22,6 +22,7 @@ from tests.fabric import test_fabric
 from tests.strategy import (
     harness,
     test_auto_step,
+    test_batch_sizes,
     test_callbacks,
     test_changing_attributes,
     test_compiled,
@@ -335,10 +336,7 @@ ROWS: dict[str, list[Any]] = {
     "a schedule of learning rates": [test_disagreement.test_the_first_difference_is_named_on_all_ranks],
     "an optimizer that calls": ["repeated closure"],
     "`sync_batchnorm=True`": [test_batch_norm_over_replicas],
-    "BatchSizeFinder": [
-        test_callbacks.test_refused_on_two_devices,
-        test_callbacks.test_tuning_the_batch_size_is_refused_on_two_devices,
-    ],
+    "BatchSizeFinder": [test_batch_sizes.test_trials_on_which_ranks_could_not_agree_are_refused],
     "ModelPruning with": [
         test_pruning.test_refused,
         test_pruning.test_tied_parameters_are_refused,
