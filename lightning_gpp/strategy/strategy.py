@@ -43,6 +43,7 @@ from lightning_gpp.training.checkpoint import load_state
 from lightning_gpp.training.engine import Engine
 from lightning_gpp.training.joining import disconnect
 from lightning_gpp.training.members import agreed_division
+from lightning_gpp.training.memory_trials import agreed
 from lightning_gpp.training.options import Options
 from lightning_gpp.training.parameters import move
 from lightning_gpp.training.predicted import simulated
@@ -258,7 +259,8 @@ class GPPStrategy(RanksStrategy):
         if self._steps.whole and self._training.plan.num_devices > 1:
             closure = once(closure)
         with self._training.divided_optimizers():
-            return super().optimizer_step(optimizer, closure, model, **kwargs)
+            step = partial(super().optimizer_step, optimizer, closure, model, **kwargs)
+            return agreed(self._running.control, step) if self._running.job.host.tries_sizes else step()
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:

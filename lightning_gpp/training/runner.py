@@ -24,6 +24,7 @@ from lightning_gpp.stages.step import Invocation
 from lightning_gpp.training.asynchronous import Asynchronous
 from lightning_gpp.training.captured_anew import SessionCache
 from lightning_gpp.training.foreign import alone
+from lightning_gpp.training.memory_trials import agreed
 from lightning_gpp.training.planner import TRAINING
 from lightning_gpp.training.repeated import RepeatedComparison
 from lightning_gpp.training.segments import later
@@ -139,19 +140,13 @@ class Runner:
 
     def _rehearse(self, session: Session, batch: Any, rest: Sequence[Any], weight: float, number: int) -> None:
         """Raise an error on all ranks if the mini-batch does not fit the memory of one of them."""
-        host, size, lack = self._job.host, self._incoming.batch_size, ""
-        invocation = self._invocation(session, rest, number)
+        invocation, size = self._invocation(session, rest, number), self._incoming.batch_size
+        rehearse = partial(session.rehearse, batch, invocation, size, loss_weight=weight, step=number)
         try:
-            with undisturbed(), host.unheard(), on_one_rank():
-                session.rehearse(batch, invocation, size, loss_weight=weight, step=number)
-        except RuntimeError as error:
-            if not _is_lack_of_memory(error):
-                raise
-            lack = str(error)
-        host.forget(range(number, number + 1))
-        for rank, text in enumerate(self._job.control.gather_all(lack)):
-            if text:
-                raise RuntimeError(f"rank {rank}: {text}")
+            with undisturbed(), self._job.host.unheard(), on_one_rank():
+                agreed(self._job.control, rehearse)
+        finally:
+            self._job.host.forget(range(number, number + 1))
 
     def ahead(self, session: Session, arguments: Sequence[Any], weight: float, number: int, segment: range) -> Outputs:
         """Run a period of a pipeline that does not flush. Returns the results of the step where it ran.
@@ -212,10 +207,6 @@ class Runner:
         weights = partial(session.weights_of, size, self._optimizers)
         segment = asynchronous.enter(number, facts, session.lead(size), accumulated, weights)
         return self.ahead(session, arguments, weight, number, segment)
-
-
-def _is_lack_of_memory(error: RuntimeError) -> bool:
-    return any(text in str(error) for text in ("out of memory", "can't allocate memory"))
 
 
 @contextmanager

@@ -58,13 +58,36 @@ class Sized(TwoTowers):
         return DataLoader(make_data(40), batch_size=self.batch_size)
 
 
+class Costly(torch.optim.SGD):
+    """Its step needs memory for which the batch is too large, where there are weights of the tower."""
+
+    owner: Sized
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        result = super().step(closure)
+        if self.owner.batch_size > self.owner.most and not self.owner.left[0].layer.weight.is_meta:
+            raise RuntimeError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+        return result
+
+
+class CostlySteps(Sized):
+    def __init__(self, most: int) -> None:
+        super().__init__(1000)
+        self.most = most
+
+    def configure_optimizers(self) -> Any:
+        optimizer = Costly(self.parameters(), lr=0.1)
+        optimizer.owner = self
+        return optimizer
+
+
 class Validated(Sized):
     validation_step = TwoTowers.validation_step  # type: ignore[assignment]
 
 
-def searched(rank: int, devices: int, most: int, mode: str) -> tuple[int, list[float], float]:
+def searched(rank: int, kind: type[Sized], devices: int, most: int, mode: str) -> tuple[int, list[float], float]:
     torch.manual_seed(0)
-    module = Sized(most).double()
+    module = kind(most).double()
     strategy: Any = harness.strategy(num_micro_batches=2, schedule="gpipe") if devices > 1 else "auto"
     finder = BatchSizeFinder(mode=mode, steps_per_trial=2, max_trials=4, init_val=4)
     trainer = harness.trainer(strategy, devices, callbacks=[finder])
@@ -72,12 +95,20 @@ def searched(rank: int, devices: int, most: int, mode: str) -> tuple[int, list[f
     return module.batch_size, module.losses, float(trainer.callback_metrics["train_loss"])
 
 
-@pytest.mark.parametrize(("most", "mode", "expected"), [(16, "power", 16), (16, "binsearch", 15), (1000, "power", 32)])
-def test_two_ranks_find_what_one_finds(most: int, mode: str, expected: int) -> None:
+@pytest.mark.parametrize(
+    ("kind", "most", "mode", "expected"),
+    [
+        (Sized, 16, "power", 16),
+        (Sized, 16, "binsearch", 15),
+        (Sized, 1000, "power", 32),
+        (CostlySteps, 16, "power", 16),
+    ],
+)
+def test_two_ranks_find_what_one_finds(kind: type[Sized], most: int, mode: str, expected: int) -> None:
     """The tower that lacks memory is on rank 1; GPipe holds all samples there, as one process does."""
-    ((size, losses, loss),) = harness.run(1, searched, 1, most, mode)
+    ((size, losses, loss),) = harness.run(1, searched, kind, 1, most, mode)
     assert size == expected
-    for found in harness.run(2, searched, 2, most, mode):
+    for found in harness.run(2, searched, kind, 2, most, mode):
         assert found[0] == size
         assert found[1] == pytest.approx(losses, rel=1e-10)
         assert found[2] == pytest.approx(loss, rel=1e-10)
