@@ -229,4 +229,5 @@ def test_errors_stand_alone(tmp_path: Path) -> None:
     (tmp_path / "graph.json").write_text("{")
     result = command("plan", "graph=graph.json", "cluster=summit", "batch_size=0", cwd=tmp_path)
     assert result.returncode == 1
-    assert result.stderr == "gpp-plan: batch_size=0; it must be a whole number >= 1.\n"
+    told = "Expecting property name enclosed in double quotes: line 1 column 2 (char 1)."
+    assert result.stderr == f"gpp-plan: graph=graph.json: is not JSON: {told}\n"
