@@ -31,7 +31,6 @@ DTYPE_BYTES: Final = {
     "bool": 1,
     "float8_e4m3fn": 1,
     "float8_e5m2": 1,
-    "complex32": 4,
     "complex64": 8,
     "complex128": 16,
 }

@@ -23,7 +23,7 @@ from lightning_gpp.runtime.queues import check_queues
 Pair = tuple[int, int]
 """A directed pair of devices (source, destination) of one pipeline."""
 
-_AS_BYTES: Final = frozenset({torch.complex64, torch.complex128, torch.int16})
+_AS_BYTES: Final = frozenset({torch.complex64, torch.complex128, torch.int16, torch.uint16, torch.uint32, torch.uint64})
 """Types that NCCL does not move; they travel as bytes, on every backend."""
 
 

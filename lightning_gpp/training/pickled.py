@@ -10,9 +10,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-UNREADABLE: Final = frozenset(
-    {torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2, torch.complex32}
-)
+UNREADABLE: Final = frozenset({torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2})
 """Types of tensors whose pickles torch 2.13 does not read."""
 
 
