@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import itertools
+from abc import abstractmethod
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -55,9 +56,9 @@ class _LikeSource(Iterator[Any]):
     def __deepcopy__(self, memo: dict[int, Any]) -> Iterator[Any]:
         return self._copied()
 
+    @abstractmethod
     def _copied(self) -> _CopiedIterator:
         """An iterator that reads on from here, and leaves everything for this one."""
-        raise NotImplementedError
 
 
 class KeptIterator(_LikeSource):

@@ -23,16 +23,16 @@ def finds_sizes(trainer: pl.Trainer) -> bool:
     return any(isinstance(callback, BatchSizeFinder) for callback in getattr(trainer, "callbacks", ()))
 
 
-def check_loop(trainer: pl.Trainer, num_devices: int) -> None:
-    """Raise ConfigError for a search in an evaluation on several devices."""
+def check_loop(trainer: pl.Trainer, num_processes: int) -> None:
+    """Raise ConfigError for a search in an evaluation on several processes."""
     loop = trainer.state.fn
-    if num_devices > 1 and finds_sizes(trainer) and loop is not None and loop != TrainerFn.FITTING:
+    if num_processes > 1 and finds_sizes(trainer) and loop is not None and loop != TrainerFn.FITTING:
         raise _refusal(f"in trainer.{loop.value}")
 
 
 def check_search(trainer: pl.Trainer, job: Job, plan: Plan) -> None:
-    """Raise ConfigError if ranks could not agree on trials that fail."""
-    if job.control.num_devices > 1 and finds_sizes(trainer):
+    """Raise ConfigError if several processes could not agree on trials that fail."""
+    if finds_sizes(trainer):
         for reason in _unsuited(job, plan):
             raise _refusal(reason)
 

@@ -102,8 +102,11 @@ class Run:
         if fitting and getattr(self.precision, "scaler", None) is not None:
             check_scaled(options)
         check_callbacks(trainer, control.num_devices)
-        check_loop(trainer, control.num_devices)
-        host, device = LightningHost(self.module, self.precision), strategy.root_device
+        check_loop(trainer, control.num_processes)
+        host, device = (
+            LightningHost(self.module, self.precision, alone=control.num_processes == 1),
+            strategy.root_device,
+        )
         self.job = Job(
             module=self.module,
             control=control,

@@ -51,19 +51,21 @@ _TYPES: Final = {"bf16": torch.bfloat16, "16": torch.float16}
 class LightningHost(Host):
     """The trainer as a host: steps compute in the contexts of its precision plugin, and their logs are recorded.
 
+    `alone`: there is one process.
+
     Attributes:
         recorder: recorder of the logs of the user's step.
         user_code: flag of the user's step or a hook.
         scaler: the precision plugin's scaler of the loss, if it has one.
     """
 
-    def __init__(self, module: pl.LightningModule, plugin: Precision) -> None:
+    def __init__(self, module: pl.LightningModule, plugin: Precision, *, alone: bool) -> None:
         super().__init__(precision=_TYPES.get(str(plugin.precision).split("-")[0]))
         self._module, self._plugin = module, plugin
         self.scaler = getattr(plugin, "scaler", None)
         self.user_code = UserCode()
         self.recorder = LogRecorder(module, self.user_code)
-        self._finds_sizes = finds_sizes(module.trainer)
+        self._finds_sizes = not alone and finds_sizes(module.trainer)
 
     def context(self, step: str) -> Context:
         context: Context = getattr(self._plugin, CONTEXTS[step])

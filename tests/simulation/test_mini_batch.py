@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from lightning_gpp.cluster import Cluster, Device, Link
-from lightning_gpp.graph import Affine
+from lightning_gpp.graph import Affine, Operator, OperatorGraph, TensorSpec
 from lightning_gpp.plan import Plan
 from lightning_gpp.planning import Request, best_plan
 from lightning_gpp.planning.assignment.estimate import estimate, timed
@@ -37,7 +37,13 @@ def pipeline() -> tuple[Plan, tuple[StageCosts, StageCosts]]:
 
 
 def test_data_that_are_read_count_once() -> None:
-    assert graphs.chain(4).input_bytes == Affine(256)
+    """Two operators read the same output of the data, and nobody the other one."""
+    graph, number = OperatorGraph(), TensorSpec(shape=(Affine(1),), dtype="float32")
+    graph.add(Operator(name="data", target="input", module="@source", outputs=(number, number)))
+    for name in "ab":
+        graph.add(Operator(name=name, target="linear", module=name))
+        graph.connect("data", name, 0)
+    assert graph.input_bytes == Affine(4)
 
 
 def test_programs_hold_it_on_the_device_that_loads_it() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -85,12 +86,14 @@ class Validated(Sized):
     validation_step = TwoTowers.validation_step  # type: ignore[assignment]
 
 
-def searched(rank: int, kind: type[Sized], devices: int, most: int, mode: str) -> tuple[int, list[float], float]:
+def searched(
+    rank: int, folder: str, kind: type[Sized], devices: int, most: int, mode: str
+) -> tuple[int, list[float], float]:
     torch.manual_seed(0)
     module = kind(most).double()
     strategy: Any = harness.strategy(num_micro_batches=2, schedule="gpipe") if devices > 1 else "auto"
     finder = BatchSizeFinder(mode=mode, steps_per_trial=2, max_trials=4, init_val=4)
-    trainer = harness.trainer(strategy, devices, callbacks=[finder])
+    trainer = harness.trainer(strategy, devices, callbacks=[finder], default_root_dir=folder)
     trainer.fit(module)
     return module.batch_size, module.losses, float(trainer.callback_metrics["train_loss"])
 
@@ -104,14 +107,16 @@ def searched(rank: int, kind: type[Sized], devices: int, most: int, mode: str) -
         (CostlySteps, 16, "power", 16),
     ],
 )
-def test_two_ranks_find_what_one_finds(kind: type[Sized], most: int, mode: str, expected: int) -> None:
+def test_two_ranks_find_what_one_finds(tmp_path: Path, kind: type[Sized], most: int, mode: str, expected: int) -> None:
     """The tower that lacks memory is on rank 1; GPipe holds all samples there, as one process does."""
-    ((size, losses, loss),) = harness.run(1, searched, kind, 1, most, mode)
+    ((size, losses, loss),) = harness.run(1, searched, str(tmp_path), kind, 1, most, mode)
     assert size == expected
-    for found in harness.run(2, searched, kind, 2, most, mode):
+    assert not [*tmp_path.iterdir()]
+    for found in harness.run(2, searched, str(tmp_path), kind, 2, most, mode):
         assert found[0] == size
         assert found[1] == pytest.approx(losses, rel=1e-10)
         assert found[2] == pytest.approx(loss, rel=1e-10)
+    assert not [*tmp_path.iterdir()]
 
 
 def refused(rank: int, settings: dict[str, Any], method: str) -> str:
