@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import functools
 import inspect
 import types
@@ -37,6 +38,15 @@ def names_in_hook(function: types.FunctionType, owners: Sequence[object]) -> fro
 def _names_in_function(function: types.FunctionType, kinds: tuple[type, ...]) -> frozenset[str]:
     """The names, found once: several parts of a run ask for those of the same hook."""
     return frozenset(_names(function.__code__, kinds, function.__globals__))
+
+
+def names_only_set(function: types.FunctionType) -> frozenset[str]:
+    """The names of attributes that a function sets, as `self.total = 0`, and does not read."""
+    instructions = list(dis.get_instructions(function))
+    stored, loaded = (
+        {each.argval for each in instructions if each.opname.startswith(kind)} for kind in ("STORE_ATTR", "LOAD_")
+    )
+    return frozenset(stored - loaded)
 
 
 def _is_hook(name: str) -> bool:

@@ -88,15 +88,20 @@ def random_requests(number: int = NUM_RANDOM) -> Iterator[tuple[str, Case]]:
 
 
 def random_case(random: Random) -> Case:
-    """A random request: three to eight modules that form any DAG, on two to four devices, some with little memory."""
+    """A random request: three to eight modules that form any DAG, on two to four devices, some with little memory.
+
+    Devices have room for the mini-batch beside their memory: the recorded step times are older than its bytes.
+    """
     model = random_graph(random)
     memory = random.choice((1e9, 1e9, 3e5))
-    device = Device(name="slow", memory_bytes=memory, peak_flops={"float32": 1e10}, peak_bytes_per_second=1e11)
     link = Link(latency=random.choice((0.0, 1e-5)), bytes_per_second=random.choice((1e7, 1e8, 1e10)))
     schedule = random.choice((*SCHEDULES, "1f1b", "auto"))
+    num_devices, batch_size = random.choice((2, 3, 4)), random.choice((8, 12, 24))
+    memory += model.input_bytes.at(batch_size)
+    device = Device(name="slow", memory_bytes=memory, peak_flops={"float32": 1e10}, peak_bytes_per_second=1e11)
     request = Request(
-        cluster=Cluster.uniform(device, random.choice((2, 3, 4)), link),
-        batch_size=random.choice((8, 12, 24)),
+        cluster=Cluster.uniform(device, num_devices, link),
+        batch_size=batch_size,
         schedules=("1f1b", "gpipe", "zero_bubble") if schedule == "auto" else (schedule,),
         recompute=random.choice((False, False, None)),
         max_replicas=None if schedule in ("interleaved", "zbv", "chimera") else random.choice((None, None, 1)),

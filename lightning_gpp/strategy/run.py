@@ -103,10 +103,9 @@ class Run:
             check_scaled(options)
         check_callbacks(trainer, control.num_devices)
         check_loop(trainer, control.num_processes)
-        host, device = (
-            LightningHost(self.module, self.precision, alone=control.num_processes == 1),
-            strategy.root_device,
-        )
+        device = strategy.root_device
+        self._kept = AttributesForHooks(trainer, control, device)
+        host = LightningHost(self.module, self.precision, self._kept, alone=control.num_processes == 1)
         self.job = Job(
             module=self.module,
             control=control,
@@ -122,7 +121,6 @@ class Run:
         )
         check_divided(control.mesh.most_members, parallel)
         self.incoming = Incoming(self.module, control, options.batch_dims)
-        self._kept = AttributesForHooks(trainer, control, device)
         self._readers = BatchReaders(trainer, control, device, self._kept)
         self._metrics = MetricStates(self.module, control, device)
         shared = self._readers, self._metrics, self._kept

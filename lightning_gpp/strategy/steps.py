@@ -51,7 +51,7 @@ _TYPES: Final = {"bf16": torch.bfloat16, "16": torch.float16}
 class LightningHost(Host):
     """The trainer as a host: steps compute in the contexts of its precision plugin, and their logs are recorded.
 
-    `alone`: there is one process.
+    `kept`: the attributes that steps change. `alone`: there is one process.
 
     Attributes:
         recorder: recorder of the logs of the user's step.
@@ -59,9 +59,9 @@ class LightningHost(Host):
         scaler: the precision plugin's scaler of the loss, if it has one.
     """
 
-    def __init__(self, module: pl.LightningModule, plugin: Precision, *, alone: bool) -> None:
+    def __init__(self, module: pl.LightningModule, plugin: Precision, kept: AttributesForHooks, *, alone: bool) -> None:
         super().__init__(precision=_TYPES.get(str(plugin.precision).split("-")[0]))
-        self._module, self._plugin = module, plugin
+        self._module, self._plugin, self._kept = module, plugin, kept
         self.scaler = getattr(plugin, "scaler", None)
         self.user_code = UserCode()
         self.recorder = LogRecorder(module, self.user_code)
@@ -72,7 +72,14 @@ class LightningHost(Host):
         return context
 
     def around(self, step: str, batch: int | None = None) -> Callable[[int], AbstractContextManager[Any]]:
-        return partial(self.recorder.run, context=self.context(step), batch=batch)
+        return partial(self._run, self.context(step), batch)
+
+    @contextmanager
+    def _run(self, context: Context, batch: int | None, num_samples: int) -> Iterator[None]:
+        with self.recorder.run(num_samples, context, batch):
+            yield
+        if batch is not None:
+            self._kept.note_micro_batch(batch, num_samples)
 
     @contextmanager
     def unheard(self) -> Iterator[None]:
@@ -87,6 +94,7 @@ class LightningHost(Host):
 
     def forget(self, batches: range) -> None:
         self.recorder.forget(batches)
+        self._kept.unlike.forget(batches)
 
     def stand_ins(self, module: nn.Module) -> dict[str, Any]:
         return stand_ins(self._module, module)
@@ -149,7 +157,7 @@ class Steps:
         self.engine: Engine | None = None
         self.trace: TraceFile | None = None
         self._set_up, self._readers, self._metrics, self._kept = set_up, readers, metrics, kept
-        self._read_by_hooks, self._counted = ReadByHooks(module, control), CountedCalls(control)
+        self._read_by_hooks, self._counted = ReadByHooks(module.trainer, control), CountedCalls(control)
 
     @property
     def whole(self) -> bool:
@@ -168,9 +176,9 @@ class Steps:
         self._kept.begin(TRAINING)
         self._kept.note(TRAINING)
         outputs = engine.train(arguments, accumulated=accumulated, last=last, scale=scale)
-        changed = self._kept.changed(TRAINING)
-        if changed and len(outputs) > 1:
-            self._warn_of(changed, engine.plan, len(outputs))
+        changed, unlike = self._kept.changed(TRAINING), self._kept.unlike.of(engine.num_steps - 1)
+        if (changed or unlike) and len(outputs) > 1:
+            self._warn_of(changed, unlike, engine.plan, len(outputs))
         self.host.recorder.turn(engine.num_steps - 1)
         if self.trace is not None:
             self.trace.add(engine)
@@ -181,9 +189,9 @@ class Steps:
             loss = torch.full((), number, dtype=torch.float64, device=self.device)
         return {"loss": loss, **rest} if rest else loss
 
-    def _warn_of(self, changed: Mapping[Attribute, Any], plan: Plan, parts: int) -> None:
+    def _warn_of(self, changed: Mapping[Attribute, Any], unlike: Set[Attribute], plan: Plan, parts: int) -> None:
         """Warn of attributes that several micro-batches have changed, if one process would have other values."""
-        self._read_by_hooks.tell(changed)
+        self._read_by_hooks.tell(changed, unlike)
         if plan.stages[plan.step_stage].micro_batch_size > 1:  # else calls are samples, which may be counted
             self._counted.tell(changed, parts)
 

@@ -62,6 +62,10 @@ class StepAttributes:
         """The values that others may need, of those that have changed since `note`."""
         return _sent({key: value for key, value in self._values() if self._has_changed(key, value)})
 
+    def named(self, names: Set[str]) -> dict[Attribute, Any]:
+        """The present values of attributes of these names, and of those inside of attributes of these names."""
+        return {key: value for key, value in self._values() if is_named(key, names)}
+
     def _has_changed(self, key: Attribute, value: Any) -> bool:
         if key not in self._noted:
             return True
@@ -94,6 +98,11 @@ class StepAttributes:
             keys = [(path, inner) for inner, content in settings(name, value).items() if is_plain(content)]
             self._inside[path, name] = value, size, keys
         yield from ((key, AttributePlace(self._module, key).read()) for key in keys)
+
+
+def is_named(attribute: Attribute, names: Set[str]) -> bool:
+    """True if an attribute, or what it is in, has one of the names."""
+    return not names.isdisjoint(attribute[1].split("."))
 
 
 def places(module: nn.Module, names: Set[str]) -> Iterator[tuple[Attribute, dict[str, Any]]]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
@@ -108,6 +109,61 @@ def test_a_counter_of_calls_is_told_and_one_of_samples_is_not() -> None:
     assert (calls, samples) == (2 * 2 * 3, 2 * 22)
     assert [re.findall(r"calls in (.*?): ", text) for text in told] == [["calls"], ["history['steps']"]]
     assert not others
+
+
+class Moving(TwoTowers):
+    """Keeps what hooks of epochs read: values of the last micro-batch, and others that are those of one process."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.beta, self.total, self.factor, self.own, self.samples = 0.0, torch.zeros(()), 1.0, 0.0, 0
+        self.images, self.state = torch.zeros(()), {"last": 0.0}
+        self.history = list[float]()
+
+    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor]:
+        output = super().training_step(batch, batch_idx)
+        loss = output["loss"].detach()
+        self.beta += 1e-3
+        self.total = self.total + loss
+        self.factor, self.own = 1 / (1 + self.trainer.global_step), float(loss)
+        self.samples += len(batch[0])
+        self.images, self.state["last"] = batch[0][:, :2], float(loss)
+        return output
+
+    def on_train_epoch_start(self) -> None:
+        self.own = 0.0
+
+    def on_train_epoch_end(self) -> None:
+        self.history.append(self.beta + float(self.total) + self.factor + self.samples + self.state["last"])
+
+
+class Pictures(pl.Callback):
+    def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+        self.shape = module.images.shape
+
+
+def moved(rank: int, num_micro_batches: int) -> list[str]:
+    module = Moving().double()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        strategy = harness.strategy(num_micro_batches=num_micro_batches)
+        harness.trainer(strategy, 2, callbacks=[Pictures()]).fit(module, harness.loader())
+    return [found for each in caught for found in re.findall(r"sets (.*? reads) it: the step runs", str(each.message))]
+
+
+def test_values_of_micro_batches_that_hooks_read_are_told() -> None:
+    told, others = harness.run(2, moved, 2)
+    assert told == [
+        "beta, and Moving.on_train_epoch_end reads",
+        "images, and Pictures.on_train_batch_end reads",
+        "state, and Moving.on_train_epoch_end reads",
+        "total, and Moving.on_train_epoch_end reads",
+    ]
+    assert not others
+
+
+def test_values_of_one_micro_batch_are_those_of_the_mini_batch() -> None:
+    assert harness.run(2, moved, 1) == [[], []]
 
 
 class Keeps(nn.Module):

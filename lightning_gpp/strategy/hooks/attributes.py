@@ -13,13 +13,20 @@ import lightning.pytorch as pl
 import torch
 
 from lightning_gpp.capture.attributes import Attribute
-from lightning_gpp.strategy.hooks.found import ACTING, LOOPS, names_in, owners_of, user_hooks
+from lightning_gpp.strategy.hooks.found import DECIDING, LOOPS, hooks_on_events, names_in, user_hooks
+from lightning_gpp.strategy.hooks.kept import UnlikeValues
 from lightning_gpp.strategy.hooks.module_hooks import KeepingHooks
 from lightning_gpp.training.control import Control
 from lightning_gpp.training.planner import TRAINING
-from lightning_gpp.training.step_attributes import NOT_USERS, StepAttributes, places_in_parts, present, take_over
+from lightning_gpp.training.step_attributes import (
+    NOT_USERS,
+    StepAttributes,
+    is_named,
+    places_in_parts,
+    present,
+    take_over,
+)
 
-_METHODS: Final = (*ACTING, "configure_optimizers")
 _AROUND: Final = tuple(f"on_{loop}_batch_{moment}" for loop in LOOPS for moment in ("start", "end"))
 
 
@@ -30,6 +37,9 @@ class AttributesForHooks:
         trainer: of the run.
         control: the side channel of this rank.
         device: the device of this rank.
+
+    Attributes:
+        unlike: finds what differs between micro-batches.
     """
 
     def __init__(self, trainer: pl.Trainer, control: Control, device: torch.device) -> None:
@@ -38,11 +48,11 @@ class AttributesForHooks:
         self._changed: set[Attribute] = set()
         self._watched: StepAttributes | None = None
         self._on_modules: KeepingHooks | None = None
+        self.unlike = UnlikeValues()
 
     def attach(self) -> None:
         """Find the names in hooks."""
-        hooks = (name for owner in owners_of(self._trainer) for name in dir(type(owner)) if name.startswith("on_"))
-        self._names = self._named({*hooks, *_METHODS})
+        self._names = self._named({*hooks_on_events(self._trainer), *DECIDING})
         self._on_modules = KeepingHooks(self._trainer, self._control)
         self._watch()
 
@@ -63,7 +73,7 @@ class AttributesForHooks:
     def read_around(self, loop: str) -> bool:
         """True if hooks around the mini-batches of a loop name attributes that no message of a step has."""
         module, trains = self._trainer.lightning_module, loop == "train"
-        names = self._named({*(name for name in _AROUND if f"_{loop}_" in name), *(_METHODS if trains else ())})
+        names = self._named({*(name for name in _AROUND if f"_{loop}_" in name), *(DECIDING if trains else ())})
         own = vars(module).keys() - NOT_USERS
         return bool(places_in_parts(module, names)) or not (trains or names.isdisjoint(own))
 
@@ -81,6 +91,11 @@ class AttributesForHooks:
         if self._watched is not None and (self._names or self._sends(step)):
             self._watched.note()
 
+    def note_micro_batch(self, batch: int, num_samples: int) -> None:
+        """Note the values that hooks name, after the training step has run on a micro-batch of this mini-batch."""
+        if self._watched is not None and self._names:
+            self.unlike.note(batch, self._watched.named(self._names), num_samples)
+
     def changed(self, step: str) -> Mapping[Attribute, Any]:
         """The changes that this rank has to send after the step. All others here are noted for `share`."""
         if self._watched is None or not (self._names or self._sends(step)):
@@ -88,7 +103,7 @@ class AttributesForHooks:
         changed = self._watched.changed()
         if self._sends(step):
             return changed
-        self._changed |= {key for key in changed if not self._names.isdisjoint(key[1].split("."))}
+        self._changed |= {key for key in changed if is_named(key, self._names)}
         return {}
 
     def share(self) -> None:

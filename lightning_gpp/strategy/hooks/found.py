@@ -16,6 +16,8 @@ GRADIENTS: Final = ("on_after_backward", "on_before_optimizer_step", "configure_
 """Hooks in which gradients are complete."""
 ACTING: Final = (*GRADIENTS, "on_before_zero_grad", "optimizer_step", "lr_scheduler_step")
 """Methods that change gradients, parameters and learning rates."""
+DECIDING: Final = (*ACTING, "configure_optimizers")
+"""Those, and the one that has the functions of schedulers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +34,11 @@ def owners_of(trainer: pl.Trainer) -> list[object]:
     """The callbacks, each once, and the module."""
     callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
     return [*{id(callback): callback for callback in callbacks}.values(), trainer.lightning_module]
+
+
+def hooks_on_events(trainer: pl.Trainer) -> list[str]:
+    """The names of all hooks that begin with `on_`, of callbacks and the module, in alphabetic order."""
+    return sorted({name for owner in owners_of(trainer) for name in dir(type(owner)) if name.startswith("on_")})
 
 
 def user_hooks(trainer: pl.Trainer, names: Iterable[str]) -> Iterator[UserHook]:
