@@ -54,7 +54,7 @@ class UnlikeValues:
 
 
 def _comparable(value: Any, num_samples: int, with_tensors: bool) -> Any:
-    """What tells values of micro-batches apart; None for values that may add up to that of the mini-batch."""
+    """The part of a value that tells micro-batches apart; None for values that may add up to that of the mini-batch."""
     if isinstance(value, dict):
         return {name: item for name, item in value.items() if isinstance(item, float)} or None
     if not isinstance(value, Tensor):
