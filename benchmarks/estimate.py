@@ -18,8 +18,9 @@ import statistics
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import lightning as L
@@ -36,7 +37,7 @@ from lightning_gpp.measure.calibrate import calibrate
 from lightning_gpp.measure.costs import measure_costs
 from lightning_gpp.plan import Plan
 from lightning_gpp.planning import estimate, manual
-from lightning_gpp.runtime import DistributedTransport, Executor, Mesh, pairs_of
+from lightning_gpp.runtime import DistributedTransport, Executor, Mesh, RandomStreams, pairs_of
 from lightning_gpp.schedules import Kind, compile_program
 from lightning_gpp.simulation import StageCosts, simulate
 from lightning_gpp.stages import Pipeline, build
@@ -103,8 +104,10 @@ def case_of(name: str, machine: Device) -> Case:
     return Case(name=name, plan=plan, predictions=predictions)
 
 
-def plan_of(name: str, captured: Capture) -> Plan:
-    placement = [{"modules": modules} for modules in PLACEMENTS[name]]
+def plan_of(name: str, captured: Capture, first: Mapping[str, Any] = MappingProxyType({})) -> Plan:
+    """The example's plan, with further keys of its first stage."""
+    modules, others = PLACEMENTS[name]
+    placement = [{"modules": modules, **first}, {"modules": others}]
     return manual(captured.graph, placement, batch_size=captured.batch_size, num_micro_batches=NUM_MICRO_BATCHES)
 
 
@@ -128,13 +131,16 @@ def actions_of(plan: Plan, costs: StageCosts) -> dict[tuple[int, Kind], float]:
 
 
 class Runner:
-    """Runs one example's plan on this rank."""
+    """Runs one example's plan on this rank.
 
-    def __init__(self, rank: int, name: str) -> None:
+    `first` has further keys of its first stage, `settings` arguments of `model_and_batch`.
+    """
+
+    def __init__(self, rank: int, name: str, first: Mapping[str, Any] = MappingProxyType({}), **settings: Any) -> None:
         self.rank = rank
-        self.model, self.batch = model_and_batch(name)
+        self.model, self.batch = model_and_batch(name, **settings)
         captured = capture_step(self.model, self.batch)
-        self.plan, self.batch_size = plan_of(name, captured), captured.batch_size
+        self.plan, self.batch_size = plan_of(name, captured, first), captured.batch_size
         silence(self.model)
         self.pipeline: Pipeline = build(captured, self.plan, self.model)
         self.transport = DistributedTransport(Mesh(self.plan.num_devices, 1, rank), pairs_of(self.plan))
@@ -147,6 +153,7 @@ class Runner:
             slots=self.pipeline.slots,
             transport=self.transport,
             source=self.pipeline.source if self.rank == 0 else None,
+            streams=RandomStreams(0),
             trace=trace,
         )
 

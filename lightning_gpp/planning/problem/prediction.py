@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from heapq import nsmallest
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Final
 
 from lightning_gpp.cluster import Cluster
@@ -18,7 +19,7 @@ from lightning_gpp.errors import GPPError, ScheduleError
 from lightning_gpp.graph import OperatorGraph
 from lightning_gpp.plan import Plan
 from lightning_gpp.planning.assignment.estimate import estimate, timed
-from lightning_gpp.planning.problem.draft import Draft, realise, unreplicated
+from lightning_gpp.planning.problem.draft import Draft, other_orders, realise, unreplicated
 from lightning_gpp.planning.problem.evaluate import Evaluator
 from lightning_gpp.planning.problem.partitioner import Alternative, Answer
 from lightning_gpp.planning.problem.problem import Problem
@@ -161,6 +162,9 @@ NUM_STARTS: Final = 3
 
 MAX_NEIGHBOURS: Final = 40
 """Most neighbours that are simulated from one start."""
+
+MAX_ORDERS: Final = 8
+"""Most of these that have the stages of the start in another order."""
 
 MAX_NEIGHBOUR_ACTIONS: Final = 10_000
 """Most actions of all of these."""
@@ -307,9 +311,12 @@ def _climb(
     known: list[Tried],
     predict: Callable[[Draft], Prediction],
 ) -> None:
+    def others() -> Iterator[Draft]:
+        return chain(islice(other_orders(problem, best[0]), MAX_ORDERS), neighbours(best[0]))
+
     tried = {draft for draft, _ in known}
     number, actions = MAX_NEIGHBOURS, MAX_NEIGHBOUR_ACTIONS
-    waiting = neighbours(best[0])
+    waiting = others()
     while (draft := next(waiting, None)) is not None:
         if draft in tried:
             continue
@@ -321,7 +328,7 @@ def _climb(
             known.append((draft, predict(draft)))
             if _rank(known[-1]) < _rank(best):
                 best = known[-1]
-                waiting = neighbours(best[0])
+                waiting = others()
 
 
 def _rank(entry: Tried) -> tuple[float, float]:
