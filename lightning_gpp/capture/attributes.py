@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_gpp._compat.torch import CHILDREN
+from lightning_gpp.capture.outside import OUTSIDE, owner_of, place_in_words
 from lightning_gpp.user_code import own_attributes
 
 Attribute = tuple[str, str]
@@ -107,7 +108,9 @@ def as_it_is(value: Any) -> Any:
 
 
 def dotted(attribute: Attribute) -> str:
-    """The path of a module with the name of its attribute: `encoder.temperature`."""
+    """The path of a module with the name of its attribute: `encoder.temperature`. In words outside of the module."""
+    if attribute[0].startswith(OUTSIDE):
+        return place_in_words(*attribute)
     names = (name for name in attribute[1].split(".") if name not in _BETWEEN)
     return ".".join(filter(None, (attribute[0], *names)))
 
@@ -170,7 +173,9 @@ def _own(owner: Any) -> dict[Any, Any]:
 
 
 def _part(module: nn.Module, path: str) -> Any:
-    """A part of the module; an empty dictionary if there is none, as that around it was replaced."""
+    """A part of the module, or what a path leads to outside of it; an empty dictionary if there is none."""
+    if path.startswith(OUTSIDE):
+        return owner_of(module, path)
     try:
         return module.get_submodule(path)
     except AttributeError:
@@ -218,6 +223,31 @@ class AttributePlace:
             self.owner[self.name] = value
         else:
             setattr(self.owner, self.name, value)
+
+    def put(self, value: Any) -> None:
+        """Set the value; a container gets the other one's items, because others may have it, too."""
+        now = self.read()
+        if type(now) is not type(value) or now is value:
+            self.write(value)
+        elif isinstance(now, list):
+            now[:] = value
+        elif isinstance(now, dict | set):
+            now.clear()
+            now.update(value)
+        else:
+            self.write(value)
+
+    @property
+    def exists(self) -> bool:
+        """True if there is a value, which may be None."""
+        return self.name in self.owner if isinstance(self.owner, dict) else hasattr(self.owner, self.name)
+
+    def drop(self) -> None:
+        """Take the value away, if there is one."""
+        if isinstance(self.owner, dict):
+            self.owner.pop(self.name, None)
+        elif self.exists:
+            delattr(self.owner, self.name)
 
 
 def originals(module: nn.Module, noted: Mapping[Attribute, Any]) -> dict[Attribute, Any]:

@@ -24,6 +24,7 @@ from lightning_gpp._compat.torch import (
     checkpoint_regions,
     fake_mode,
     pytree,
+    version,
 )
 from lightning_gpp.capture.attributes import originals
 from lightning_gpp.capture.batch import GUESSED, BatchDims, map_samples
@@ -130,15 +131,20 @@ def record(
             for leaf in pytree.tree_leaves(fake):
                 if isinstance(leaf, torch.Tensor):
                     recorder.batch_tensor(leaf)
-            watch = MadeWatch(replica)
+            watch, versions = MadeWatch(replica), _versions(fake)
             with nullcontext() if recorder.reads_between_calls else iterators_unread(replica, step):
                 _run(replica, _called(replica, step, run_time, function), fake, recorder, notes)
             watch.note(recorder)
     recording = recorder.recording
+    recording.changes_batch = _versions(fake) != versions
     if step != "training_step":
         _refuse_shared_buffers(recording)
     recording.attributes = {scope: originals(module, read) for scope, read in recording.attributes.items()}
     return recording, recorder
+
+
+def _versions(batch: Any) -> list[int]:
+    return [version(leaf) for leaf in pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
 
 
 def _called(replica: nn.Module, step: str, run_time: RunTime, function: StepFunction | None) -> Callable[[Any], Any]:

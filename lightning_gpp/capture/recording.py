@@ -168,6 +168,8 @@ class Recording:
     """Numbers, flags and texts that the step reads and then sets to others, with the line."""
     decisive: dict[Attribute, Any] = field(default_factory=dict)
     """Numbers of the step on which its network depends."""
+    changes_batch: bool = False
+    """True if the step, or a forward, changes tensors of the mini-batch in place."""
     drawn_from: list[RandomSource] = field(default_factory=list)
     """Random generators of the user's that the step draws from."""
     made_buffers: set[str] = field(default_factory=set)

@@ -12,6 +12,7 @@ from torch import nn
 
 from lightning_gpp.capture.attributes import Attribute
 from lightning_gpp.capture.captured import Capture, name_of
+from lightning_gpp.capture.outside import outside
 from lightning_gpp.capture.recording import Ref
 from lightning_gpp.errors import PlanError
 from lightning_gpp.graph import TensorSpec
@@ -150,6 +151,7 @@ def _user_step(capture: Capture, module: nn.Module) -> UserStep:
         returns_loss=capture.step == "training_step",
         dims=capture.dims,
         names=frozenset() if function is None else names_in_hook(function, [module]),
+        outside=outside(module, capture.step),
     )
 
 

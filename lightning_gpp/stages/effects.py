@@ -2,29 +2,20 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
 from collections.abc import Collection, Iterator, Sequence, Set
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import Any
 
 from torch import nn
 from torchmetrics import Metric
 
 from lightning_gpp._compat.torch import buffers_of
 from lightning_gpp.capture.attributes import (
-    MOST_ITEMS,
     OF_EVERY_MODULE,
     Attribute,
-    AttributePlace,
-    as_it_is,
-    is_plain,
-    same_value,
 )
 from lightning_gpp.capture.isolate import tensor_named
-from lightning_gpp.capture.left_tensors import unchanged
-from lightning_gpp.capture.shared_objects import DICTS
-
-_CONTAINERS: Final = (*DICTS, Counter, list, set, deque)
+from lightning_gpp.capture.places import CONTAINERS, contents_kept, places_kept
 
 
 def modules_of_step(module: nn.Module, called: Collection[str]) -> list[nn.Module]:
@@ -58,17 +49,14 @@ def without_effects(
     Args:
         modules: their attributes are restored. The first is the root.
         changed: names of parameters and buffers of the root that change in place.
-        inside: attributes of other parts and of objects that change.
+        inside: attributes of other parts, of objects and outside of the module that change.
     """
     states = [tensor_named(modules[0], name) for name in changed]
     values = [(tensor, tensor.detach().clone()) for tensor in states]
-    places = [AttributePlace(modules[0], key) for key in inside]
-    objects = [(place, as_it_is(place.read())) for place in places]
     before = [(module, dict(vars(module)), buffers_of(module).copy()) for module in modules]
     containers = [value for module in modules for value in _containers(module)]
-    lists = [(value, len(value)) for value in containers if isinstance(value, list)]
     try:
-        with unchanged([value for value in containers if len(value) <= MOST_ITEMS]):
+        with places_kept(modules[0], inside), contents_kept(containers):
             yield
     finally:
         for module, attributes, buffers in before:
@@ -76,15 +64,10 @@ def without_effects(
                 del vars(module)[name]
             vars(module).update(attributes)
             buffers_of(module).update(buffers)
-        for items, length in lists:
-            del items[length:]
-        for place, kept in objects:
-            if is_plain(kept) and not same_value(place.read(), kept):
-                place.write(kept)
         for tensor, value in values:
             tensor.data.copy_(value)  # a graph that has saved the tensor finds it unchanged
 
 
 def _containers(module: nn.Module) -> list[Any]:
     own = (value for name, value in vars(module).items() if name not in OF_EVERY_MODULE)
-    return [value for value in own if type(value) in _CONTAINERS]
+    return [value for value in own if type(value) in CONTAINERS]

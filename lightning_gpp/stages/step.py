@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from lightning_gpp._compat.torch import pytree
+from lightning_gpp.capture.attributes import Attribute
 from lightning_gpp.capture.batch import BatchDims, Samples, device_of, samples_in, sliceable
 from lightning_gpp.capture.fillings import CallArguments, delivered
 from lightning_gpp.capture.items import are_plain
@@ -127,18 +128,26 @@ class StepRunner:
     def whole(self, micro_batch: MicroBatch) -> Any:
         """Run the unsplit step with its modules and return its result. Draws the same random numbers."""
         self.start_streams(micro_batch)
-        return self.call(micro_batch)
+        return self.call(micro_batch, copied=self.changes_batch)
+
+    @property
+    def changes_batch(self) -> bool:
+        """True if the step changes tensors of its mini-batch in place."""
+        return False
 
     def finish(self, micro_batch: MicroBatch, output: Any) -> dict[str, torch.Tensor]:
         """Record what the step returned; returns `{LOSS: loss}` in training."""
         self._open[micro_batch.lane].outputs.append((micro_batch, output))
         return {LOSS: loss_of(output)} if self.returns_loss else {}
 
-    def call(self, micro_batch: MicroBatch) -> Any:
+    def call(self, micro_batch: MicroBatch, *, copied: bool = False) -> Any:
+        """Run the step, on copies of the samples if it may not change them."""
         if micro_batch.lane not in self._open:
             raise CaptureError("The user's step was asked to run without a batch; call begin() first.")
         entry, self._lists = self._open[micro_batch.lane], {}
         samples = entry.samples(micro_batch.start, micro_batch.stop, self._note_list)
+        if copied:
+            samples = pytree.tree_map_only(torch.Tensor, _copy, samples)
         return entry.invocation(samples, micro_batch.num_samples)
 
     def _note_list(self, items: Any) -> None:
@@ -153,6 +162,10 @@ class StepRunner:
         seed_streams((self._open[micro_batch.lane].seed * 1_000_003 + micro_batch.index) % (1 << 63))
 
 
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+
 @dataclass(kw_only=True)
 class UserStep(StepRunner):
     """The step of a captured network."""
@@ -165,6 +178,10 @@ class UserStep(StepRunner):
     """Called with the values of each run, before the step may change them."""
     names: Set[str] = frozenset()
     """Names in the step's code."""
+    outside: Sequence[Attribute] = ()
+    """What the step may change outside of the module."""
+    counts: bool = True
+    """False for runs that leave mini-batches as they are."""
     tail: Tail | None = None
     """Computes results of the network that have no samples from values that have."""
 
@@ -178,7 +195,7 @@ class UserStep(StepRunner):
         self._glue = {call.step_number: call for call in self.network.calls if call.scope == -1}
         self._of_step = modules_of_step(self.module, self._modules)
         set_inside = (key for key in self.network.recording.set_by_step if key[0] or "." in key[1])
-        self._set_inside = {*set_inside, *named_in_step(self.module, self.names)}
+        self._set_inside = {*set_inside, *named_in_step(self.module, self.names), *self.outside}
         drawn_from = self.network.recording.drawn_from
         self._own_streams = OwnStreams(drawn_from) if drawn_from else None
         self._reads_states = any(call.states() for call in self._glue.values())
@@ -227,7 +244,7 @@ class UserStep(StepRunner):
         ):
             try:
                 with holes or nullcontext():
-                    self.call(micro_batch)
+                    self.call(micro_batch, copied=self.changes_batch)
                 ended = True
             except Stopped:
                 ended = False
@@ -327,8 +344,8 @@ class UserStep(StepRunner):
         return self.input_specs[variable(ref)] if ref.call < 0 else self.specs[ref.call][ref.output]
 
     def with_module(self, module: nn.Module) -> UserStep:
-        """The step of a copy of the module, without mini-batches."""
-        return replace(self, module=module, watcher=None, _open={}, _users_streams=ExitStack())
+        """The step of a copy of the module, without mini-batches, for runs that do not count."""
+        return replace(self, module=module, watcher=None, counts=False, _open={}, _users_streams=ExitStack())
 
     def run(self, micro_batch: MicroBatch, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Run the step with the results of its network calls from `values`. Returns `{LOSS: loss}` in training.
@@ -350,8 +367,12 @@ class UserStep(StepRunner):
         self.start_streams(micro_batch)
         own, key = self._own_streams, (micro_batch.lane, micro_batch.index)
         with own.counting(key) if own else nullcontext(), answered(self._modules, answer), holes or nullcontext():
-            output = self.call(micro_batch)
+            output = self.call(micro_batch, copied=self.changes_batch and not self.counts)
         return self.finish(micro_batch, output)
+
+    @property
+    def changes_batch(self) -> bool:
+        return self.network.recording.changes_batch
 
     def _result(self, call: ModuleCall, arguments: CallArguments, value: Callable[[Ref], torch.Tensor]) -> Any:
         leaves, structure = self._results[id(call)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from typing import Any, Final
 
@@ -19,6 +19,18 @@ from lightning_gpp.strategy.preemption import SIGNALLED, Preempted, Preemption
 
 _INTERRUPT_GRACE: Final = 2.0
 """Seconds for a main thread to raise KeyboardInterrupt; it cannot while it waits in a receive."""
+
+
+class _Guarded(list[pl.Callback]):
+    """The trainer's callbacks as users index and count them, with a guard before them where their hooks are called."""
+
+    def __init__(self, guard: Guard, callbacks: Iterable[pl.Callback]) -> None:
+        super().__init__(callbacks)
+        self._guard = guard
+
+    def __iter__(self) -> Iterator[pl.Callback]:
+        yield self._guard
+        yield from super().__iter__()
 
 
 class Guard(pl.Callback):
@@ -37,8 +49,7 @@ class Guard(pl.Callback):
         self._interrupts: OneInterrupt | None = None
         self._said: int | None = None
         self._raised = threading.Event()
-        callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
-        callbacks.insert(0, self)
+        trainer.callbacks = _Guarded(self, trainer.callbacks)  # type: ignore[attr-defined]  # set by a connector
         if threading.current_thread() is threading.main_thread():
             _compat.leave_signals_alone(trainer)
             self._flag = self._install(STOP_SIGNALS)
@@ -117,8 +128,8 @@ class Guard(pl.Callback):
     def remove(self, error: BaseException | None) -> None:
         """Restore Lightning's reactions. A signal after the last boundary takes effect now if there is no error."""
         callbacks: list[pl.Callback] = self._trainer.callbacks  # type: ignore[attr-defined]
-        if self in callbacks:
-            callbacks.remove(self)
+        if isinstance(callbacks, _Guarded):
+            self._trainer.callbacks = callbacks[:]  # type: ignore[attr-defined]
         _compat.restore_steps(self._trainer)
         if self._interrupts is not None:
             self._interrupts.remove()

@@ -174,7 +174,7 @@ class Steps:
             raise GPPError("The training step runs before the trainer's set-up; use trainer.fit(model).")
         accumulated = self.module.trainer.accumulate_grad_batches
         self._kept.begin(TRAINING)
-        self._kept.note(TRAINING)
+        self._kept.begin_training(engine.num_steps)
         outputs = engine.train(arguments, accumulated=accumulated, last=last, scale=scale)
         changed, unlike = self._kept.changed(TRAINING), self._kept.unlike.of(engine.num_steps - 1)
         if (changed or unlike) and len(outputs) > 1:

@@ -6,7 +6,8 @@ gradient is dropped, a factor of the learning rate. So these ranks get its numbe
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Set
+import copy
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any, Final
 
 import numpy as np
@@ -15,8 +16,9 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_gpp._compat.lightning_module import LIGHTNING_STATE
-from lightning_gpp._compat.torch import version
+from lightning_gpp._compat.torch import pytree, version
 from lightning_gpp.capture.attributes import (
+    CONTAINERS,
     MOST_NUMBERS,
     OF_EVERY_MODULE,
     SCALARS,
@@ -30,6 +32,7 @@ from lightning_gpp.capture.attributes import (
     same_value,
     settings,
 )
+from lightning_gpp.capture.outside import OUTSIDE
 from lightning_gpp.user_code import own_attributes
 
 NOT_USERS: Final = OF_EVERY_MODULE | LIGHTNING_STATE
@@ -46,17 +49,25 @@ class StepAttributes:
         module: the module whose method is the step.
         own: whether attributes of the module itself are noted, besides those of its parts.
         of_parts: names of the attributes of its parts that are noted.
+        outside: attributes outside of the module that are noted (`capture.outside`).
     """
 
-    def __init__(self, module: nn.Module, *, own: bool = True, of_parts: Set[str] = frozenset()) -> None:
-        self._module, self._own = module, own
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        own: bool = True,
+        of_parts: Set[str] = frozenset(),
+        outside: Sequence[Attribute] = (),
+    ) -> None:
+        self._module, self._own, self._outside = module, own, outside
         self._noted: dict[Attribute, Noted] = {}
         self._inside: dict[Attribute, tuple[Any, int, list[Attribute]]] = {}
         self._parts = places_in_parts(module, of_parts) if of_parts else []
 
     def note(self) -> None:
         """Note the present values."""
-        self._noted = {key: (value, _mark(value)) for key, value in self._values()}
+        self._noted = {key: (value, _mark(key, value)) for key, value in self._values()}
 
     def changed(self) -> dict[Attribute, Any]:
         """The values that others may need, of those that have changed since `note`."""
@@ -81,6 +92,8 @@ class StepAttributes:
             yield from self._own_values()
         for (path, name), own in self._parts:
             yield from self._values_of(path, name, own.get(name))
+        for path, name in self._outside:
+            yield from self._values_of(path, name, AttributePlace(self._module, (path, name)).read())
 
     def _own_values(self) -> Iterator[tuple[Attribute, Any]]:
         for name, value in list(vars(self._module).items()):
@@ -90,6 +103,9 @@ class StepAttributes:
     def _values_of(self, path: str, name: str, value: Any) -> Iterator[tuple[Attribute, Any]]:
         """The value of an attribute; of an object or dictionary, those inside."""
         known, length, keys = self._inside.get((path, name), (None, 0, []))
+        if path.startswith(OUTSIDE) and _is_plain_inside(value):
+            yield (path, name), value
+            return
         if type(value) in SCALARS or not ((known is value and not isinstance(value, dict)) or has_settings(value)):
             yield (path, name), value
             return
@@ -121,22 +137,34 @@ def places_in_parts(module: nn.Module, names: Set[str]) -> list[tuple[Attribute,
     return [(key, own) for key, own in places(module, names) if key[0]]
 
 
-def _mark(value: Any) -> Any:
+def _mark(key: Attribute, value: Any) -> Any:
     if type(value) in SCALARS:
         return None
-    return version(value) if isinstance(value, Tensor) else copy_of(value)
+    if isinstance(value, Tensor):
+        return version(value)
+    return copy.deepcopy(value) if key[0].startswith(OUTSIDE) and _is_plain_inside(value) else copy_of(value)
 
 
-def _may_be_sent(value: Any) -> bool:
+def _is_plain_inside(value: Any) -> bool:
+    """True for containers of containers of numbers and texts, not too many: no hook gets those outside otherwise."""
+    if not isinstance(value, CONTAINERS):
+        return False
+    leaves = pytree.tree_leaves(list(value) if isinstance(value, set | frozenset) else value)
+    return len(leaves) <= MOST_NUMBERS and all(isinstance(leaf, SCALARS) for leaf in leaves)
+
+
+def _may_be_sent(key: Attribute, value: Any) -> bool:
     if isinstance(value, Tensor):
         return value.layout == torch.strided and not value.is_meta and value.numel() <= MOST_NUMBERS
     if isinstance(value, np.ndarray):
         return value.dtype != object and value.size <= MOST_NUMBERS
-    return is_plain(value) or (isinstance(value, TOLD) and "<locals>" not in type(value).__qualname__)
+    if is_plain(value) or (key[0].startswith(OUTSIDE) and _is_plain_inside(value)):
+        return True
+    return isinstance(value, TOLD) and "<locals>" not in type(value).__qualname__
 
 
 def _sent(values: Mapping[Attribute, Any]) -> dict[Attribute, Any]:
-    sent = {key: value for key, value in values.items() if _may_be_sent(value)}
+    sent = {key: value for key, value in values.items() if _may_be_sent(key, value)}
     return {key: value.detach().cpu() if isinstance(value, Tensor) else value for key, value in sent.items()}
 
 
@@ -150,4 +178,4 @@ def take_over(module: nn.Module, values: Mapping[Attribute, Any], device: torch.
     for key, value in values.items():
         place = AttributePlace(module, key)
         if place.owner is not None:  # in an object that the step has made
-            place.write(value.to(device) if isinstance(value, Tensor) else value)
+            place.put(value.to(device) if isinstance(value, Tensor) else value)

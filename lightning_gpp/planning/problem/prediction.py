@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from heapq import nsmallest
-from itertools import chain, islice
 from typing import TYPE_CHECKING, Final
 
 from lightning_gpp.cluster import Cluster
@@ -164,7 +164,7 @@ MAX_NEIGHBOURS: Final = 40
 """Most neighbours that are simulated from one start."""
 
 MAX_ORDERS: Final = 8
-"""Most of these that have the stages of the start in another order."""
+"""Most drafts with the stages of one start in other orders that are simulated."""
 
 MAX_NEIGHBOUR_ACTIONS: Final = 10_000
 """Most actions of all of these."""
@@ -301,7 +301,10 @@ def _improved(problem: Problem, answer: Answer, known: list[Tried], predict: Cal
     for entry in sorted(known, key=_rank):
         starts.setdefault(len(entry[0].stages), entry)
     for start in list(starts.values())[:NUM_STARTS]:
-        _climb(problem, answer.neighbours, start, known, predict)
+        _climb(problem, answer.neighbours, start, known, predict, (MAX_NEIGHBOURS, MAX_NEIGHBOUR_ACTIONS))
+    orders = partial(other_orders, problem)
+    for start in [*list(starts.values())[:NUM_STARTS], min(known, key=_rank)]:
+        _climb(problem, orders, start, known, predict, (MAX_ORDERS, MAX_NEIGHBOUR_ACTIONS))
 
 
 def _climb(
@@ -310,13 +313,12 @@ def _climb(
     best: Tried,
     known: list[Tried],
     predict: Callable[[Draft], Prediction],
+    most: tuple[int, int],
 ) -> None:
-    def others() -> Iterator[Draft]:
-        return chain(islice(other_orders(problem, best[0]), MAX_ORDERS), neighbours(best[0]))
-
+    """Simulate neighbours of the best draft until none is faster; no more than `most` drafts, and actions."""
     tried = {draft for draft, _ in known}
-    number, actions = MAX_NEIGHBOURS, MAX_NEIGHBOUR_ACTIONS
-    waiting = others()
+    number, actions = most
+    waiting = neighbours(best[0])
     while (draft := next(waiting, None)) is not None:
         if draft in tried:
             continue
@@ -328,7 +330,7 @@ def _climb(
             known.append((draft, predict(draft)))
             if _rank(known[-1]) < _rank(best):
                 best = known[-1]
-                waiting = others()
+                waiting = neighbours(best[0])
 
 
 def _rank(entry: Tried) -> tuple[float, float]:

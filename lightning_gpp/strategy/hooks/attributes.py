@@ -12,7 +12,8 @@ from typing import Any, Final
 import lightning.pytorch as pl
 import torch
 
-from lightning_gpp.capture.attributes import Attribute
+from lightning_gpp.capture.attributes import METHODS, Attribute
+from lightning_gpp.capture.outside import OUTSIDE, outside
 from lightning_gpp.strategy.hooks.found import DECIDING, LOOPS, hooks_on_events, names_in, user_hooks
 from lightning_gpp.strategy.hooks.kept import UnlikeValues
 from lightning_gpp.strategy.hooks.module_hooks import KeepingHooks
@@ -60,7 +61,8 @@ class AttributesForHooks:
         """Watch the module where the step runs, and everywhere its parts with attributes that hooks name."""
         module, own = self._trainer.lightning_module, self._control.runs_step
         watched = own or places_in_parts(module, self._names)
-        self._watched = StepAttributes(module, own=own, of_parts=self._names) if watched else None
+        places = sorted({key for step in METHODS for key in outside(module, step)}) if own else []
+        self._watched = StepAttributes(module, own=own, of_parts=self._names, outside=places) if watched else None
 
     def detach(self) -> None:
         """Undo `attach`."""
@@ -91,6 +93,12 @@ class AttributesForHooks:
         if self._watched is not None and (self._names or self._sends(step)):
             self._watched.note()
 
+    def begin_training(self, batch: int) -> None:
+        """Note the present values before the training step runs on a mini-batch."""
+        self.note(TRAINING)
+        if self._watched is not None and self._names:
+            self.unlike.begin(batch, self._watched.named(self._names))
+
     def note_micro_batch(self, batch: int, num_samples: int) -> None:
         """Note the values that hooks name, after the training step has run on a micro-batch of this mini-batch."""
         if self._watched is not None and self._names:
@@ -103,7 +111,7 @@ class AttributesForHooks:
         changed = self._watched.changed()
         if self._sends(step):
             return changed
-        self._changed |= {key for key in changed if is_named(key, self._names)}
+        self._changed |= {key for key in changed if key[0].startswith(OUTSIDE) or is_named(key, self._names)}
         return {}
 
     def share(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Iterable, Mapping, Set
 from itertools import pairwise
 from typing import Any, Final
@@ -31,6 +32,11 @@ class UnlikeValues:
         self._noted: dict[int, list[dict[Attribute, Any]]] = {}
         self._mini_batches = 0
 
+    def begin(self, batch: int, values: Mapping[Attribute, Any]) -> None:
+        """Note the dictionaries before a mini-batch, of which each micro-batch may set the entries of its samples."""
+        if batch not in self._noted:
+            self.note(batch, {key: value for key, value in values.items() if isinstance(value, dict)}, 0)
+
     def note(self, batch: int, values: Mapping[Attribute, Any], num_samples: int) -> None:
         """Note the values after a micro-batch of `num_samples` of the mini-batch of this number."""
         with_tensors = self._mini_batches < LOOKED_AT
@@ -50,25 +56,35 @@ class UnlikeValues:
         pairs = [
             (key, before[key], value) for before, now in pairwise(noted) for key, value in now.items() if key in before
         ]
-        return {key for key, before, value in pairs if not _same(before, value)}
+        changed = Counter(name for key, before, value in pairs for name in _changed(key, before, value))
+        return {key for (key, entry), number in changed.items() if number > 1 or entry is None}
 
 
 def _comparable(value: Any, num_samples: int, with_tensors: bool) -> Any:
     """The part of a value that tells micro-batches apart; None for values that may add up to that of the mini-batch."""
     if isinstance(value, dict):
-        return {name: item for name, item in value.items() if isinstance(item, float)} or None
+        return {name: item for name, item in value.items() if _is_no_count(item)} or None
     if not isinstance(value, Tensor):
-        return value if isinstance(value, float) else None
+        return value if _is_no_count(value) else None
     per_sample = num_samples > 1 and value.shape[:1] == (num_samples,)
     if not with_tensors or not (per_sample or value.is_floating_point()):
         return None
     return value.detach().clone() if value.numel() <= MOST_ITEMS else (weakref.ref(value), version(value))
 
 
-def _same(before: Any, now: Any) -> bool:
+def _is_no_count(value: Any) -> bool:
+    return isinstance(value, float) and not value.is_integer()
+
+
+def _changed(key: Attribute, before: Any, now: Any) -> list[tuple[Attribute, Any]]:
+    """The attribute if it has changed, or the entries of a dictionary that have."""
+    if isinstance(before, dict) and isinstance(now, dict):
+        return [(key, name) for name in now if name not in before or before[name] != now[name]]
     if isinstance(before, Tensor) and isinstance(now, Tensor):
-        return before.shape == now.shape and bool((before == now).all())
-    return same_contents(before, now)
+        same = before.shape == now.shape and bool((before == now).all())
+    else:
+        same = same_contents(before, now)
+    return [] if same else [(key, None)]
 
 
 class ReadByHooks:
