@@ -179,7 +179,7 @@ class UserStep(StepRunner):
     names: Set[str] = frozenset()
     """Names in the step's code."""
     outside: Sequence[Attribute] = ()
-    """What the step may change outside of the module."""
+    """Attributes outside of the module that the step may change."""
     counts: bool = True
     """False for runs that leave mini-batches as they are."""
     tail: Tail | None = None
