@@ -1,4 +1,5 @@
-"""State outside of a module that its steps may change: global variables, classes, closures, trainer, callbacks, data.
+"""State outside of a module that its steps may change: global variables, classes, closures, trainer, callbacks, data,
+hyperparameters of optimizers.
 
 Other ranks read it in hooks and loaders, and runs of the step that do not count must leave it as it is. Its places are
 attributes (`capture.attributes`) whose paths begin with `@`, so that they have the same names on every rank.
@@ -20,7 +21,7 @@ from lightning_gpp.user_code import is_user_code, own_attributes, user_function
 OUTSIDE: Final = "@"
 """The beginning of paths that lead out of the module."""
 _GLOBAL, _CLASS, _CLOSURE = "@global", "@class", "@closure"
-_TRAINER, _CALLBACK, _DATA = "@trainer", "@callback", "@datamodule"
+_TRAINER, _CALLBACK, _DATA, _OPTIMIZER = "@trainer", "@callback", "@datamodule", "@optimizer"
 _NO_STATE: Final = (nn.Module, type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, property)
 _WRAPPERS: Final = (staticmethod, classmethod)
 
@@ -52,6 +53,10 @@ def owner_of(module: nn.Module, path: str) -> Any:
         return empty if function is None else function.__globals__ if kind == _GLOBAL else _Variables(function)
     if kind == _CLASS:
         return type(module).__mro__[int(detail)]
+    if kind == _OPTIMIZER:
+        number, _, group = detail.partition(":")
+        groups = [each.param_groups for each in getattr(trainer, "optimizers", [])][int(number) :][:1]
+        return groups[0][int(group)] if groups and int(group) < len(groups[0]) else {}
     if kind == _CALLBACK:
         callbacks = list(getattr(trainer, "callbacks", []))
         return callbacks[int(detail)] if int(detail) < len(callbacks) else {}
@@ -89,7 +94,13 @@ def _in_code(module: nn.Module, step: str, names: Set[str]) -> Iterator[tuple[st
 
 
 def _of_trainer(trainer: Any, names: frozenset[str], stored: set[str]) -> Iterator[tuple[str, str]]:
-    if trainer is None or "trainer" not in names:
+    if trainer is None:
+        return
+    if names & {"optimizers", "param_groups"}:
+        for number, optimizer in enumerate(getattr(trainer, "optimizers", [])):
+            for place, group in enumerate(optimizer.param_groups):
+                yield from ((f"{_OPTIMIZER}:{number}:{place}", name) for name in group if name != "params")
+    if "trainer" not in names:
         return
     present, own = vars(trainer), names.difference(dir(type(trainer)))
     yield from ((_TRAINER, name) for name in own & {*present, *stored} if _is_state(present.get(name)))
@@ -118,5 +129,5 @@ def place_in_words(path: str, name: str) -> str:
     """The attribute in words: `the global variable STATE`."""
     kind = path.partition(":")[0]
     owner = {_GLOBAL: "the global variable ", _CLASS: "the class's ", _CLOSURE: "the variable ", _TRAINER: "trainer."}
-    others = {_CALLBACK: "a callback's ", _DATA: "trainer.datamodule."}
+    others = {_CALLBACK: "a callback's ", _DATA: "trainer.datamodule.", _OPTIMIZER: "an optimizer's "}
     return f"{(owner | others)[kind]}{name}"

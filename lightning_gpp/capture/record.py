@@ -40,6 +40,7 @@ from lightning_gpp.capture.read_ahead import iterators_unread
 from lightning_gpp.capture.recorder import Recorder
 from lightning_gpp.capture.recording import Recording
 from lightning_gpp.capture.refusal import refusal
+from lightning_gpp.capture.switches import Switches
 from lightning_gpp.capture.uncut import keep_uncut
 from lightning_gpp.errors import CaptureError
 from lightning_gpp.runtime.random import seed_streams, undisturbed
@@ -131,12 +132,14 @@ def record(
             for leaf in pytree.tree_leaves(fake):
                 if isinstance(leaf, torch.Tensor):
                     recorder.batch_tensor(leaf)
-            watch, versions = MadeWatch(replica), _versions(fake)
+            watch, versions, switches = MadeWatch(replica), _versions(fake), Switches(replica)
             with nullcontext() if recorder.reads_between_calls else iterators_unread(replica, step):
                 _run(replica, _called(replica, step, run_time, function), fake, recorder, notes)
             watch.note(recorder)
     recording = recorder.recording
     recording.changes_batch = _versions(fake) != versions
+    if not recorder.reads_between_calls:
+        switches.refuse(step)
     if step != "training_step":
         _refuse_shared_buffers(recording)
     recording.attributes = {scope: originals(module, read) for scope, read in recording.attributes.items()}

@@ -62,12 +62,14 @@ class Call:
 class Values:
     """The values that one call logged in the runs of the step, with the number of samples of each.
 
-    `sizes` are those that the call gave by `batch_size`, otherwise the samples.
+    `sizes` are those that the call gave by `batch_size`, otherwise the samples. `counted`: the sizes of other
+    mini-batches have shown that they are counts of what a micro-batch has.
     """
 
     values: list[Tensor] = field(default_factory=list)
     samples: list[int] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
+    counted: bool = False
 
     def add(self, value: Tensor, samples: int, size: int | None) -> None:
         self.values.append(value)
@@ -85,11 +87,17 @@ class Values:
         return _combine(values, weighed, reduction), self.sizes[0] if self._is_of_mini_batch else sum(self.sizes)
 
     @property
+    def are_counts(self) -> bool:
+        """True if the call gives other sizes for micro-batches of as many samples: numbers of tokens, or of labels."""
+        return len(set(zip(self.samples, self.sizes, strict=True))) > len(set(self.samples))
+
+    @property
     def _is_of_mini_batch(self) -> bool:
         """True for a size that is no count of what a micro-batch has: `batch_size=1`, or the size of the mini-batch."""
         size, *others = set(self.sizes)
         differ = len(set(self.samples)) > 1
-        return not others and (differ or size < self.samples[0] or size == sum(self.samples) > self.samples[0])
+        constant = differ or size < self.samples[0] or size == sum(self.samples) > self.samples[0]
+        return not others and constant and not self.counted
 
 
 def _combine(values: Tensor, samples: Tensor, reduction: str) -> Tensor:
@@ -120,6 +128,7 @@ class LogRecorder:
         self.calls: dict[Call, Values] = {}
         self.averaged: Set[str] = frozenset()
         self._early: dict[int, dict[Call, Values]] = {}
+        self._counts = set[str]()
         self._metric_paths = {id(part): path for path, part in module.named_modules() if isinstance(part, Metric)}
         self._owners = [part for part in module.modules() if isinstance(part, pl.LightningModule)]
         self._run: list[tuple[Call, Tensor, int | None]] = []
@@ -136,6 +145,9 @@ class LogRecorder:
     def turn(self, batch: int) -> None:
         """Make `calls` those recorded for this mini-batch of training, some perhaps before its turn."""
         self.calls = self._early.pop(batch, {})
+        self._counts |= {call.name for call, values in self.calls.items() if values.are_counts}
+        for call, values in self.calls.items():
+            values.counted = call.name in self._counts
 
     def forget(self, batches: Iterable[int]) -> None:
         """Drop the records of mini-batches of training that were run before their turn."""

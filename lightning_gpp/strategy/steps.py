@@ -177,7 +177,7 @@ class Steps:
         self._kept.begin_training(engine.num_steps)
         outputs = engine.train(arguments, accumulated=accumulated, last=last, scale=scale)
         changed, unlike = self._kept.changed(TRAINING), self._kept.unlike.of(engine.num_steps - 1)
-        if (changed or unlike) and len(outputs) > 1:
+        if changed or unlike:
             self._warn_of(changed, unlike, engine.plan, len(outputs))
         self.host.recorder.turn(engine.num_steps - 1)
         if self.trace is not None:
@@ -191,7 +191,8 @@ class Steps:
 
     def _warn_of(self, changed: Mapping[Attribute, Any], unlike: Set[Attribute], plan: Plan, parts: int) -> None:
         """Warn of attributes that several micro-batches have changed, if one process would have other values."""
-        self._read_by_hooks.tell(changed, unlike)
+        if parts > 1:
+            self._read_by_hooks.tell(changed, unlike)
         if plan.stages[plan.step_stage].micro_batch_size > 1:  # else calls are samples, which may be counted
             self._counted.tell(changed, parts)
 

@@ -181,7 +181,8 @@ def _set_up(
         batch = comparison(job, found_calls, captured.batch_size) if step == TRAINING else None
     compared = found_calls is None or batch is not None
     equalise(job.module, job.control)
-    warned = compared and check_first(job, captured, plan, batch, transport)
+    with job.host.unheard():
+        warned = compared and check_first(job, captured, plan, batch, transport)
     if not (job.whole and job.control.num_processes == 1):
         for optimizer in optimizers:
             check_first_order(optimizer)

@@ -19,6 +19,7 @@ class CountedCalls:
     def __init__(self, control: Control) -> None:
         self._control = control
         self._values: dict[str, list[int]] = {}
+        self._parts: list[int] = []
         self._told: set[str] = set()
 
     def tell(self, changed: Mapping[Attribute, Any], parts: int) -> None:
@@ -30,13 +31,14 @@ class CountedCalls:
         """
         now = {name: value for key, value in changed.items() for name, value in _numbers(dotted(key), value)}
         self._values = {name: [*self._values.get(name, [])[-IN_A_ROW:], value] for name, value in now.items()}
+        self._parts = [*self._parts, parts][-IN_A_ROW:]
         for name, values in sorted(self._values.items()):
             steps = [after - before for before, after in pairwise(values)]
-            if name not in self._told and steps == [parts] * IN_A_ROW:
+            if name not in self._told and steps == self._parts and len(steps) == IN_A_ROW and max(steps) > 1:
                 self._told.add(name)
                 self._control.warn(
                     f"training_step counts its calls in {name}: it runs once per micro-batch, so that the number grows "
-                    f"by {parts} per mini-batch, and what depends on it comes earlier than in one process. To count "
+                    f"by {max(steps)} per mini-batch, and what depends on it comes earlier than in one process. To count "
                     "mini-batches, do so in on_train_batch_start, use batch_idx or trainer.global_step, or let the "
                     "step run as a whole (strategy.step=whole)."
                 )

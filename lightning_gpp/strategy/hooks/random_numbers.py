@@ -8,11 +8,13 @@ from __future__ import annotations
 from typing import Final
 
 import lightning.pytorch as pl
+from torch import nn
 
 from lightning_gpp.replaced import Around, Replaced
 from lightning_gpp.strategy.hooks.found import GRADIENTS, LOOPS, names_in, user_hooks
 
 _HOOKS: Final = (
+    *("on_fit_start", "on_fit_end"),
     *(f"on_{loop}_{moment}" for loop in LOOPS for moment in ("start", "end", "epoch_start", "epoch_end")),
     *(f"on_{loop}_batch_{moment}" for loop in LOOPS for moment in ("start", "end")),
     *("on_before_backward", "on_before_zero_grad", *GRADIENTS),
@@ -24,6 +26,8 @@ _DRAWING: Final = {
     *("standard_normal", "permutation", "integers"),
 }
 """Names of functions of torch, Python and NumPy that draw random numbers."""
+_LAYERS: Final = {name for name, kind in vars(nn).items() if hasattr(kind, "reset_parameters")}
+"""Names of layers of torch, which draw their parameters when they are made."""
 _FILLING: Final = ("normal_", "uniform_")
 """Ends of names of functions that fill tensors with random numbers."""
 
@@ -42,7 +46,7 @@ class RandomHooks:
 
     def attach(self) -> None:
         for found in user_hooks(self._trainer, _HOOKS):
-            if any(name in _DRAWING or name.endswith(_FILLING) for name in names_in(found, self._trainer)):
+            if any(name in _DRAWING | _LAYERS or name.endswith(_FILLING) for name in names_in(found, self._trainer)):
                 self._replaced.surround(found.owner, found.name, self._one_stream)
 
     def detach(self) -> None:

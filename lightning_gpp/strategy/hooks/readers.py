@@ -2,7 +2,7 @@
 
 In training, validation and test every rank gets what they read, since hooks run on all of them. Predictions stay where
 they are, as for writers: callbacks that read them run their hooks of prediction only there, so that nothing is written
-twice. The module's own hooks need no results: what they log counts where the results are.
+twice. The loss of a training step is everywhere.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class _SentTensor:
 
 
 class BatchReaders:
-    """Gives all ranks of a pipeline the mini-batches and results that hooks of callbacks read.
+    """Gives all ranks of a pipeline the mini-batches and results that hooks read.
 
     Args:
         trainer: of the run.
@@ -75,8 +75,7 @@ class BatchReaders:
         *callbacks, module = owners_of(self._trainer)
         found = {
             step: {
-                *_arguments_read(callbacks, loop),
-                *({BATCH} & {*_arguments_read([module], loop)}),
+                *_arguments_read([*callbacks, module], loop),
                 *self._metrics_read(loop),
                 *({ATTRIBUTES} if self._kept.read_around(loop) else ()),
             }
@@ -134,7 +133,12 @@ def _arguments_read(owners: Sequence[object], loop: str) -> Iterator[str]:
             function = user_function(hook)
             if function is not None and not _asks(hook, function, owner):
                 code, first = function.__code__, before + isinstance(hook, MethodType)
-                yield from (name for name, place in places.items() if _reads(code, place + first))
+                known = "loss" if loop == "train" else ""
+                yield from (
+                    name
+                    for name, place in places.items()
+                    if _reads(code, place + first, known if name == RESULT else "")
+                )
 
 
 def _asks(hook: Any, function: FunctionType, owner: object) -> bool:
@@ -146,13 +150,25 @@ def _asks(hook: Any, function: FunctionType, owner: object) -> bool:
     return bool(_ASKS & names_in_hook(function, [owner]))
 
 
-def _reads(code: CodeType, place: int) -> bool:
-    """True if a function uses its argument at this position, or all of its arguments."""
+def _reads(code: CodeType, place: int, known: str = "") -> bool:
+    """True if a function uses its argument at this position, or all of its arguments; of a dictionary more than the
+    entry that is `known` everywhere.
+    """
     positional = code.co_argcount
     if place >= positional and not code.co_flags & inspect.CO_VARARGS:
         return False
     name = code.co_varnames[place if place < positional else positional + code.co_kwonlyargcount]
-    return any("LOAD" in each.opname and _mentions(each.argval, name) for each in dis.get_instructions(code))
+    found = [*dis.get_instructions(code), None, None]
+    loads = (at for at, each in enumerate(found) if each and "LOAD" in each.opname and _mentions(each.argval, name))
+    return any(not (known and _is_entry(found[at + 1], found[at + 2], known)) for at in loads)
+
+
+def _is_entry(key: dis.Instruction | None, access: dis.Instruction | None, name: str) -> bool:
+    """True for the instructions after a dictionary that read one entry: `["loss"]`."""
+    if key is None or access is None:
+        return False
+    reads = access.opname == "BINARY_SUBSCR" or (access.opname == "BINARY_OP" and access.argrepr == "[]")
+    return key.opname == "LOAD_CONST" and key.argval == name and reads
 
 
 def _mentions(argument: Any, name: str) -> bool:
