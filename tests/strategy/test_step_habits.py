@@ -126,7 +126,7 @@ class LogsByHand(Plain):
     def on_train_end(self) -> None:
         if self.trainer.is_global_zero:  # the step runs there alone
             assert sorted(set(self.logger.rows)) == [*range(12)]  # type: ignore[union-attr]
-            assert self.logger.rows.count(0) <= 2  # type: ignore[union-attr]  # set-up has logged nothing
+            assert self.logger.rows.count(0) <= 4  # type: ignore[union-attr]  # as later ones: set-up logs nothing
 
 
 HABITS = (ReadsOutputs, Freezes, Evaluates, SetsRate, ChangesBatch, LogsCounts, LogsByHand)
