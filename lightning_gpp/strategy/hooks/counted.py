@@ -38,9 +38,9 @@ class CountedCalls:
                 self._told.add(name)
                 self._control.warn(
                     f"training_step counts its calls in {name}: it runs once per micro-batch, so that the number grows "
-                    f"by {max(steps)} per mini-batch, and what depends on it comes earlier than in one process. To "
-                    "count mini-batches, do so in on_train_batch_start, use batch_idx or trainer.global_step, or let the "
-                    "step run as a whole (strategy.step=whole)."
+                    f"by {max(steps)} per mini-batch, and what depends on it comes earlier than in one process. Count "
+                    "mini-batches in on_train_batch_start, use batch_idx or trainer.global_step, or let the step run "
+                    "as a whole (strategy.step=whole)."
                 )
 
 
