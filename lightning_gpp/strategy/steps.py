@@ -120,6 +120,9 @@ class LightningHost(Host):
     def average(self, names: Set[str]) -> None:
         self.recorder.averaged |= names
 
+    def reduce(self, numbers: Mapping[tuple[str, int], str]) -> None:
+        self._aggregates.reductions |= numbers
+
     def received(self, batch: Any) -> None:
         replace_batch(self._module.trainer, batch)
 

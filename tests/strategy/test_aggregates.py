@@ -7,11 +7,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader
 from torchmetrics import CatMetric, MaxMetric, MeanMetric, MetricCollection, MinMetric, RunningMean, SumMetric
 from torchmetrics.aggregation import BaseAggregator
 
 from tests.strategy import harness
 from tests.strategy.harness import TwoTowers
+from tests.strategy.test_asynchronous import STAGES, Towers, samples
+
+pytestmark = pytest.mark.timeout(150)  # processes start, and train
 
 
 class Aggregating(TwoTowers):
@@ -24,6 +28,7 @@ class Aggregating(TwoTowers):
         self.all, self.of_samples, self.two = CatMetric(), MeanMetric(), MeanMetric()
         self.several = MetricCollection({"least": MinMetric(), "average": MeanMetric()})
         self.since, self.plain = MeanMetric(), SumMetric()
+        self.summed, self.highest = SumMetric(), MaxMetric()
         self.after, self.kept = list[float](), list[list[float]]()
 
     def training_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor]:
@@ -51,6 +56,8 @@ class Aggregating(TwoTowers):
         self.two.update(3 * loss)
         self.several(loss)
         self.plain.update(size)
+        self.summed.update(loss.item() * size)
+        self.highest.update(logits.detach().max())
 
     def running(self, loss: Tensor, batch_idx: int) -> Tensor:
         """The mean of the last two losses, after which the step begins anew."""
@@ -66,7 +73,7 @@ class Aggregating(TwoTowers):
 
     def on_train_epoch_end(self) -> None:
         super().on_train_epoch_end()
-        metrics = (self.weighted, self.of_samples, self.two, self.plain, self.since)
+        metrics = (self.weighted, self.of_samples, self.two, self.plain, self.since, self.summed, self.highest)
         self.kept.append([*(float(metric.compute()) for metric in metrics), *self.all.compute().tolist()])
         self.kept[-1] += [part.update_count for part in self.children() if isinstance(part, BaseAggregator)]
 
@@ -89,3 +96,41 @@ def test_all_ranks_have_the_values_of_one_process() -> None:
         assert found[0] == [pytest.approx(values, rel=1e-12) for values in logged]
         assert found[1] == [pytest.approx(values, rel=1e-12) for values in kept]
     assert first[2] == pytest.approx(after, rel=1e-12)
+
+
+class Ahead(Towers):
+    """Has two losses of each mini-batch: what an aggregator got until it was logged, and the log."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.all, self.found = CatMetric(), list[tuple[list[float], float]]()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.all(loss)
+        return loss
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+        return -1 if (self.current_epoch, batch_idx) == (0, 4) else None
+
+    def on_train_batch_end(self, *arguments: Any) -> None:
+        if self.trainer.is_global_zero:
+            logged = float(self.trainer.callback_metrics["train_loss_step"])
+            self.found.append((self.all.compute().reshape(-1).tolist(), logged))
+
+
+def ran_ahead(rank: int) -> list[tuple[list[float], float]]:
+    torch.set_default_dtype(torch.float64)
+    module = Ahead()
+    strategy = harness.strategy(stages=STAGES, num_micro_batches=2, weights="stash")
+    harness.trainer(strategy, 3).fit(module, DataLoader(samples(), batch_size=8))
+    return module.found
+
+
+def test_mini_batches_that_run_before_their_turn_count_in_turn() -> None:
+    """The first epoch ends in the midst of its data: mini-batches that have run count never."""
+    found, *_ = harness.run(3, ran_ahead)
+    losses = [loss for _, loss in found]
+    assert len(found) == 4 + 7
+    for number, (values, _) in enumerate(found):
+        assert values == pytest.approx(losses[: number + 1], rel=1e-12)
