@@ -101,4 +101,5 @@ class _Watch:
 
 
 def _as_now(tree: Any) -> Any:
-    return pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), tree)
+    """A copy, which later changes leave as it is; values of other devices (meta) as they are, which note calls."""
+    return pytree.tree_map_only(Tensor, lambda each: each if each.is_meta else each.detach().clone(), tree)
