@@ -149,6 +149,13 @@ class LogRecorder:
         for call, values in self.calls.items():
             values.counted = call.name in self._counts
 
+    def renew(self, metrics: Iterable[Metric]) -> None:
+        """Take the values that these metrics have for the mini-batch instead of those for micro-batches."""
+        values = {self._metric_paths.get(id(metric)): getattr(metric, FORWARD_CACHE) for metric in metrics}
+        for call, entry in self.calls.items():
+            if call.metric is not None and call.metric in values and call.has_value:
+                entry.values = [values[call.metric]] * len(entry.values)
+
     def forget(self, batches: Iterable[int]) -> None:
         """Drop the records of mini-batches of training that were run before their turn."""
         for batch in batches:

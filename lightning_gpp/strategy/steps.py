@@ -18,6 +18,7 @@ from lightning_gpp._compat.lightning import replace_batch
 from lightning_gpp.capture.attributes import Attribute
 from lightning_gpp.errors import GPPError
 from lightning_gpp.plan import Plan
+from lightning_gpp.strategy.aggregates import Aggregates
 from lightning_gpp.strategy.batch_sizes import finds_sizes
 from lightning_gpp.strategy.checks import facts_of_trainer, reads_data
 from lightning_gpp.strategy.hooks.attributes import AttributesForHooks
@@ -65,6 +66,7 @@ class LightningHost(Host):
         self.scaler = getattr(plugin, "scaler", None)
         self.user_code = UserCode()
         self.recorder = LogRecorder(module, self.user_code)
+        self._aggregates = Aggregates(module)
         self._finds_sizes = not alone and finds_sizes(module.trainer)
 
     def context(self, step: str) -> Context:
@@ -76,10 +78,15 @@ class LightningHost(Host):
 
     @contextmanager
     def _run(self, context: Context, batch: int | None, num_samples: int) -> Iterator[None]:
-        with self.recorder.run(num_samples, context, batch):
+        with self.recorder.run(num_samples, context, batch), self._aggregates.run(batch, num_samples):
             yield
         if batch is not None:
             self._kept.note_micro_batch(batch, num_samples)
+
+    def turn(self, batch: int) -> None:
+        """Take what was recorded for this mini-batch of training, whose step is complete."""
+        self.recorder.turn(batch)
+        self.recorder.renew(self._aggregates.complete(batch))
 
     @contextmanager
     def unheard(self) -> Iterator[None]:
@@ -94,6 +101,7 @@ class LightningHost(Host):
 
     def forget(self, batches: range) -> None:
         self.recorder.forget(batches)
+        self._aggregates.forget(batches)
         self._kept.unlike.forget(batches)
 
     def stand_ins(self, module: nn.Module) -> dict[str, Any]:
@@ -111,6 +119,9 @@ class LightningHost(Host):
 
     def average(self, names: Set[str]) -> None:
         self.recorder.averaged |= names
+
+    def reduce(self, numbers: Mapping[tuple[str, int], str]) -> None:
+        self._aggregates.reductions |= numbers
 
     def received(self, batch: Any) -> None:
         replace_batch(self._module.trainer, batch)
@@ -179,7 +190,7 @@ class Steps:
         changed, unlike = self._kept.changed(TRAINING), self._kept.unlike.of(engine.num_steps - 1)
         if changed or unlike:
             self._warn_of(changed, unlike, engine.plan, len(outputs))
-        self.host.recorder.turn(engine.num_steps - 1)
+        self.host.turn(engine.num_steps - 1)
         if self.trace is not None:
             self.trace.add(engine)
         loss, rest = engine.loss_of(outputs) if outputs else (torch.zeros(()), {})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Set
+from collections.abc import Callable, Mapping, Set
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -74,6 +74,9 @@ class Host:
 
     def average(self, names: Set[str]) -> None:
         """Combine the micro-batches' logged values of these names by their mean, not as those of batches."""
+
+    def reduce(self, numbers: Mapping[tuple[str, int], str]) -> None:
+        """Combine micro-batches' numbers given to these aggregators, at these calls, by a reduction, not the mean."""
 
     def received(self, batch: Any) -> None:
         """Note a mini-batch of a step as a whole, on all ranks, which had a placeholder of it before."""

@@ -89,6 +89,7 @@ def check_first(job: Job, captured: Captured, plan: Plan, batch: Any, transport:
     if isinstance(outcome, IndivisibleError):
         raise outcome
     job.host.average(outcome.averaged)
+    job.host.reduce(outcome.reduced)
     return outcome.warned
 
 
@@ -119,10 +120,12 @@ def samples_of(plan: Plan, batch_size: int) -> int:
 class Findings:
     """The findings of a self-check that are no errors.
 
-    `averaged`: names of logged sums, maxima and minima that are means over micro-batches. `warned`: whether it warned.
+    `averaged`: names of logged sums, maxima and minima that are means over micro-batches. `reduced`: how
+    numbers given to aggregators follow from those of micro-batches, if not as means. `warned`: whether it warned.
     """
 
     averaged: Set[str] = frozenset()
+    reduced: Mapping[tuple[str, int], str] = field(default_factory=dict)
     warned: bool = False
 
 
@@ -147,14 +150,14 @@ def self_check(job: Job, captured: Capture | Declared, plan: Plan, batch: Any, t
     """
     control, samples = job.control, samples_of(plan, captured.batch_size)
     part = slice_batch(batch, 0, samples, captured.batch_size, captured.dims) if control.runs_step else None
-    expected, warning, failure, averaged = Expected(), "", "", set[str]()
+    expected, warning, failure, findings = Expected(), "", "", Findings()
     # torch.compile does not work under a dispatch mode, and remembers that for functions compiled there
     with torch.compiler.set_stance("force_eager"), Neutral():  # type: ignore[no-untyped-call]
         if control.runs_step:
             whole = silent_copy(job.module, job.device)
             expected, failure = _unsplit_or_failure(job, whole, captured, plan, part, samples)
             if not failure:
-                warning, averaged = _undivided(job, whole, captured, plan, batch, expected.dtype)
+                warning, findings = _undivided(job, whole, captured, plan, batch, expected.dtype)
             del whole
         if failure := _anywhere(control, failure):
             raise IndivisibleError(failure)
@@ -164,7 +167,7 @@ def self_check(job: Job, captured: Capture | Declared, plan: Plan, batch: Any, t
         control.warn(warning)
     if verdict := _anywhere(control, difference):
         raise SelfCheckError(verdict)
-    return Findings(averaged, bool(warning))
+    return replace(findings, warned=bool(warning))
 
 
 def _anywhere(control: Control, found: str) -> str:
@@ -217,9 +220,9 @@ def _unsplit(job: Job, whole: nn.Module, captured: Capture | Declared, plan: Pla
 
 def _undivided(
     job: Job, whole: nn.Module, captured: Capture | Declared, plan: Plan, batch: Any, dtype: torch.dtype
-) -> tuple[str, set[str]]:
+) -> tuple[str, Findings]:
     if job.whole and captured.graph.mixes_samples:  # then network calls are not cut
-        return "", set()
+        return "", Findings()
     samples, total, size = few_samples(plan, batch, captured.batch_size, captured.dims)
     precision = least_precise(job, captured, dtype)
     comparison = CutComparison(
@@ -234,7 +237,8 @@ def _undivided(
         epsilon=torch.finfo(precision).eps,
     )
     inform = job.host.inform if job.control.first else log.info
-    return difference(comparison, inform), comparison.averaged
+    warning = difference(comparison, inform)
+    return warning, Findings(comparison.averaged, comparison.reduced)
 
 
 def _split(

@@ -25,7 +25,7 @@ from lightning_gpp.runtime.draws import Draws, NoShare
 from lightning_gpp.runtime.random import python_streams
 from lightning_gpp.runtime.stage import MicroBatch
 from lightning_gpp.stages.step import Invocation, StepRunner
-from lightning_gpp.training.logged_reductions import LoggedReductions, averaged_values, unlike_means
+from lightning_gpp.training.logged_reductions import LoggedReductions, averaged_values, reduced_numbers, unlike_means
 from lightning_gpp.training.projections import differing, distance, norms, projections
 from lightning_gpp.training.remedies import (
     DEPENDENT,
@@ -97,6 +97,7 @@ class CutComparison:
 
     Attributes:
         averaged: names of logged sums, maxima and minima that are means of those of micro-batches (found by `warning`).
+        reduced: how numbers given to aggregators that are no means follow from those of micro-batches (so, too).
     """
 
     module: nn.Module
@@ -109,11 +110,13 @@ class CutComparison:
     tolerance: float
     epsilon: float
     averaged: set[str] = field(default_factory=set)
+    reduced: dict[tuple[str, int], str] = field(default_factory=dict)
 
     def warning(self) -> str:
         """A warning with the difference and the remedy; empty if there is none."""
         whole, parts = self._both()
         self.averaged.update(averaged_values(whole.logged, parts.logged, self._near))
+        self.reduced.update(reduced_numbers(whole.logged, parts.logged, parts.sizes, self._near))
         if self._same(whole, parts):
             return self._logged_otherwise(whole, parts)
         rate = distance(parts.gradients, whole.gradients) / max(whole.norm, 1e-30)
