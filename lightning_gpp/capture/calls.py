@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from lightning_gpp._compat.torch import pytree
 from lightning_gpp.capture.batch import map_samples, samples_in
 from lightning_gpp.capture.captured import Capture, Changes, attempted, capture_step
+from lightning_gpp.capture.differentiated import refuse_cut_graphs
 from lightning_gpp.capture.fillings import Arrived, CallArguments, answer
 from lightning_gpp.capture.isolate import tensor_named
 from lightning_gpp.capture.items import are_plain
@@ -109,6 +110,7 @@ def find_calls(
 
 
 def _check_gradients(recording: Recording) -> None:
+    refuse_cut_graphs(recording, within=False)
     for call in recording.calls:
         if call.scope == -1 and call.target == "grad" and call.kwargs.get("create_graph"):
             raise refusal(call.line, *NO_SECOND_ORDER)
@@ -147,8 +149,7 @@ def _check_kept(recording: Recording, trains: bool) -> None:
 NO_SECOND_ORDER = (
     "the step differentiates a gradient (torch.autograd.grad with create_graph=True), and the gradient of a network "
     "call comes from other devices, without a graph",
-    "compute that gradient (a penalty) in the forward of a module that is in one stage: it is called as it is, with "
-    "torch.autograd.grad inside",
+    "compute that gradient (a penalty) in the forward of a module, which is then never cut",
 )
 
 

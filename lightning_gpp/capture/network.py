@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from lightning_gpp._compat.torch import pytree
+from lightning_gpp.capture.differentiated import refuse_cut_graphs
 from lightning_gpp.capture.recorder import BATCH, Recorder
 from lightning_gpp.capture.recording import ModuleCall, Recorded, Recording, Ref, StateRef
 from lightning_gpp.capture.refusal import escaped, no_network, refusal
@@ -74,6 +75,7 @@ class _Extraction:
         positions = {call.index: number for number, call in enumerate(self._step_calls())}
         calls = [self._renumber(self.recording.calls[index], positions.get(index, -1)) for index in self.number]
         after = [c for c in self.recording.calls if c.index not in self.number]
+        refuse_cut_graphs(self.recording)
         self._check_gradients()
         self._check_source(after)
         self._check_changes()
@@ -230,7 +232,7 @@ class _Extraction:
                     call.line,
                     "the step differentiates its network (torch.autograd.grad), which is on other devices, without a "
                     "graph between them",
-                    "compute this gradient, and the penalty of it, in the forward of a module that is in one stage",
+                    "compute this gradient, and the penalty of it, in the forward of a module, which is then never cut",
                 )
 
     def _check_changes(self) -> None:

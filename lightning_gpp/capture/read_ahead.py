@@ -10,7 +10,7 @@ import io
 import itertools
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -21,6 +21,8 @@ from lightning_gpp._compat.torch import without_modes
 from lightning_gpp.errors import CaptureError
 
 _READING: Final = ("read", "read1", "readinto", "readline", "readlines", "readall", "__next__", "__iter__")
+_DROPPED: Final[dict[str, Callable[..., Any]]] = {"write": len, "writelines": lambda lines: None}
+"""Methods of files that write, as copies have them."""
 _DEEPEST: Final = 4
 _MOST_ITEMS: Final = 1000
 """Items of the largest containers that are looked into."""
@@ -112,8 +114,8 @@ class _CopiedIterator(_LikeSource):
         return _CopiedIterator(self._origin, self._place)
 
 
-class _WriteOnly:
-    """An open file in a copy: it may be written to, but not read, because nobody could put back what was read."""
+class _CopiedFile:
+    """An open file in a copy: what a copy writes is dropped, as what it prints."""
 
     def __init__(self, file: io.IOBase) -> None:
         self._file = file
@@ -121,13 +123,23 @@ class _WriteOnly:
     def __getattr__(self, name: str) -> Any:
         if name in ("_file", "__setstate__"):
             raise AttributeError(name)
+        return _DROPPED.get(name) or getattr(self._file, name)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _CopiedFile:
+        return self
+
+
+class _CopiedReadableFile(_CopiedFile):
+    """One that could be read; a copy may not, because nobody could put back what was read."""
+
+    def __getattr__(self, name: str) -> Any:
         if name in _READING:
             raise CaptureError(
                 f"The step reads the open file {getattr(self._file, 'name', '')!r} (.{name}()). Set-up runs the step "
                 "on a copy of the module, so training would start with later lines. Keep an iterator over its lines in "
                 "the module (self.lines = iter(file.readlines()), or csv.reader(file)) and call next() on that."
             )
-        return getattr(self._file, name)
+        return super().__getattr__(name)
 
     def __next__(self) -> Any:
         return self.__getattr__("readline")
@@ -135,8 +147,9 @@ class _WriteOnly:
     def __iter__(self) -> Any:
         return self.__getattr__("readlines")
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _WriteOnly:
-        return self
+
+def _copied_file(file: io.IOBase) -> _CopiedFile:
+    return _CopiedReadableFile(file) if not file.closed and file.readable() else _CopiedFile(file)
 
 
 def _called(name: str) -> CaptureError:
@@ -157,7 +170,7 @@ def readers(modules: Iterable[nn.Module]) -> dict[int, Any]:
         for container, (*_, key), value in _iterators(vars(module)):
             wrapped: Any = value if type(value) in _WRAPPED else made.setdefault(id(value), KeptIterator(value))
             container[key], found[id(wrapped)] = wrapped, wrapped._copied()
-        found |= {id(value): _WriteOnly(value) for value in vars(module).values() if isinstance(value, io.IOBase)}
+        found |= {id(value): _copied_file(value) for value in vars(module).values() if isinstance(value, io.IOBase)}
     return found
 
 

@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_gpp._compat.torch import FakeTensor, buffers_of, pytree, storage_id, version
 from lightning_gpp.capture.attributes import OF_EVERY_MODULE, is_plain
+from lightning_gpp.capture.differentiated import differentiates
 from lightning_gpp.capture.fillings import Arrived, CallArguments, answer, containers
 from lightning_gpp.capture.isolate import names_of
 from lightning_gpp.capture.items import is_watched
@@ -300,7 +301,7 @@ class Recorder(TorchFunctionMode):
         states = [self.state_storages[storage_id(t)] for t in changed if storage_id(t) in self.state_storages]
         num_modules = len(self.recording.modules)
         self.recording.state_changes += [ChangeInPlace(name, call.scope, call.line, num_modules) for name in states]
-        if not outputs and not changed:
+        if not outputs and not changed and not differentiates(call):
             return
         call.mutated = [self._values[id(alias)] for alias in aliases]
         changed_refs = [self._values[id(tensor)] for tensor in changed if id(tensor) in self._values]

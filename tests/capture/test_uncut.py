@@ -308,10 +308,10 @@ def test_an_option_that_a_module_fills_in_once_is_no_state() -> None:
 class Everything(Base):
     """All parameters are in the module that cannot be cut."""
 
-    def __init__(self) -> None:
+    def __init__(self, net: nn.Module | None = None) -> None:
         super().__init__()
         del self.a, self.b
-        self.net = Experts()
+        self.net = net or Experts()
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return F.mse_loss(self.net(batch["x"]), batch["y"])
@@ -340,3 +340,85 @@ def test_a_model_may_be_frozen_when_it_is_captured() -> None:
     """A callback unfreezes it when training begins."""
     module = Chain(Dropped()).double().requires_grad_(False)
     assert [operator.module for operator in capture_step(module, zoo.batch()).graph][-1] == "@step"
+
+
+class Forces(nn.Module):
+    """Returns an energy's slope, by one of the functions that differentiate."""
+
+    def __init__(self, by: str) -> None:
+        super().__init__()
+        self.first, self.second, self.by = linear(), linear(8, 1), by
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x if self.by == "argument" else x.detach().requires_grad_()
+        energy = self.second(self.first(x).tanh()).sum()
+        if self.by == "backward":
+            energy.backward(inputs=[x], retain_graph=True)
+        elif self.by == "autograd.backward":
+            torch.autograd.backward(energy, inputs=[x], retain_graph=True)
+        slope = x.grad if "backward" in self.by else torch.autograd.grad(energy, x, create_graph=True)[0]
+        return energy + x * slope
+
+
+@pytest.mark.parametrize("by", ["grad", "argument", "backward", "autograd.backward"])
+def test_a_module_that_differentiates_is_called_whole(by: str) -> None:
+    torch.manual_seed(0)
+    module = Chain(Forces(by)).double()
+    captured = capture_step(module, zoo.batch())
+    assert list(captured.uncut) == ["middle"]
+    assert "the forward differentiates what it computes (torch.autograd)" in captured.uncut["middle"]
+    assert_transparent(module, captured, chain_of(captured, module.stages), zoo.batch())
+
+
+class Slope(nn.Module):
+    """Differentiates what its caller gives it."""
+
+    def forward(self, energy: Tensor, x: Tensor) -> Tensor:
+        return torch.autograd.grad(energy.sum(), x, create_graph=True)[0]
+
+
+class Around(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.slope = linear(), Slope()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.slope(self.layer(x).tanh(), x)
+
+
+def test_the_smallest_module_has_the_graph_that_is_differentiated() -> None:
+    torch.manual_seed(0)
+    module = Chain(Around()).double()
+    captured = capture_step(module, zoo.batch())
+    assert list(captured.uncut) == ["middle"]
+    assert_transparent(module, captured, chain_of(captured, module.stages), zoo.batch())
+
+
+class Scaled(Slope):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8))
+
+    def forward(self, energy: Tensor, x: Tensor) -> Tensor:
+        return self.weight * super().forward(energy, x)
+
+
+class SlopeOfAnother(Chain):
+    """One module differentiates what another one computed."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = batch["x"].clone().requires_grad_()
+        return self.b(self.middle(self.a(x).tanh(), x)).square().mean()
+
+
+def test_a_graph_of_several_calls_is_refused() -> None:
+    module, cpu = SlopeOfAnother(Scaled()).double(), torch.device("cpu")
+    with pytest.raises(CaptureError, match="differentiates .* what other modules have computed, without a graph"):
+        capture_step(module, zoo.batch())
+    with pytest.raises(CaptureError, match="differentiates .* what other modules have computed, without a graph"):
+        find_calls(module, zoo.batch(), context=nullcontext, device=cpu, stand_ins=lambda _: {})
+
+
+def test_a_model_that_differentiates_in_one_piece_is_refused() -> None:
+    with pytest.raises(CaptureError, match=r"the forward differentiates .*\n.*the forward of a submodule"):
+        capture_step(Everything(Forces("grad")).double(), zoo.batch())

@@ -194,12 +194,53 @@ def test_files_are_written_but_not_read_in_copies(tmp_path: Path) -> None:
     module = Holder()
     with (tmp_path / "lines").open("w+") as module.file:
         copied = private_copy(module)
-        copied.file.write("1\n2\n")
+        module.file.write("1\n2\n")
+        assert copied.file.write("3\n") == 2
         module.file.seek(0)
         for read in (next, list, lambda file: file.readline(), lambda file: file.read()):
             with pytest.raises(CaptureError, match=r"The step reads the open file .*csv\.reader"):
                 read(copied.file)
-        assert next(module.file) == "1\n"
+        assert list(module.file) == ["1\n", "2\n"]
+
+
+class Writing(pl.LightningModule):
+    """Writes its losses into a file."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.head, self.file = nn.Linear(4, 8), nn.Linear(8, 1), path.open("w")
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss = self.head(self.body(batch[0]).tanh()).square().mean()
+        self.file.write(f"{loss.item():.9f}\n")
+        return loss
+
+    def on_train_end(self) -> None:
+        self.file.close()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def written(folder: Path, rank: int = 0, **options: Any) -> list[float]:
+    several = harness.strategy(stages={"body": 1, "head": 0}, num_micro_batches=2, **options) if options else "auto"
+    path = folder / f"{options.get('step')}{rank}"
+    trainer = harness.trainer(several, 2 if options else 1, max_epochs=1)
+    trainer.fit(Writing(path).double(), DataLoader(TensorDataset(samples(24, 3)), batch_size=8))
+    return [float(line) for line in path.read_text().splitlines()]
+
+
+def written_in_stages(rank: int, folder: Path) -> tuple[list[float], list[float]]:
+    return written(folder, rank, step="whole"), written(folder, rank, step="micro_batches")
+
+
+def test_a_step_writes_to_a_file_what_it_writes_in_one_process(tmp_path: Path) -> None:
+    expected = written(tmp_path)
+    whole, parts = harness.run(2, written_in_stages, tmp_path, timeout=120)[0]
+    assert whole == pytest.approx(expected, abs=1e-8)
+    means = [(first + second) / 2 for first, second in zip(parts[::2], parts[1::2], strict=True)]
+    assert means == pytest.approx(expected, abs=1e-8)
 
 
 def test_what_is_drawn_ahead_follows_the_users_seed() -> None:

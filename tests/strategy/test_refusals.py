@@ -415,6 +415,10 @@ ROWS: dict[str, list[Any]] = {
     "a buffer that the step": ["Written"],
     "a buffer that stages": [captures.test_a_buffer_that_stages_on_two_devices_share_and_change],
     "`torch.autograd.grad` of": ["Penalty", "PenaltyBetween"],
+    "gradients (`torch.autograd.grad`": [
+        test_uncut.test_a_model_that_differentiates_in_one_piece_is_refused,
+        test_uncut.test_a_graph_of_several_calls_is_refused,
+    ],
     "a step that calls": ["NoNetwork"],
     "attributes that hooks": ["LateAttribute"],
     "layers that hooks": ["a layer that a hook appends", "a layer that a hook trains"],

@@ -45,3 +45,44 @@ def test_losses_equal_one_process() -> None:
     (alone,) = harness.run(1, fit, 1)
     for losses in harness.run(2, fit, 2):
         assert losses == pytest.approx(alone, rel=1e-9)
+
+
+class Forces(nn.Module):
+    """Returns an energy and its slope, in two layers between which a plan could cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(8, 8), nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        energy = self.outer(self.inner(x).tanh())
+        return energy, torch.autograd.grad(energy.sum(), x, create_graph=True)[0]
+
+
+class Physics(Module):
+    """Trains the slope, too; the planner chooses the stages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts, self.layers = nn.Sequential(nn.Linear(8, 8), nn.Tanh()), Forces()
+        self.head = nn.Linear(9, 3)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = batch[0]
+        energy, slope = self.layers(self.experts(self.first(x).tanh()))
+        logits = self.head(torch.cat([energy, slope], dim=1))
+        return F.cross_entropy(logits, batch[2]) + slope.square().mean()
+
+
+def fit_physics(rank: int, devices: int, options: dict[str, Any]) -> list[float]:
+    module = Physics().double()
+    strategy = harness.strategy(**{"stages": None, "num_micro_batches": 2, **options}) if devices > 1 else "auto"
+    harness.trainer(strategy, devices).fit(module, loader(24))
+    return module.losses
+
+
+@pytest.mark.parametrize("options", [{}, {"step": "whole"}], ids=str)
+def test_a_module_that_differentiates_trains_as_in_one_process(options: dict[str, Any]) -> None:
+    alone = fit_physics(0, 1, {})
+    for losses in harness.run(2, fit_physics, 2, options):
+        assert losses == pytest.approx(alone, rel=1e-12)
