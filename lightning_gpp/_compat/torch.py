@@ -98,8 +98,8 @@ CHILDREN: Final = "_modules"
 
 
 def buffers_of(module: nn.Module) -> dict[str, Any]:
-    """The dictionary of a module's own buffers, for writing."""
-    return module._buffers
+    """The dictionary of a module's own buffers, for writing; a scripted module keeps them elsewhere."""
+    return {} if isinstance(module, torch.jit.ScriptModule) else module._buffers
 
 
 def transient_buffers_of(module: nn.Module) -> set[str]:
@@ -108,8 +108,8 @@ def transient_buffers_of(module: nn.Module) -> set[str]:
 
 
 def parameters_of(module: nn.Module) -> dict[str, Any]:
-    """The dictionary of a module's own parameters, for writing."""
-    return module._parameters
+    """The dictionary of a module's own parameters, for writing; a scripted module keeps them elsewhere."""
+    return {} if isinstance(module, torch.jit.ScriptModule) else module._parameters
 
 
 HookTables = tuple[dict[int, Any], ...]

@@ -70,7 +70,7 @@ def _first_between(recording: Recording, call: Recorded) -> int:
 
 
 def _wanted(call: Recorded) -> set[Ref | StateRef]:
-    """What gets a gradient; nothing if all leaves of the graph do."""
+    """The values that get a gradient; none if all leaves of the graph do."""
     inputs = pytree.tree_leaves(call.kwargs.get("inputs", call.args[1:2]))
     return {leaf for leaf in inputs if isinstance(leaf, Ref | StateRef)}
 

@@ -10,6 +10,7 @@ import types
 from collections.abc import Iterator, Mapping
 from typing import Any, Final, Protocol
 
+import torch
 import torchmetrics
 from torch import nn
 
@@ -57,7 +58,7 @@ def observe(module: nn.Module, observer: AttributeObserver) -> None:
         observer: is told.
     """
     for path, part in module.named_modules():
-        if not _is_called_as_it_is(part):
+        if not isinstance(part, torch.jit.ScriptModule) and not _is_called_as_it_is(part):
             _observe(part, _names(part), path, observer)
 
 

@@ -40,6 +40,7 @@ from lightning_gpp.capture.read_ahead import iterators_unread
 from lightning_gpp.capture.recorder import Recorder
 from lightning_gpp.capture.recording import Recording
 from lightning_gpp.capture.refusal import refusal
+from lightning_gpp.capture.scripted import refuse_scripted_states
 from lightning_gpp.capture.switches import Switches
 from lightning_gpp.capture.uncut import keep_uncut
 from lightning_gpp.errors import CaptureError
@@ -112,6 +113,7 @@ def record(
     Raises:
         CaptureError: the network part of the step cannot be recorded.
     """
+    refuse_scripted_states(module)
     mode = fake_mode()
     with _quiet():
         replica = isolated_copy(module, mode, device)

@@ -20,6 +20,7 @@ from lightning_gpp.capture.attributes import CONTAINERS, OF_EVERY_MODULE
 from lightning_gpp.capture.isolate import private_copy
 from lightning_gpp.capture.recorder import Recorder, register_dataclasses
 from lightning_gpp.capture.refusal import refusal
+from lightning_gpp.capture.scripted import not_scripted, scripted_in
 from lightning_gpp.errors import CaptureError
 from lightning_gpp.runtime.random import seed_streams, undisturbed
 
@@ -42,6 +43,8 @@ def keep_uncut(replica: nn.Module, original: nn.Module, uncut: Mapping[str, str]
         part = replica.get_submodule(path)
         call = _Uncut(path, part, original.get_submodule(path), recorder)
         object.__setattr__(part, "forward", call)
+    for path, scripted in scripted_in(replica):
+        object.__setattr__(scripted, "forward", _Scripted(path, scripted, original.get_submodule(path), recorder))
 
 
 class _Uncut:
@@ -109,6 +112,15 @@ class _Uncut:
                     f"{type(self._part).__name__} cannot be cut and returns the number {leaf!r}, which would be frozen",
                     "return a tensor",
                 )
+
+
+class _Scripted(_Uncut):
+    """The same for a scripted module, which takes no hooks."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not self._recorder.paused and self._recorder.scope == -1:
+            raise not_scripted(self._path, "is called by the step")
+        return self._recorder.called_whole(self._path, self._part, super().__call__, args, kwargs)
 
 
 def _run(call: Callable[[], Any]) -> Any:

@@ -408,6 +408,7 @@ ROWS: dict[str, list[Any]] = {
         test_state_between_calls.test_evaluation_gives_the_numbers_of_one_process,
     ],
     "texts and numbers of": [test_items.test_forwards_on_other_devices_may_not_read_them],
+    "a scripted module": [test_uncut.test_other_scripted_modules_are_refused],
     "an object that every call": ["Fresh"],
     "`self.log` in a forward": ["Logs"],
     "`checkpoint` around": ["Region"],

@@ -60,11 +60,11 @@ class Forces(nn.Module):
 
 
 class Physics(Module):
-    """Trains the slope, too; the planner chooses the stages."""
+    """Trains the slope, too, behind a scripted module; the planner chooses the stages."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.experts, self.layers = nn.Sequential(nn.Linear(8, 8), nn.Tanh()), Forces()
+        self.experts, self.layers = nn.Sequential(nn.Linear(8, 8), torch.jit.script(nn.Tanh())), Forces()
         self.head = nn.Linear(9, 3)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -81,8 +81,9 @@ def fit_physics(rank: int, devices: int, options: dict[str, Any]) -> list[float]
     return module.losses
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
 @pytest.mark.parametrize("options", [{}, {"step": "whole"}], ids=str)
-def test_a_module_that_differentiates_trains_as_in_one_process(options: dict[str, Any]) -> None:
+def test_differentiating_and_scripted_modules_train_as_in_one_process(options: dict[str, Any]) -> None:
     alone = fit_physics(0, 1, {})
     for losses in harness.run(2, fit_physics, 2, options):
         assert losses == pytest.approx(alone, rel=1e-12)
