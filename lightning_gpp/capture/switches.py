@@ -66,5 +66,5 @@ class Switches:
 
 
 def _flags(module: nn.Module) -> Flags:
-    modes = {(path, "training"): part.training for path, part in module.named_modules()}
+    modes = {(path, "training"): vars(part)["training"] for path, part in module.named_modules()}  # unobserved
     return modes | {(name, "requires_grad"): each.requires_grad for name, each in module.named_parameters()}
