@@ -38,6 +38,7 @@ from tests.strategy import (
     test_pruning,
     test_read_ahead,
     test_state_between_calls,
+    test_step_habits,
     test_tensor_parallel,
 )
 from tests.strategy.harness import TwoTowers, loader
@@ -392,6 +393,7 @@ ROWS: dict[str, list[Any]] = {
     "a float that": ["BatchSize"],
     "a hook on a gradient": ["GradientHook"],
     "a decision of the step": ["LateCall"],
+    "a step that freezes": [test_step_habits.test_micro_batches_of_steps_that_set_switches_are_refused],
     "an iterator of the module that the step reads": [test_read_ahead.test_micro_batches_would_read_items_of_their_own],
     "an open file that the step reads": [
         test_read_ahead.test_files_are_written_but_not_read_in_copies,

@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch.loggers.logger import DummyLogger
 from torch import Tensor, nn
 
+from lightning_gpp.errors import CaptureError
 from tests.strategy import harness
 
 
@@ -132,11 +133,11 @@ class LogsByHand(Plain):
 HABITS = (ReadsOutputs, Freezes, Evaluates, SetsRate, ChangesBatch, LogsCounts, LogsByHand)
 
 
-def trained(kind: type[Plain], devices: int) -> tuple[dict[str, float], list[Any], list[str]]:
+def trained(kind: type[Plain], devices: int, **options: Any) -> tuple[dict[str, float], list[Any], list[str]]:
     """What was logged, what hooks noted, with the norms of the weights, and the warnings."""
     torch.manual_seed(0)
     module = kind().double()
-    strategy = harness.strategy(stages=STAGES, num_micro_batches=2) if devices == 2 else "auto"
+    strategy = harness.strategy(stages=STAGES, num_micro_batches=2, **options) if devices == 2 else "auto"
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer = harness.trainer(strategy, devices, logger=Logger(), log_every_n_steps=1, num_sanity_val_steps=0)
@@ -174,3 +175,19 @@ def test_steps_that_set_switches_run_as_a_whole(
     told = " ".join(found[1][0][habit][2])
     assert "runs as a whole" in told
     assert f"it changes {flag} of 'backbone" in told
+
+
+def refused(rank: int) -> list[str]:
+    texts = list[str]()
+    for kind in (Freezes, Evaluates):
+        with pytest.raises(CaptureError) as raised:
+            trained(kind, 2, step="micro_batches")
+        texts.append(str(raised.value))
+    return texts
+
+
+def test_micro_batches_of_steps_that_set_switches_are_refused() -> None:
+    for freezing, evaluating in harness.run(2, refused):
+        assert "changes requires_grad of 'backbone.0.weight' and 1 more" in freezing
+        assert "changes training of 'backbone'" in evaluating
+        assert "strategy.step=whole" in freezing
