@@ -13,7 +13,7 @@ from torch import nn
 from lightning_gpp.capture.refusal import refusal
 from lightning_gpp.wording import named
 
-Flags = dict[tuple[str, str], bool]
+SwitchStates = dict[tuple[str, str], bool]
 """The flags `training` of modules and `requires_grad` of parameters, by path."""
 
 
@@ -65,6 +65,7 @@ class Switches:
             )
 
 
-def _flags(module: nn.Module) -> Flags:
-    modes = {(path, "training"): vars(part)["training"] for path, part in module.named_modules()}  # unobserved
+def _flags(module: nn.Module) -> SwitchStates:
+    """All flags, read in a way that a recording does not observe; scripted modules have no mode of their own."""
+    modes = {(path, "training"): vars(part).get("training", True) for path, part in module.named_modules()}
     return modes | {(name, "requires_grad"): each.requires_grad for name, each in module.named_parameters()}

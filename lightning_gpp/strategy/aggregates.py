@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_gpp.training.aggregators import Call, aggregators_of, recorded
+from lightning_gpp.training.aggregators import AggregatorCall, aggregators_of, recorded
 
-Sized = tuple[Call, int]
+Sized = tuple[AggregatorCall, int]
 """A call, and the number of samples on which the step ran."""
 
 
@@ -64,9 +64,9 @@ class Aggregates:
                 single.append(calls[0].metric)
         return single
 
-    def _of_mini_batch(self, place: str, runs: Sequence[Sequence[Sized]]) -> list[Call]:
+    def _of_mini_batch(self, place: str, runs: Sequence[Sequence[Sized]]) -> list[AggregatorCall]:
         """The calls of a metric, of which the n-th ones of all runs belong together."""
-        calls = list[Call]()
+        calls = list[AggregatorCall]()
         for number, same in enumerate(zip_longest(*runs)):
             calls += _together([*filter(None, same)], self.reductions.get((place, number), "mean"))
         return calls
@@ -77,7 +77,7 @@ class Aggregates:
             self._runs.pop(batch, None)
 
 
-def _together(sized: Sequence[Sized], reduction: str) -> Sequence[Call]:
+def _together(sized: Sequence[Sized], reduction: str) -> Sequence[AggregatorCall]:
     """The calls as one process makes them: one, unless the step calls differently each time."""
     calls, samples = [call for call, _ in sized], [size for _, size in sized]
     first = calls[0]

@@ -23,7 +23,7 @@ _METHODS: Final = ("forward", "update", "reset")
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class AggregatorCall:
     """A call of a metric's method."""
 
     metric: Metric
@@ -67,9 +67,9 @@ def _aggregates(metric: Metric) -> bool:
 
 
 @contextmanager
-def recorded(metrics: Mapping[str, Metric]) -> Iterator[dict[str, list[Call]]]:
+def recorded(metrics: Mapping[str, Metric]) -> Iterator[dict[str, list[AggregatorCall]]]:
     """Record the calls inside, by the metrics' places. Afterwards the metrics are as before."""
-    calls: dict[str, list[Call]] = {}
+    calls: dict[str, list[AggregatorCall]] = {}
     with ExitStack() as stack:
         methods = Replaced()
         stack.callback(methods.restore)
@@ -83,7 +83,9 @@ def recorded(metrics: Mapping[str, Metric]) -> Iterator[dict[str, list[Call]]]:
 class _Watch:
     """Notes the calls that the step makes of a metric, and not those that its methods make of one another."""
 
-    def __init__(self, metric: Metric, noted: Callable[[list[Call]], list[Call]], stack: ExitStack) -> None:
+    def __init__(
+        self, metric: Metric, noted: Callable[[list[AggregatorCall]], list[AggregatorCall]], stack: ExitStack
+    ) -> None:
         self._metric, self._noted, self._stack = metric, noted, stack
         self._inside = self._kept = False
 
@@ -92,7 +94,7 @@ class _Watch:
             return plain(*args, **kwargs)
         if not self._kept:
             self._stack.enter_context(states_kept([self._metric], None))
-        self._noted([]).append(Call(self._metric, method, _as_now(args), _as_now(kwargs)))
+        self._noted([]).append(AggregatorCall(self._metric, method, _as_now(args), _as_now(kwargs)))
         self._inside = self._kept = True
         try:
             return plain(*args, **kwargs)

@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from torch import Tensor, nn
 
-from lightning_gpp.training.aggregators import Call, aggregators_of, recorded
+from lightning_gpp.training.aggregators import AggregatorCall, aggregators_of, recorded
 
 REDUCTIONS: Final[Mapping[str, Callable[[Sequence[float]], float]]] = {"sum": sum, "max": max, "min": min}
 """The reductions over batches that values of micro-batches may need, or not."""
@@ -57,7 +57,7 @@ class LoggedReductions:
             vars(module).update(ignored)
         self._add(calls)
 
-    def _add(self, calls: Mapping[str, Sequence[Call]]) -> None:
+    def _add(self, calls: Mapping[str, Sequence[AggregatorCall]]) -> None:
         for place, each in calls.items():
             for number, call in enumerate(each):
                 if (value := call.number()) is not None:
