@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from lightning_gpp.errors import CaptureError
 from tests.strategy import harness
 
+pytestmark = pytest.mark.timeout(300)  # the first test on each worker trains all of them
+
 
 class Plain(pl.LightningModule):
     """Two layers of their own; hooks note what they see."""
@@ -155,11 +157,10 @@ def all_habits(rank: int, devices: int) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def found() -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    (alone,) = harness.run(1, all_habits, 1)
-    return alone, harness.run(2, all_habits, 2)
+    (alone,) = harness.run(1, all_habits, 1, timeout=120.0)
+    return alone, harness.run(2, all_habits, 2, timeout=180.0)
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize("habit", [kind.__name__ for kind in HABITS])
 def test_two_ranks_do_what_one_process_does(habit: str, found: tuple[dict[str, Any], list[dict[str, Any]]]) -> None:
     (facts, noted, _), ranks = found[0][habit], found[1]
