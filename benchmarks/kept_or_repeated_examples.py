@@ -8,8 +8,8 @@ the costs are in both. All variants run in turn, so that other work on the machi
 the gradients of the first one bit for bit.
 
 Mini-batches are larger than the examples' own, and feature_towers is wider, so that an action takes milliseconds:
-a block that runs again costs some microseconds of Python for every tensor that autograd saves in it, which no cost
-model has. `--small` takes the examples as they are.
+a block that runs again takes time in Python for every tensor that autograd saves in it, which no cost model has.
+`--small` takes the examples as they are.
 """
 
 from __future__ import annotations

@@ -40,13 +40,18 @@ def _names_in_function(function: types.FunctionType, kinds: tuple[type, ...]) ->
     return frozenset(_names(function.__code__, kinds, function.__globals__))
 
 
-def names_only_set(function: types.FunctionType) -> frozenset[str]:
-    """The names of attributes that a function sets, as `self.total = 0`, and does not read."""
-    instructions = list(dis.get_instructions(function))
-    stored, loaded = (
-        {each.argval for each in instructions if each.opname.startswith(kind)} for kind in ("STORE_ATTR", "LOAD_")
-    )
-    return frozenset(stored - loaded)
+def names_set(function: types.FunctionType) -> set[str]:
+    """The names of attributes that a function sets, as `self.total = 0`."""
+    return _arguments_of(function, "STORE_ATTR")
+
+
+def names_only_set(function: types.FunctionType) -> set[str]:
+    """Those that it does not read."""
+    return names_set(function) - _arguments_of(function, "LOAD_")
+
+
+def _arguments_of(function: types.FunctionType, kind: str) -> set[Any]:
+    return {each.argval for each in dis.get_instructions(function) if each.opname.startswith(kind)}
 
 
 def _is_hook(name: str) -> bool:

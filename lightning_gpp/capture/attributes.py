@@ -227,11 +227,9 @@ class AttributePlace:
     def put(self, value: Any) -> None:
         """Set the value; a container gets the other one's items, because others may have it, too."""
         now = self.read()
-        if type(now) is not type(value) or now is value:
-            self.write(value)
-        elif isinstance(now, list):
+        if type(now) is type(value) and isinstance(now, list):
             now[:] = value
-        elif isinstance(now, dict | set):
+        elif type(now) is type(value) and isinstance(now, dict | set) and now is not value:
             now.clear()
             now.update(value)
         else:

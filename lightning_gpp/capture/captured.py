@@ -22,9 +22,8 @@ from lightning_gpp.capture.loss import loss_of, trained_loss
 from lightning_gpp.capture.merge import input_specs, merge
 from lightning_gpp.capture.mixing import mark_mixing
 from lightning_gpp.capture.network import Network, extract
-from lightning_gpp.capture.outside import outside
 from lightning_gpp.capture.own_streams import RandomSource, may_be_drawn_from, unmoved
-from lightning_gpp.capture.places import places_kept
+from lightning_gpp.capture.places import outside_kept
 from lightning_gpp.capture.record import RunTime, StepFunction, record, step_arguments
 from lightning_gpp.capture.recording import Ref
 from lightning_gpp.capture.shared_objects import Holder, holders
@@ -230,7 +229,7 @@ def _capture(
 
     def run(num_samples: int, run_time: RunTime, values: Mapping[Attribute, Any] = {}) -> Network:
         with (
-            places_kept(module, outside(module, step)),
+            outside_kept(module),
             without_fake_tensors(changes.holders),
             forgotten(changes.caches),
             with_values(module, values),

@@ -7,7 +7,6 @@ attributes (`capture.attributes`) whose paths begin with `@`, so that they have 
 
 from __future__ import annotations
 
-import dis
 import types
 from collections.abc import Iterator, Set
 from typing import Any, Final
@@ -15,7 +14,7 @@ from typing import Any, Final
 from torch import Tensor, nn
 
 from lightning_gpp._compat.lightning_module import trainer_of
-from lightning_gpp.hook_code import names_in_hook
+from lightning_gpp.hook_code import names_in_hook, names_set
 from lightning_gpp.user_code import is_user_code, own_attributes, user_function
 
 OUTSIDE: Final = "@"
@@ -49,8 +48,9 @@ def owner_of(module: nn.Module, path: str) -> Any:
     trainer = trainer_of(module)
     if kind in (_GLOBAL, _CLOSURE):
         function = user_function(getattr(type(module), detail, None))
-        empty: Any = {}
-        return empty if function is None else function.__globals__ if kind == _GLOBAL else _Variables(function)
+        if function is None:
+            return {}
+        return function.__globals__ if kind == _GLOBAL else _Variables(function)
     if kind == _CLASS:
         return type(module).__mro__[int(detail)]
     if kind == _OPTIMIZER:
@@ -70,17 +70,11 @@ def outside(module: nn.Module, step: str) -> list[tuple[str, str]]:
     if function is None:
         return []
     names = names_in_hook(function, [module])
-    in_code, of_trainer = _in_code(module, step, names), _of_trainer(trainer_of(module), names, _stored(function))
-    return sorted({*in_code, *of_trainer})
+    of_trainer = _of_trainer(trainer_of(module), names, names_set(function))
+    return sorted({*_in_code(module, step, function, names), *of_trainer})
 
 
-def _stored(function: types.FunctionType) -> set[str]:
-    """The names of attributes that a function sets."""
-    return {each.argval for each in dis.get_instructions(function) if each.opname == "STORE_ATTR"}
-
-
-def _in_code(module: nn.Module, step: str, names: Set[str]) -> Iterator[tuple[str, str]]:
-    function: Any = user_function(getattr(type(module), step))
+def _in_code(module: nn.Module, step: str, function: types.FunctionType, names: Set[str]) -> Iterator[tuple[str, str]]:
     values = function.__globals__
     yield from ((f"{_GLOBAL}:{step}", name) for name in names & values.keys() if _is_state(values[name]))
     variables = _Variables(function)

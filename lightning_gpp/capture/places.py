@@ -4,17 +4,37 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Final
 
 from torch import nn
 
-from lightning_gpp.capture.attributes import MOST_ITEMS, Attribute, AttributePlace, as_it_is, is_plain, same_value
+from lightning_gpp.capture.attributes import (
+    METHODS,
+    MOST_ITEMS,
+    Attribute,
+    AttributePlace,
+    as_it_is,
+    is_plain,
+    same_value,
+)
 from lightning_gpp.capture.left_tensors import unchanged
+from lightning_gpp.capture.outside import outside
 from lightning_gpp.capture.shared_objects import DICTS
 
 CONTAINERS: Final = (*DICTS, Counter, list, set, deque)
 _DEEPEST: Final = 3
+
+
+def outside_of_steps(module: nn.Module) -> list[Attribute]:
+    """The attributes outside of a module that its steps may change, each once."""
+    found = [(key, AttributePlace(module, key)) for step in METHODS for key in outside(module, step)]
+    return sorted({place.id: key for key, place in found}.values())
+
+
+def outside_kept(module: nn.Module) -> AbstractContextManager[None]:
+    """A context after which what steps change outside of a module is as before."""
+    return places_kept(module, outside_of_steps(module))
 
 
 @contextmanager

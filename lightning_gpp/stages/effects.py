@@ -10,10 +10,7 @@ from torch import nn
 from torchmetrics import Metric
 
 from lightning_gpp._compat.torch import buffers_of
-from lightning_gpp.capture.attributes import (
-    OF_EVERY_MODULE,
-    Attribute,
-)
+from lightning_gpp.capture.attributes import OF_EVERY_MODULE, Attribute
 from lightning_gpp.capture.isolate import tensor_named
 from lightning_gpp.capture.places import CONTAINERS, contents_kept, places_kept
 

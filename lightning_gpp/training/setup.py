@@ -19,8 +19,7 @@ from torch.optim import Optimizer
 
 from lightning_gpp._compat.lightning_module import set_device
 from lightning_gpp.capture.calls import StepCalls
-from lightning_gpp.capture.outside import outside
-from lightning_gpp.capture.places import places_kept
+from lightning_gpp.capture.places import outside_kept
 from lightning_gpp.checkpoints.pretrained import pretrained_values
 from lightning_gpp.costs.model import Footprint
 from lightning_gpp.errors import (
@@ -88,7 +87,7 @@ def set_up(job: Job, incoming: Incoming, batch: Any, *, step: str = TRAINING, **
 
     All ranks call this together. What runs of the step change outside of the module is undone.
     """
-    with places_kept(job.module, outside(job.module, step)):
+    with outside_kept(job.module):
         return _built(job, incoming, batch, step=step, **given)
 
 

@@ -103,15 +103,14 @@ class StepAttributes:
     def _values_of(self, path: str, name: str, value: Any) -> Iterator[tuple[Attribute, Any]]:
         """The value of an attribute; of an object or dictionary, those inside."""
         known, length, keys = self._inside.get((path, name), (None, 0, []))
-        if path.startswith(OUTSIDE) and _is_plain_inside(value):
-            yield (path, name), value
-            return
         if type(value) in SCALARS or not ((known is value and not isinstance(value, dict)) or has_settings(value)):
             yield (path, name), value
             return
         size = len(value) if isinstance(value, dict) else len(own_attributes(value) or ())
         if known is not value or length != size:  # its places are looked up again
-            keys = [(path, inner) for inner, content in settings(name, value).items() if is_plain(content)]
+            whole = path.startswith(OUTSIDE) and _is_plain_inside(value)
+            inside = {name: value} if whole else settings(name, value)
+            keys = [(path, inner) for inner, content in inside.items() if whole or is_plain(content)]
             self._inside[path, name] = value, size, keys
         yield from ((key, AttributePlace(self._module, key).read()) for key in keys)
 
@@ -142,7 +141,18 @@ def _mark(key: Attribute, value: Any) -> Any:
         return None
     if isinstance(value, Tensor):
         return version(value)
-    return copy.deepcopy(value) if key[0].startswith(OUTSIDE) and _is_plain_inside(value) else copy_of(value)
+    large = key[0].startswith(OUTSIDE) and isinstance(value, CONTAINERS) and len(value) <= MOST_NUMBERS
+    return _copy_inside(value) if large else copy_of(value)
+
+
+def _copy_inside(value: Any) -> Any:
+    """A copy of a container, and of those in it."""
+    made = copy.copy(value)
+    if isinstance(value, dict | list):
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            if isinstance(item, CONTAINERS):
+                made[key] = _copy_inside(item)
+    return made
 
 
 def _is_plain_inside(value: Any) -> bool:

@@ -11,14 +11,12 @@ from torch import nn
 from torch.random import fork_rng
 
 from lightning_gpp._compat.torch import TorchDispatchMode
-from lightning_gpp.capture.outside import outside
-from lightning_gpp.capture.places import places_kept
+from lightning_gpp.capture.places import outside_kept
 from lightning_gpp.runtime.neutral import Neutral
 from lightning_gpp.runtime.random import undisturbed
 from lightning_gpp.stages.step import UserStep
 from lightning_gpp.training.copies import step_copy
 from lightning_gpp.training.host import Job
-from lightning_gpp.training.planner import TRAINING
 
 NO_MINI_BATCH = -1
 """The number under which the host records these runs of the step, which are forgotten."""
@@ -39,7 +37,7 @@ def unnoticed(job: Job) -> ExitStack:
     Random streams, and what steps change outside of the module, are as before afterwards.
     """
     stack, device = ExitStack(), job.device
-    stack.enter_context(places_kept(job.module, outside(job.module, TRAINING)))
+    stack.enter_context(outside_kept(job.module))
     stack.enter_context(undisturbed())
     stack.enter_context(fork_rng([] if device.type == "cpu" else [device]))
     stack.enter_context(redirect_stdout(StringIO()))

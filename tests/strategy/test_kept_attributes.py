@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_gpp.capture.places import outside_kept, outside_of_steps
 from lightning_gpp.training.step_attributes import StepAttributes, take_over
 from tests.strategy import harness
 from tests.strategy.harness import TwoTowers
@@ -206,6 +207,31 @@ def test_small_values_are_found_and_taken_over() -> None:
     assert list(other.recent) == [1.0, 2.0]
     attributes.note()
     assert not attributes.changed()
+
+
+LARGE = dict.fromkeys(range(1000), 0.0)
+NESTED: dict[str, list[int]] = {"sizes": []}
+
+
+class NamesGlobals(pl.LightningModule):
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        LARGE[batch_idx] += 1
+        NESTED["sizes"].append(batch_idx)
+
+
+def test_changes_inside_of_large_and_nested_containers_outside_are_found() -> None:
+    module = NamesGlobals()
+    attributes = StepAttributes(module, outside=outside_of_steps(module))
+    attributes.note()
+    assert not attributes.changed()
+    module.training_step(None, 7)
+    changed = attributes.changed()
+    assert {key[1] for key in changed} == {"LARGE", "NESTED"}
+    attributes.note()
+    assert not attributes.changed()
+    with outside_kept(module):
+        module.training_step(None, 8)
+    assert NESTED == {"sizes": [7]}
 
 
 @dataclass

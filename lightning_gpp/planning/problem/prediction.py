@@ -300,11 +300,11 @@ def _improved(problem: Problem, answer: Answer, known: list[Tried], predict: Cal
     starts: dict[int, Tried] = {}
     for entry in sorted(known, key=_rank):
         starts.setdefault(len(entry[0].stages), entry)
-    for start in list(starts.values())[:NUM_STARTS]:
-        _climb(problem, answer.neighbours, start, known, predict, (MAX_NEIGHBOURS, MAX_NEIGHBOUR_ACTIONS))
-    orders = partial(other_orders, problem)
-    for start in [*list(starts.values())[:NUM_STARTS], min(known, key=_rank)]:
-        _climb(problem, orders, start, known, predict, (MAX_ORDERS, MAX_NEIGHBOUR_ACTIONS))
+    first = list(starts.values())[:NUM_STARTS]
+    for start in first:
+        _climb(problem, answer.neighbours, start, known, predict, MAX_NEIGHBOURS)
+    for start in [*first, min(known, key=_rank)]:
+        _climb(problem, partial(other_orders, problem), start, known, predict, MAX_ORDERS)
 
 
 def _climb(
@@ -313,11 +313,10 @@ def _climb(
     best: Tried,
     known: list[Tried],
     predict: Callable[[Draft], Prediction],
-    most: tuple[int, int],
+    number: int,
 ) -> None:
-    """Simulate neighbours of the best draft until none is faster; no more than `most` drafts, and actions."""
-    tried = {draft for draft, _ in known}
-    number, actions = most
+    """Simulate neighbours of the best draft until none is faster; no more than a number of them."""
+    tried, actions = {draft for draft, _ in known}, MAX_NEIGHBOUR_ACTIONS
     waiting = neighbours(best[0])
     while (draft := next(waiting, None)) is not None:
         if draft in tried:

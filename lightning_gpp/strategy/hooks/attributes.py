@@ -12,8 +12,9 @@ from typing import Any, Final
 import lightning.pytorch as pl
 import torch
 
-from lightning_gpp.capture.attributes import METHODS, Attribute
-from lightning_gpp.capture.outside import OUTSIDE, outside
+from lightning_gpp.capture.attributes import Attribute
+from lightning_gpp.capture.outside import OUTSIDE
+from lightning_gpp.capture.places import outside_of_steps
 from lightning_gpp.strategy.hooks.found import DECIDING, LOOPS, hooks_on_events, names_in, user_hooks
 from lightning_gpp.strategy.hooks.kept import UnlikeValues
 from lightning_gpp.strategy.hooks.module_hooks import KeepingHooks
@@ -61,7 +62,7 @@ class AttributesForHooks:
         """Watch the module where the step runs, and everywhere its parts with attributes that hooks name."""
         module, own = self._trainer.lightning_module, self._control.runs_step
         watched = own or places_in_parts(module, self._names)
-        places = sorted({key for step in METHODS for key in outside(module, step)}) if own else []
+        places = outside_of_steps(module) if own else []
         self._watched = StepAttributes(module, own=own, of_parts=self._names, outside=places) if watched else None
 
     def detach(self) -> None:

@@ -19,15 +19,16 @@ _HOOKS: Final = (
     *(f"on_{loop}_batch_{moment}" for loop in LOOPS for moment in ("start", "end")),
     *("on_before_backward", "on_before_zero_grad", *GRADIENTS),
 )
+_LAYERS: Final = {name for name, kind in vars(nn).items() if hasattr(kind, "reset_parameters")}
+"""Names of layers of torch, which draw their parameters when they are made."""
 _DRAWING: Final = {
+    *_LAYERS,
     *("rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "normal", "bernoulli"),
     *("bernoulli_", "multinomial", "poisson", "random_", "exponential_", "orthogonal_", "dropout", "reset_parameters"),
     *("random", "randrange", "gauss", "uniform", "choice", "choices", "shuffle", "sample"),
     *("standard_normal", "permutation", "integers"),
 }
-"""Names of functions of torch, Python and NumPy that draw random numbers."""
-_LAYERS: Final = {name for name, kind in vars(nn).items() if hasattr(kind, "reset_parameters")}
-"""Names of layers of torch, which draw their parameters when they are made."""
+"""Names of functions of torch, Python and NumPy that draw random numbers, and of layers."""
 _FILLING: Final = ("normal_", "uniform_")
 """Ends of names of functions that fill tensors with random numbers."""
 
@@ -46,7 +47,7 @@ class RandomHooks:
 
     def attach(self) -> None:
         for found in user_hooks(self._trainer, _HOOKS):
-            if any(name in _DRAWING | _LAYERS or name.endswith(_FILLING) for name in names_in(found, self._trainer)):
+            if any(name in _DRAWING or name.endswith(_FILLING) for name in names_in(found, self._trainer)):
                 self._replaced.surround(found.owner, found.name, self._one_stream)
 
     def detach(self) -> None:

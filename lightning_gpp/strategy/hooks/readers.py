@@ -133,12 +133,8 @@ def _arguments_read(owners: Sequence[object], loop: str) -> Iterator[str]:
             function = user_function(hook)
             if function is not None and not _asks(hook, function, owner):
                 code, first = function.__code__, before + isinstance(hook, MethodType)
-                known = "loss" if loop == "train" else ""
-                yield from (
-                    name
-                    for name, place in places.items()
-                    if _reads(code, place + first, known if name == RESULT else "")
-                )
+                known = {RESULT: "loss"} if loop == "train" else {}
+                yield from (name for name, place in places.items() if _reads(code, place + first, known.get(name, "")))
 
 
 def _asks(hook: Any, function: FunctionType, owner: object) -> bool:
