@@ -136,8 +136,12 @@ class StepRunner:
         return False
 
     def finish(self, micro_batch: MicroBatch, output: Any) -> dict[str, torch.Tensor]:
-        """Record what the step returned; returns `{LOSS: loss}` in training."""
-        self._open[micro_batch.lane].outputs.append((micro_batch, output))
+        """Record what the step returned, without its graph; returns `{LOSS: loss}` in training.
+
+        A graph, even after its backward, holds the inputs of the stage and their gradients.
+        """
+        kept = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, output)
+        self._open[micro_batch.lane].outputs.append((micro_batch, kept))
         return {LOSS: loss_of(output)} if self.returns_loss else {}
 
     def call(self, micro_batch: MicroBatch, *, copied: bool = False) -> Any:

@@ -40,3 +40,36 @@ def test_stages_and_their_gradients_are_gone_at_once() -> None:
     assert len(tensors) == 12
     del module
     assert not any(reference() is not None for reference in tensors)
+
+
+class Head(nn.Linear):
+    """Counts the inputs of earlier micro-batches that are still in memory."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 1)
+        self.seen: list[weakref.ref[Tensor]] = []
+        self.alive: list[int] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.alive.append(sum(reference() is not None for reference in self.seen))
+        self.seen.append(weakref.ref(x))
+        return super().forward(x)
+
+
+class Chain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tower, self.head = nn.Linear(4, 4), Head()
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> dict[str, Tensor]:
+        found = self.head(self.tower(batch))
+        return {"loss": found.square().mean(), "found": found}
+
+
+@pytest.mark.usefixtures("without_collector")
+def test_a_micro_batch_is_gone_after_its_backward_and_only_what_the_step_returned_is_kept() -> None:
+    batch, module = torch.randn(32, 4), Chain()
+    captured = capture_step(Chain(), batch)
+    split_gradients(module, captured, chain_of(captured, [["tower"], ["head"]], 4), batch)
+    assert len(module.head.alive) == 8
+    assert max(module.head.alive) <= 1
