@@ -131,8 +131,8 @@ def _counts(found: dict[str, float]) -> str:
 def predictions(seatings: Sequence[Seating]) -> Iterator[str]:
     yield "## Predicted and measured\n"
     yield "Towers of transformer layers: a step without the optimizer, from measured costs (`costs=measured`), and the"
-    yield "peak of the memory of a rank in a complete step: allocated on a GPU, with the mini-batch on every rank; of"
-    yield "live tensors, counted, on a CPU, with the mini-batch on the device that loads it, as predicted.\n"
+    yield "peak of the memory of a rank in a complete step: allocated on a GPU; of live tensors, counted, on a CPU."
+    yield "The prediction leaves out temporary results, and tensors on their way between stages.\n"
     rows = []
     for seating in seatings:
         for rank, found in enumerate(seating.run(parts.predictions)):

@@ -20,6 +20,9 @@ from lightning_gpp.plan import Plan
 from lightning_gpp.runtime.mesh import Mesh
 from lightning_gpp.runtime.queues import check_queues
 
+_ADVICE: Final = "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING"
+"""Whether torch advises every user of sends and receives to do what is done here: a group for each direction."""
+
 Pair = tuple[int, int]
 """A directed pair of devices (source, destination) of one pipeline."""
 
@@ -169,6 +172,7 @@ class DistributedTransport:
         """Create the groups in one round per direction, because both directions of a pair have the same processes."""
         if self._device.type == "cuda":
             check_queues(pairs, mesh.members_of_devices, os.environ)
+            os.environ.setdefault(_ADVICE, "false")
         for src, dst in pairs:
             links = mesh.process_groups(f"{self._purpose}: {src} to {dst}", mesh.links(src, dst), self._backend)
             if mesh.device == src:
