@@ -109,6 +109,30 @@ def _combine(values: Tensor, samples: Tensor, reduction: str) -> Tensor:
 
 
 @dataclass(slots=True)
+class Record:
+    """What runs of user code logged for a mini-batch, and on how many samples they ran."""
+
+    calls: dict[Call, Values] = field(default_factory=dict)
+    samples: int = 0
+
+    def add(self, run: Iterable[tuple[Call, Tensor, int | None]], num_samples: int) -> None:
+        """Add a run on `num_samples` samples."""
+        self.samples += num_samples
+        for call, value, size in run:
+            self.calls.setdefault(call, Values()).add(value, num_samples, size)
+
+    def means_of_some(self) -> list[str]:
+        """Names of means that only some of the runs logged, and for which no number of items was given."""
+        found = self.calls.items()
+        means = {call.name: values for call, values in found if call.reduction == "mean" and call.metric is None}
+        return [
+            name
+            for name, values in means.items()
+            if values.sizes == values.samples and sum(values.samples) < self.samples
+        ]
+
+
+@dataclass(slots=True)
 class UserCode:
     """Flag of user code that other ranks do not run: inside it, no rank would answer a collective."""
 
@@ -119,15 +143,15 @@ class LogRecorder:
     """Records a module's logs instead of logging them. A run of user code counts only if it ended normally.
 
     Attributes:
-        calls: calls of the mini-batch whose turn it is.
+        record: that of the mini-batch whose turn it is.
         averaged: names of sums, maxima and minima over batches that are means over micro-batches.
     """
 
     def __init__(self, module: pl.LightningModule, user_code: UserCode) -> None:
         self.module, self._user_code = module, user_code
-        self.calls: dict[Call, Values] = {}
+        self.record = Record()
         self.averaged: Set[str] = frozenset()
-        self._early: dict[int, dict[Call, Values]] = {}
+        self._early: dict[int, Record] = {}
         self._counts = set[str]()
         self._metric_paths = {id(part): path for path, part in module.named_modules() if isinstance(part, Metric)}
         self._owners = [part for part in module.modules() if isinstance(part, pl.LightningModule)]
@@ -135,16 +159,21 @@ class LogRecorder:
 
     def reset(self) -> LogRecorder:
         """Forget all records."""
-        self.calls = {}
+        self.record = Record()
         return self
+
+    @property
+    def calls(self) -> dict[Call, Values]:
+        """The calls of the mini-batch whose turn it is."""
+        return self.record.calls
 
     def reduction(self, call: Call) -> str:
         """The reduction of the micro-batches' values of a call."""
         return "mean" if call.reduction in REDUCTIONS and call.name in self.averaged else call.reduction
 
     def turn(self, batch: int) -> None:
-        """Make `calls` those recorded for this mini-batch of training, some perhaps before its turn."""
-        self.calls = self._early.pop(batch, {})
+        """Take up what was recorded for this mini-batch of training, some perhaps before its turn."""
+        self.record = self._early.pop(batch, Record())
         self._counts |= {call.name for call, values in self.calls.items() if values.are_counts}
         for call, values in self.calls.items():
             values.counted = call.name in self._counts
@@ -178,9 +207,8 @@ class LogRecorder:
         finally:
             self._user_code.running = before
             replaced.restore()
-        calls = self.calls if batch is None else self._early.setdefault(batch, {})
-        for call, value, size in self._run:
-            calls.setdefault(call, Values()).add(value, num_samples, size)
+        record = self.record if batch is None else self._early.setdefault(batch, Record())
+        record.add(self._run, num_samples)
 
     def _log(self, *args: Any, **kwargs: Any) -> None:
         arguments = dict(_SIGNATURE.bind(self.module, *args, **kwargs).arguments)

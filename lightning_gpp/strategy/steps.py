@@ -169,6 +169,7 @@ class Steps:
         self.trace: TraceFile | None = None
         self._set_up, self._readers, self._metrics, self._kept = set_up, readers, metrics, kept
         self._read_by_hooks, self._counted = ReadByHooks(module.trainer, control), CountedCalls(control)
+        self._told = set[str]()
 
     @property
     def whole(self) -> bool:
@@ -241,6 +242,16 @@ class Steps:
             self._kept.share()
         return self._readers.everywhere(result) if RESULT in read else result
 
+    def _warn_of_means(self, names: Sequence[str]) -> None:
+        if new := [name for name in names if name not in self._told]:
+            self._told.update(new)
+            self.control.warn(
+                f"The step logged {', '.join(map(repr, new))} for some micro-batches of a mini-batch only: what is "
+                "logged is the mean over those, weighted by their samples, which one process does not compute. Say how "
+                "many items each value is the mean of (self.log(..., batch_size=count)), or log a sum "
+                "(reduce_fx='sum') and a count."
+            )
+
     def _share(self, results: Sequence[Tensor], kept: Mapping[Attribute, Any] = MappingProxyType({})) -> list[float]:
         """Replay the step's logs everywhere, its wish to stop, and the attributes that it has `kept`.
 
@@ -248,6 +259,8 @@ class Steps:
         """
         trainer = self.module.trainer
         recorder = self.host.recorder if self.control.runs_step else None
+        if recorder is not None:
+            self._warn_of_means(recorder.record.means_of_some())
         calls, values = self.logs.exchange(recorder, [float(trainer.should_stop), float(bool(kept))], results)
         stop, has_kept, *rest = values
         if has_kept:

@@ -43,6 +43,19 @@ def test_logged_values_combine_as_they_reduce() -> None:
     }
 
 
+def test_means_that_only_some_runs_logged() -> None:
+    module = make_module()
+    recorder = LogRecorder(module, UserCode())
+    for number in range(2):
+        with recorder.run(4):
+            module.log("all", 1.0)
+            if number:
+                module.log("some", 1.0)
+                module.log("with its count", 1.0, batch_size=3)
+                module.log("sum", 1.0, reduce_fx="sum")
+    assert recorder.record.means_of_some() == ["some"]
+
+
 def log_and_fail(module: TwoTowers) -> None:
     module.log("mean", 100.0)
     raise KeyError

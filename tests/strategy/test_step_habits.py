@@ -111,6 +111,16 @@ class LogsCounts(Plain):
         return losses.mean()
 
 
+class LogsSometimes(LogsCounts):
+    """Also logs means without the number of their samples, if there are any."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        if (batch[2] == 0).any():
+            self.log("zeros", batch[0][batch[2] == 0].mean())
+        return loss
+
+
 class Logger(DummyLogger):
     def __init__(self) -> None:
         super().__init__()
@@ -176,6 +186,16 @@ def test_steps_that_set_switches_run_as_a_whole(
     told = " ".join(found[1][0][habit][2])
     assert "runs as a whole" in told
     assert f"it changes {flag} of 'backbone" in told
+
+
+def told_of_logs(rank: int) -> list[str]:
+    return [text for text in trained(LogsSometimes, 2)[2] if "some micro-batches" in text]
+
+
+def test_means_that_are_logged_for_some_micro_batches_are_told() -> None:
+    (told,), others = harness.run(2, told_of_logs)
+    assert "logged 'zeros' for some micro-batches of a mini-batch only" in told
+    assert not others
 
 
 def refused(rank: int) -> list[str]:
