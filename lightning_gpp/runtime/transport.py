@@ -21,7 +21,7 @@ from lightning_gpp.runtime.mesh import Mesh
 from lightning_gpp.runtime.queues import check_queues
 
 _ADVICE: Final = "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING"
-"""Whether torch advises every user of sends and receives to do what is done here: a group for each direction."""
+"""Torch's switch for its advice to give each direction a group of its own, which is followed here."""
 
 Pair = tuple[int, int]
 """A directed pair of devices (source, destination) of one pipeline."""
