@@ -110,7 +110,7 @@ def _combine(values: Tensor, samples: Tensor, reduction: str) -> Tensor:
 
 @dataclass(slots=True)
 class Record:
-    """What runs of user code logged for a mini-batch, and on how many samples they ran."""
+    """The logs of runs of user code on a mini-batch, and the number of samples on which they ran."""
 
     calls: dict[Call, Values] = field(default_factory=dict)
     samples: int = 0
