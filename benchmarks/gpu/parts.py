@@ -84,10 +84,10 @@ def _relative(found: Any, expected: Any) -> float:
 def predictions(device: torch.device) -> dict[str, list[float]]:
     """Predicted and measured seconds of a step, and peak bytes of every rank; from measured costs.
 
-    All ranks measure costs at the same time, as they may share a GPU, or memory. On GPUs the bytes are those of torch's
-    allocator, on CPUs those of live tensors; without the mini-batch on ranks that do not load one.
+    On GPUs the bytes are those of torch's allocator, on CPUs those of live tensors; without the mini-batch on ranks
+    that do not load one.
     """
-    costs = costs_here(device)
+    costs = costs_here(device) if dist.get_rank() == 0 else None
     with pipeline(device, transformers(device)) as job:
         engine = job.engine
         outcome: list[Any] = [None]
@@ -104,7 +104,7 @@ def predictions(device: torch.device) -> dict[str, list[float]]:
 
 def _peak(job: Job, device: torch.device) -> float:
     """The most bytes in a step."""
-    loaded = job.batch if job.engine.runs_step else ()
+    loaded, unused = (job.batch, ()) if job.engine.runs_step else ((), job.batch)
     if device.type == "cpu":
         states = (value for state in job.optimizer.state.values() for value in state.values())
         with LiveBytes([*job.model.parameters(), *states, *loaded]) as live:
@@ -113,7 +113,7 @@ def _peak(job: Job, device: torch.device) -> float:
     torch.cuda.reset_peak_memory_stats(device)
     job.step()
     wait(device)
-    return float(torch.cuda.max_memory_allocated(device) - sum(t.nbytes for t in job.batch) * (not loaded))
+    return float(torch.cuda.max_memory_allocated(device) - sum(tensor.nbytes for tensor in unused))
 
 
 def costs_here(device: torch.device) -> CostModel:

@@ -136,13 +136,17 @@ class StepRunner:
         return False
 
     def finish(self, micro_batch: MicroBatch, output: Any) -> dict[str, torch.Tensor]:
-        """Record what the step returned, without its graph; returns `{LOSS: loss}` in training.
+        """Record what the step returned; returns `{LOSS: loss}` in training.
 
-        A graph, even after its backward, holds the inputs of the stage and their gradients.
+        In training without its graph, which even after its backward holds the inputs of the stage and their gradients.
         """
-        kept = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, output)
-        self._open[micro_batch.lane].outputs.append((micro_batch, kept))
-        return {LOSS: loss_of(output)} if self.returns_loss else {}
+        outputs = self._open[micro_batch.lane].outputs
+        if not self.returns_loss:
+            outputs.append((micro_batch, output))
+            return {}
+        kept = dict(output) if isinstance(output, Mapping) else output
+        outputs.append((micro_batch, pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, kept)))
+        return {LOSS: loss_of(output)}
 
     def call(self, micro_batch: MicroBatch, *, copied: bool = False) -> Any:
         """Run the step, on copies of the samples if it may not change them."""

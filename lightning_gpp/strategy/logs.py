@@ -123,13 +123,13 @@ class Record:
 
     def means_of_some(self) -> list[str]:
         """Names of means that only some of the runs logged, and for which no number of items was given."""
-        found = self.calls.items()
-        means = {call.name: values for call, values in found if call.reduction == "mean" and call.metric is None}
-        return [
-            name
-            for name, values in means.items()
+        names = (
+            call.name
+            for call, values in self.calls.items()
+            if call.reduction == "mean" and call.metric is None
             if values.sizes == values.samples and sum(values.samples) < self.samples
-        ]
+        )
+        return [*dict.fromkeys(names)]
 
 
 @dataclass(slots=True)

@@ -2,6 +2,14 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
+_WANDB = (
+    r"WandbLogger\) does not work with its settings .*wandb login"
+    if find_spec("wandb")
+    else r"WandbLogger cannot be built: .*pip install"
+)
+
 _STAGES = """version: 1
 stages:
 - name: a
@@ -159,9 +167,7 @@ LINES: dict[str, str] = {
     "gpp-train experiment=two_tower trainer.precision=fp8": r"'fp8' is invalid\. Allowed precision values",
     "gpp-train experiment=two_tower trainer.accelerator=gpus": r"accelerator='gpus'.* Available names are: .*cpu",
     "gpp-train experiment=two_tower trainer.gradient_clip_val=high trainer.devices=1": r"`gradient_clip_val` should be",
-    "gpp-train experiment=two_tower logger=wandb trainer.devices=1": (
-        r"WandbLogger cannot be built: .*pip install|WandbLogger\) does not work with its settings .*wandb login"
-    ),
+    "gpp-train experiment=two_tower logger=wandb trainer.devices=1": _WANDB,
     # seeds and checkpoints
     "gpp-train experiment=two_tower seed=one": r"seed=one is not a whole number",
     "gpp-train experiment=two_tower seed=-1": r"seed=-1 is not a whole number",

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections import UserDict
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -57,19 +59,22 @@ class Head(nn.Linear):
 
 
 class Chain(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.tower, self.head = nn.Linear(4, 4), Head()
+    """Returns its loss and another tensor in this kind of mapping."""
 
-    def training_step(self, batch: Tensor, batch_idx: int) -> dict[str, Tensor]:
+    def __init__(self, kind: type) -> None:
+        super().__init__()
+        self.tower, self.head, self.kind = nn.Linear(4, 4), Head(), kind
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
         found = self.head(self.tower(batch))
-        return {"loss": found.square().mean(), "found": found}
+        return self.kind({"loss": found.square().mean(), "found": found})
 
 
 @pytest.mark.usefixtures("without_collector")
-def test_a_micro_batch_is_gone_after_its_backward_and_only_what_the_step_returned_is_kept() -> None:
-    batch, module = torch.randn(32, 4), Chain()
-    captured = capture_step(Chain(), batch)
+@pytest.mark.parametrize("kind", [dict, UserDict])
+def test_a_micro_batch_is_gone_after_its_backward_and_only_what_the_step_returned_is_kept(kind: type) -> None:
+    batch, module = torch.randn(32, 4), Chain(kind)
+    captured = capture_step(Chain(kind), batch)
     split_gradients(module, captured, chain_of(captured, [["tower"], ["head"]], 4), batch)
     assert len(module.head.alive) == 8
     assert max(module.head.alive) <= 1
