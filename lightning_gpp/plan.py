@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final
 
@@ -151,12 +152,11 @@ class Plan:
     def depth(self) -> int:
         return max(self.depths().values())
 
-    def intervals(self, stage: int, batch_size: int | None = None) -> list[tuple[int, int]]:
+    def intervals(self, stage: int, batch_size: int | None = None) -> tuple[tuple[int, int], ...]:
         """Samples `[start, stop)` of each micro-batch of a stage; the last may be smaller. SOURCE: as the sink."""
         total = self.batch_size if batch_size is None else batch_size
         size = self.stages[self.step_stage if stage == SOURCE else stage].micro_batch_size
-        ends = [(begin, min(begin + (self.period or total), total)) for begin in range(0, total, self.period or total)]
-        return [(start, min(start + size, stop)) for begin, stop in ends for start in range(begin, stop, size)]
+        return _intervals(size, total, self.period or total)
 
     def share(self, stage: int, device: int, interval: tuple[int, int]) -> tuple[int, int]:
         """The samples of a micro-batch that the replica of `stage` on `device` computes; may be empty."""
@@ -269,3 +269,10 @@ def topological(pairs: Iterable[tuple[int, int]], num_stages: int) -> list[int]:
     graph.add_nodes_from(range(num_stages))
     graph.add_edges_from(pairs)
     return list(nx.lexicographical_topological_sort(graph))
+
+
+@lru_cache(maxsize=1024)  # schedules ask for them once per action
+def _intervals(size: int, total: int, period: int) -> tuple[tuple[int, int], ...]:
+    """Parts of `size` samples of `total`, which do not reach from one period into the next."""
+    ends = [(begin, min(begin + period, total)) for begin in range(0, total, period)]
+    return tuple((start, min(start + size, stop)) for begin, stop in ends for start in range(begin, stop, size))

@@ -219,6 +219,8 @@ def _sizes_to_try(batch_size: int, num_devices: int) -> tuple[int, ...]:
     sizes = {-(-batch_size // number) for number in NUMBERS if number <= batch_size}
     smaller = {-(-batch_size // number) for number in MORE_NUMBERS if number <= batch_size}
     sizes |= {size for size in smaller if num_devices <= size * MANY_STAGES <= num_devices * MANY_STAGES}
+    shared = {-(-size // num_devices) * num_devices for size in sizes}  # all devices get equally many samples
+    sizes |= {size for size in shared if batch_size % size == 0}
     return tuple(sorted(size for size in sizes if -batch_size % size <= MAX_SHORT * batch_size))
 
 

@@ -23,6 +23,7 @@ from typing import Final
 from lightning_gpp.cluster import Cluster
 from lightning_gpp.cluster.groups import num_processes
 from lightning_gpp.errors import GPPError, PlanError
+from lightning_gpp.garbage import collected_rarely
 from lightning_gpp.graph import OperatorGraph
 from lightning_gpp.plan import STEP, Plan
 from lightning_gpp.planning.advice import advice
@@ -147,6 +148,7 @@ class PlanSearch:
 
     # -- the loop -----------------------------------------------------------------------------------------------------
 
+    @collected_rarely()
     def _tried(self, schedules: Iterable[str]) -> tuple[list[_Outcome], list[GPPError]]:
         """The candidates that have a plan, and the errors of the others."""
         outcomes, failures = list[_Outcome](), list[GPPError]()

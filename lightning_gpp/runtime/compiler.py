@@ -257,7 +257,7 @@ class Compiler:
         return self._lane.offloaded.setdefault((action.stage, action.micro_batch), Offloaded(self.host))
 
     def _recompute(self, action: Action, micro_batch: MicroBatch) -> Operation:
-        return self._recomputed(action._replace(kind=Kind.FORWARD), micro_batch).run_again
+        return self._recomputed(action.of_kind(Kind.FORWARD), micro_batch).run_again
 
     def _recomputed(self, forward: Action, micro_batch: MicroBatch) -> RecomputedForward:
         key, made = (forward.stage, forward.micro_batch), self._lane.recomputed

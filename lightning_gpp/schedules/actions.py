@@ -68,6 +68,14 @@ class Action(NamedTuple):
     def __str__(self) -> str:
         return f"{self.stage}{self.kind.value}{self.micro_batch}"
 
+    def of_kind(self, kind: Kind) -> Action:
+        """The action of another kind on the same micro-batch; several times faster than `_replace`."""
+        return Action(self.stage, kind, self.micro_batch)
+
+    def at(self, micro_batch: int) -> Action:
+        """The same on another micro-batch."""
+        return Action(self.stage, self.kind, micro_batch)
+
     @classmethod
     def parse(cls, text: str) -> Action:
         match = _PATTERN.fullmatch(text)

@@ -78,4 +78,4 @@ def _schedule(plan: Plan, batch_size: int) -> Schedule:
 def _halves(action: Action) -> tuple[Action, ...]:
     if action.kind is not Kind.BACKWARD:
         return (action,)
-    return action._replace(kind=Kind.INPUT), action._replace(kind=Kind.WEIGHT)
+    return action.of_kind(Kind.INPUT), action.of_kind(Kind.WEIGHT)

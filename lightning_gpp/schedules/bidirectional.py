@@ -81,7 +81,7 @@ def _simpler(work: Work) -> list[Work]:
 
 def _equal(work: Work, device: int, action: Action) -> float:
     """Mean duration of the forward and the backward of a micro-batch."""
-    return sum(work.seconds[device, action._replace(kind=kind)] for kind in (Kind.FORWARD, Kind.BACKWARD)) / 2
+    return sum(work.seconds[device, action.of_kind(kind)] for kind in (Kind.FORWARD, Kind.BACKWARD)) / 2
 
 
 def _limits(work: Work) -> list[float]:

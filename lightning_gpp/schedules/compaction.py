@@ -159,7 +159,7 @@ class Compaction:
 
 def _unlisted_weights(tasks: TaskGraph, listed: set[int]) -> dict[int, int]:
     pairs = (
-        (number, tasks.numbers[device, action._replace(kind=Kind.WEIGHT)])
+        (number, tasks.numbers[device, action.of_kind(Kind.WEIGHT)])
         for (device, action), number in tasks.numbers.items()
         if action.kind is Kind.INPUT
     )

@@ -273,23 +273,28 @@ class _Unrolling:
 
     def _instruction(self, instruction: Instruction, batch: int) -> Instruction:
         if instruction.action is not None:
-            return replace(instruction, action=self._action(instruction.action, batch))
+            return Instruction(instruction.op, action=self._action(instruction.action, batch))
         assert instruction.message is not None
-        return replace(instruction, message=instruction.message + batch * len(self.base.messages))
+        return Instruction(instruction.op, message=instruction.message + batch * len(self.base.messages))
 
     def _action(self, action: Action, batch: int) -> Action:
+        if not batch:
+            return action
         count = (
             1
             if action.kind is Kind.REDUCE
             else number_of_micro_batches(self.base.plan, action.stage, self.base.batch_size)
         )
-        return action._replace(micro_batch=action.micro_batch + batch * count)
+        return action.at(action.micro_batch + batch * count)
 
     def _message(self, message: Message, batch: int) -> Message:
         shift = batch * self.base.batch_size
-        return replace(
-            message,
+        return Message(
             id=message.id + batch * len(self.base.messages),
+            edge=message.edge,
+            gradient=message.gradient,
+            src=message.src,
+            dst=message.dst,
             start=message.start + shift,
             stop=message.stop + shift,
             producer=self._action(message.producer, batch),

@@ -105,7 +105,7 @@ def _on_one_device(program: Program, device: int, position: int) -> Iterator[tup
         ahead = program.ahead[device][position] if program.ahead else 0
         number = _shares(plan, stage, program.batch_size).index(share)
         origin = Origin(device, plan.stages[stage].devices.index(device), action.micro_batch)
-        yield action._replace(micro_batch=number), ahead, origin
+        yield action.at(number), ahead, origin
 
 
 def _with_data(plan: Plan, batch_size: int, actions: list[tuple[Action, int]]) -> Iterator[tuple[Action, int]]:

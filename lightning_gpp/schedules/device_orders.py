@@ -167,6 +167,6 @@ def _check_sequence(where: str, actions: Sequence[Action]) -> None:
     done: set[Action] = set()
     for action in actions:
         kind, name = FIRST.get(action.kind, (None, ""))
-        if kind is not None and action._replace(kind=kind) not in done:
+        if kind is not None and action.of_kind(kind) not in done:
             raise ScheduleError(f"{where}: {action} comes before the {name} of the same micro-batch.")
         done.add(action)

@@ -76,7 +76,7 @@ def _order(plan: Plan, members: list[int], batch_size: int, warm_up: int, late: 
 def _joined(order: tuple[Action, ...], unsplit: Collection[int]) -> tuple[Action, ...]:
     """The order with full backwards in place of input gradients, on stages without weight gradients."""
     return tuple(
-        action._replace(kind=Kind.BACKWARD) if action.kind is Kind.INPUT and action.stage in unsplit else action
+        action.of_kind(Kind.BACKWARD) if action.kind is Kind.INPUT and action.stage in unsplit else action
         for action in order
         if action.kind is not Kind.WEIGHT or action.stage not in unsplit
     )

@@ -36,7 +36,7 @@ class Part:
 
 def parts_of(plan: Plan, stage: int, batch_size: int) -> list[Part]:
     """All parts of a stage, or of SOURCE, by their samples; together they tile the mini-batch."""
-    parts = []
+    parts, stage = [], plan.step_stage if stage == SOURCE else stage
     for number, interval in enumerate(plan.intervals(stage, batch_size)):
         for device in plan.devices_of(stage):
             start, stop = plan.share(stage, device, interval)

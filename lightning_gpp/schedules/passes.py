@@ -48,7 +48,7 @@ def with_recomputation(plan: Plan, schedule: Schedule) -> Schedule:
     placed = {action for actions in schedule.devices for action in actions if action.kind is Kind.RECOMPUTE}
 
     def expanded(action: Action) -> tuple[Action, ...]:
-        first = action._replace(kind=Kind.RECOMPUTE)
+        first = action.of_kind(Kind.RECOMPUTE)
         needs = action.kind in (Kind.BACKWARD, Kind.INPUT) and action.stage in again and first not in placed
         return (first, action) if needs else (action,)
 
@@ -77,13 +77,13 @@ def _with_copies(actions: Sequence[Action], stages: Collection[int]) -> _Actions
     for action in actions:
         moved = action[::2] in kept
         if moved and action.kind in _BACKWARDS:
-            is_own = result[latest] == action._replace(kind=Kind.FORWARD)
-            result.insert(latest + 2 if is_own else latest, action._replace(kind=Kind.LOAD))
+            is_own = result[latest] == action.of_kind(Kind.FORWARD)
+            result.insert(latest + 2 if is_own else latest, action.of_kind(Kind.LOAD))
         if action.kind in COMPUTING:
             latest = len(result)
         result.append(action)
         if moved and action.kind is Kind.FORWARD:
-            result.append(action._replace(kind=Kind.OFFLOAD))
+            result.append(action.of_kind(Kind.OFFLOAD))
     return result
 
 
@@ -106,12 +106,10 @@ def _deadlines(
     plan: Plan, started: Mapping[Task, float], batch_size: int, training: bool
 ) -> dict[int, dict[Action, float]]:
     """The data actions of every device of the user's step in order, each with its latest nominal time."""
-    lead = LEAD * plan.stages[plan.step_stage].micro_batch_size
+    step, latest = plan.step_stage, max(started.values(), default=0)
+    lead = LEAD * plan.stages[step].micro_batch_size
     deadlines: dict[int, dict[Action, float]] = {
-        device: {
-            Action(plan.step_stage, Kind.DATA, number): max(started.values(), default=0)
-            for number in plan.micro_batches(plan.step_stage, device, batch_size)
-        }
+        device: {Action(step, Kind.DATA, number): latest for number in plan.micro_batches(step, device, batch_size)}
         for device in plan.devices_of(SOURCE)
     }
     for message in derive_messages(plan, batch_size, training=False):
@@ -309,7 +307,7 @@ class _Parameters:
 
     def _add(self, stage: int, kind: Kind) -> None:
         action = Action(stage, kind, 0)
-        self._actions.append(action._replace(micro_batch=self._count[action]))
+        self._actions.append(action.at(self._count[action]))
         self._count[action] += 1
 
 

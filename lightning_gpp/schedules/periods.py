@@ -43,7 +43,7 @@ def number_of_micro_batches(plan: Plan, stage: int, total: int) -> int:
 def local(action: Action, plan: Plan, total: int) -> tuple[Action, int]:
     """The action with its number inside its mini-batch, and the number of the mini-batch."""
     batch, number = divmod(action.micro_batch, number_of_micro_batches(plan, action.stage, total))
-    return action._replace(micro_batch=number), batch
+    return action.at(number), batch
 
 
 def messages_of(plan: Plan, total: int, schedule: Schedule, training: bool) -> tuple[Message, ...]:
@@ -69,6 +69,7 @@ def written_out(plan: Plan, total: int, schedule: Schedule, number: int, trainin
     """
     program = lower(plan, schedule, number * total, training)
     period = {_ends(message, plan, total)[0]: message.id for message in messages_of(plan, total, schedule, training)}
+    numbered = [(period.get(ends), batch) for ends, batch in (_ends(each, plan, total) for each in program.messages)]
     rows = []
     for instructions in program.devices:
         row = []
@@ -77,10 +78,10 @@ def written_out(plan: Plan, total: int, schedule: Schedule, number: int, trainin
                 action, batch = local(instruction.action, plan, total)
                 row.append((Instruction(Op.COMPUTE, action=action), batch))
             elif instruction.message is not None:
-                ends, batch = _ends(program.messages[instruction.message], plan, total)
-                if ends not in period:
+                message, batch = numbered[instruction.message]
+                if message is None:
                     raise Unsettled
-                row.append((Instruction(instruction.op, message=period[ends]), batch))
+                row.append((Instruction(instruction.op, message=message), batch))
         rows.append(tuple(row))
     return rows
 
@@ -185,7 +186,8 @@ def steady(row: Row, ends: Sequence[int]) -> Row:
     Raises:
         Unsettled: the row does not repeat.
     """
-    middle = range(len(ends) // 2, len(ends) // 2 + SETTLED)
+    start = (len(ends) - SETTLED) // 2  # far from the fill and from the drain
+    middle = range(start, start + SETTLED)
     found = [tuple((what, batch - t) for what, batch in row[ends[t - 1] : ends[t]]) for t in middle]
     repeats = all(period == found[0] for period in found) and all(_in_place(what, ahead) for what, ahead in found[0])
     complete = Counter(what for what, _ in found[0]) == Counter({what for what, _ in row})

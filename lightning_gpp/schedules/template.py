@@ -41,11 +41,11 @@ class Template:
     def time(self, action: Action) -> float:
         """Start of an action in the template, or of the full backward that contains it."""
         place = self._place(action)
-        return self._start.get(place, self._start.get(place._replace(kind=Kind.BACKWARD), 0.0))
+        return self._start.get(place, self._start.get(place.of_kind(Kind.BACKWARD), 0.0))
 
     def is_split(self, action: Action) -> bool:
         """True if the template splits the backward of the action's stage and micro-batch."""
-        return self._place(action)._replace(kind=Kind.INPUT) in self._start
+        return self._place(action).of_kind(Kind.INPUT) in self._start
 
     def _place(self, action: Action) -> Action:
         """The action of the chain that corresponds to an action of the plan."""
@@ -72,7 +72,7 @@ def actions_of(steps: Sequence[str], stages: tuple[int, int]) -> list[Action]:
         done.append(Action(stages[int(stage)], Kind(kind), counts[count]))
         counts[count] += 1
         if kind == "I":
-            waiting.append(done[-1]._replace(kind=Kind.WEIGHT))
+            waiting.append(done[-1].of_kind(Kind.WEIGHT))
     return done
 
 
@@ -104,4 +104,4 @@ def _input(action: Action, length: int, present: Collection[Action]) -> Action |
     if action.kind is Kind.WEIGHT or action.stage == length - 1:
         return None
     after = action._replace(stage=action.stage + 1)
-    return next(a for kind in (Kind.INPUT, Kind.BACKWARD) if (a := after._replace(kind=kind)) in present)
+    return next(a for kind in (Kind.INPUT, Kind.BACKWARD) if (a := after.of_kind(kind)) in present)

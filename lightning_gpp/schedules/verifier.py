@@ -155,7 +155,7 @@ def _check_sequence(plan: Plan, device: int, actions: list[Action]) -> None:
         before, name = FIRST.get(action.kind, (None, ""))
         if action.kind in (Kind.BACKWARD, Kind.INPUT):
             before, name = _prepares_backward(plan.stages[action.stage])
-        if before is not None and action._replace(kind=before) not in done:
+        if before is not None and action.of_kind(before) not in done:
             raise VerificationError(f"Device {device} runs {action} before the {name} of the same micro-batch.")
         done.add(action)
 

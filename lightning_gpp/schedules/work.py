@@ -168,11 +168,11 @@ class Work:
         """
 
         def joined(action: Action) -> Iterator[Action]:
-            split = action.stage not in self.unsplit and not full(action._replace(kind=Kind.INPUT))
+            split = action.stage not in self.unsplit and not full(action.of_kind(Kind.INPUT))
             if action.kind is Kind.FORWARD or split:
                 yield action
             elif action.kind is Kind.INPUT:
-                yield action._replace(kind=Kind.BACKWARD)
+                yield action.of_kind(Kind.BACKWARD)
 
         return Schedule(tuple(tuple(new for action in row for new in joined(action)) for row in rows))
 
@@ -228,7 +228,7 @@ def links(
             missing[message.dst, message.consumer] += 1
     for device, action in tasks:
         if action.kind in _PREDECESSORS:
-            readers[device, action._replace(kind=_PREDECESSORS[action.kind])].append(((device, action), 0.0))
+            readers[device, action.of_kind(_PREDECESSORS[action.kind])].append(((device, action), 0.0))
             missing[device, action] += 1
     return missing, readers
 

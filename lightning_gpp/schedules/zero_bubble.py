@@ -67,7 +67,7 @@ def _one_f_one_b_in_halves(work: Work) -> DeviceOrders:
 def _halves(action: Action) -> tuple[Action, ...]:
     if action.kind is Kind.FORWARD:
         return (action,)
-    return action._replace(kind=Kind.INPUT), action._replace(kind=Kind.WEIGHT)
+    return action.of_kind(Kind.INPUT), action.of_kind(Kind.WEIGHT)
 
 
 def _leads(plan: Plan, work: Work) -> Iterable[Sequence[int]]:
@@ -103,5 +103,5 @@ def _trip(work: Work, trips: Sequence[float], reader: Task, travel: float) -> fl
     device, action = reader
     if action.kind is not Kind.FORWARD:
         return 0.0
-    own = work.seconds[reader] + work.seconds[device, action._replace(kind=Kind.INPUT)]
+    own = work.seconds[reader] + work.seconds[device, action.of_kind(Kind.INPUT)]
     return trips[action.stage] + own + 2 * travel

@@ -33,7 +33,7 @@ class HostCopies:
         Returns:
             When it has its memory, and when it ends; both are now if the tensors are still on the device.
         """
-        offload = action._replace(kind=Kind.OFFLOAD)
+        offload = action.of_kind(Kind.OFFLOAD)
         if action.kind is Kind.LOAD and self._leaving.keep(offload):
             self._ends[action] = time
             return time, time
@@ -50,4 +50,4 @@ class HostCopies:
     def ready(self, action: Action) -> float:
         """The time from which a computing action may start."""
         self._left = max((self._left, *self._leaving.compute()))
-        return max(self._left, self._ends.get(action._replace(kind=Kind.LOAD), 0.0))
+        return max(self._left, self._ends.get(action.of_kind(Kind.LOAD), 0.0))

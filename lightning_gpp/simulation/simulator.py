@@ -127,7 +127,7 @@ def _copied(
     for action, change in entries:
         if action.kind is Kind.OFFLOAD:
             leaving.add(action, (action, change))
-        elif not leaving.keep(action._replace(kind=Kind.OFFLOAD)):
+        elif not leaving.keep(action.of_kind(Kind.OFFLOAD)):
             yield from leaving.release()
             yield action, change
 

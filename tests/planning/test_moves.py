@@ -149,9 +149,10 @@ def test_seeds_end_where_their_slowest_stage_is_not_worth_it() -> None:
 
 
 def test_numbers_of_replicas() -> None:
-    assert replica_counts(1) == [1]
-    assert replica_counts(8) == [1, 2, 3, 4, 6, 7, 8]
-    assert replica_counts(20) == [1, 2, 3, 4, 6, 8, 12, 16, 19, 20]
+    assert replica_counts(1, 4) == [1]
+    assert replica_counts(8, 8) == [1, 2, 3, 4, 6, 7, 8]
+    assert replica_counts(20, 32) == [1, 2, 3, 4, 6, 8, 12, 16, 19, 20]
+    assert replica_counts(20, 45) == [1, 2, 3, 4, 6, 8, 12, 15, 16, 19, 20]  # 15 get three of 45 samples each
 
 
 @settings(max_examples=60, deadline=None)

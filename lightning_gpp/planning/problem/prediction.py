@@ -169,6 +169,9 @@ MAX_ORDERS: Final = 8
 MAX_NEIGHBOUR_ACTIONS: Final = 10_000
 """Most actions of all of these."""
 
+STEPS_UNTIL_STEADY: Final = 10
+"""Steps that take as long to simulate as a pipeline without a flush, which is simulated until it is steady."""
+
 MAX_ACTIONS: Final = 60_000
 """Most actions of the steps of all runners-up that are tried; those with more than is left are passed over."""
 
@@ -370,10 +373,13 @@ def _others(answer: Answer, chosen: Draft, predictions: Mapping[Draft, Predictio
 
 
 def num_actions(problem: Problem, draft: Draft) -> int:
-    """Actions of a step on all devices of one pipeline; a simulation's time grows with them."""
+    """Actions on all devices of one pipeline that are simulated for a draft; the time that this takes grows with them.
+
+    Without a flush these are the actions of several steps.
+    """
     pipelines = unreplicated(problem, draft)[1] if problem.replicable else 1
     actions = sum(2 * len(stage.devices) * -(-problem.batch_size // stage.micro_batch_size) for stage in draft.stages)
-    return actions // pipelines
+    return actions * (STEPS_UNTIL_STEADY if problem.continuous else 1) // pipelines
 
 
 def best_order(plan: Plan, graph: OperatorGraph, request: Request, num_pipelines: int = 1) -> Prediction:

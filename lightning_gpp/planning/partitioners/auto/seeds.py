@@ -123,10 +123,13 @@ class Cuts:
     equal: bool = False
 
 
-def replica_counts(most: int) -> list[int]:
-    """Numbers of replicas worth trying: small ones, powers of two and halves between, and all devices."""
+def replica_counts(most: int, size: int) -> list[int]:
+    """Numbers of replicas worth trying: small ones, powers of two and halves between, all devices, and the most that
+    get equally many of `size` samples.
+    """
     powers = [base << shift for base in (1, 3) for shift in range(most.bit_length())]
-    return sorted({count for count in [*powers, most, most - 1] if 1 <= count <= most})
+    even = next((count for count in range(most, 1, -1) if size % count == 0), 1)
+    return sorted({count for count in [*powers, most, most - 1, even] if 1 <= count <= most})
 
 
 def seeds(problem: Problem, cuts: Cuts, worth: Callable[[float], bool]) -> Iterator[Shape]:
@@ -154,7 +157,7 @@ class _Table:
         self.reverse = np.array(list(reversed(cuts.order)))
         self.num_slots = (cuts.num_devices or problem.num_devices) // cuts.width
         most = max(1, int(min(self.num_slots, problem.max_replicas / cuts.width)))
-        self.counts = [1] if cuts.equal else replica_counts(most)
+        self.counts = [1] if cuts.equal else replica_counts(most, cuts.size // cuts.width)
         self.most_stages = min(self.num_slots, problem.num_units)
         self.num_answers = 1 if cuts.equal else self.most_stages
         self.seconds = [self._prefix(count * cuts.width) for count in self.counts]
