@@ -50,6 +50,13 @@ def test_sizes_to_choose_from(settings: dict[str, object], sizes: tuple[int, ...
     assert request.problem(graphs.chain()).sizes == sizes
 
 
+def test_sizes_that_all_devices_share_equally() -> None:
+    """32 of 480 samples, one for each device, are no number of micro-batches that is tried otherwise."""
+    cluster = Cluster.uniform(DEVICE, 32, Link(bytes_per_second=1e9))
+    sizes = Request(cluster=cluster, batch_size=480).problem(graphs.chain()).sizes
+    assert {32, 96, 160, 480} == {size for size in sizes if size % 32 == 0}
+
+
 @pytest.mark.parametrize(("num_devices", "smallest"), [(2, 16), (16, 4), (32, 4), (64, 8), (1024, 16)])
 def test_more_micro_batches_where_few_devices_would_have_a_sample(num_devices: int, smallest: int) -> None:
     """4,096 samples: 256 micro-batches have 16 each, too many for 32 devices that hold one each in 8 stages."""

@@ -11,7 +11,7 @@ from hypothesis import assume, given, settings
 from lightning_gpp.cluster import Link
 from lightning_gpp.errors import ScheduleError
 from lightning_gpp.plan import Plan
-from lightning_gpp.schedules import compile_program, verify
+from lightning_gpp.schedules import compile_program, continuous, verify
 from lightning_gpp.schedules.actions import Kind
 from lightning_gpp.schedules.continuous import continuous_program, delays_of, unrolled
 from lightning_gpp.schedules.delayed import on_one_device
@@ -164,6 +164,16 @@ def test_a_period_has_no_bubble(name: str, depth: int) -> None:
     assert period.seconds == pytest.approx(2 * count)
     assert period.flushed == pytest.approx(2 * (count + depth - 1))
     assert period.fill_and_drain == pytest.approx(2 * (depth - 1))
+
+
+def test_a_period_is_found_in_few_mini_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fill and drain take one mini-batch each if it has more micro-batches than stages."""
+    numbers: list[int] = []
+    many = continuous._many
+    monkeypatch.setattr(continuous, "_many", lambda *given: (numbers.append(given[-1]), many(*given))[1])
+    program = continuous_program(chain([1] * 8, 16))
+    assert program.lead == 1
+    assert numbers == [6]
 
 
 def test_on_one_device_every_action_has_the_same_lead() -> None:
