@@ -8,7 +8,9 @@ library do not have, and with links of 25 GiB/s. Its objective are the seconds p
 replicas take micro-batches in turn, and each layer keeps its activations or recomputes them.
 
 `auto` gets the same layers, with the activations that are recomputed, and one sample per micro-batch; it minimises the
-step of all micro-batches. The stages of its plan are then judged by Piper's objective, with Piper's memory.
+step of all micro-batches. The stages of its plan are then judged by Piper's objective, with Piper's memory, and those
+of Piper's plan by this library's estimate, with the micro-batches with which they are fastest: replicas share each, and
+device 0 also holds the mini-batch.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import argparse
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import inf
+from math import inf, lcm
 from pathlib import Path
 from typing import Any, Final
 
@@ -42,6 +44,8 @@ from lightning_gpp.planning.partitioners.downset_search import (
 )
 from lightning_gpp.planning.partitioners.downsets import downsets
 from lightning_gpp.planning.partitioners.piper import MAX_COUNTED
+from lightning_gpp.planning.problem.draft import Draft, side_by_side
+from lightning_gpp.planning.problem.evaluate import Evaluator
 from lightning_gpp.planning.readers import read_graph
 from lightning_gpp.planning.readers.entries import unique_names
 
@@ -163,21 +167,43 @@ def objective(profile: Profile, stages: Sequence[tuple[frozenset[int], int]]) ->
     return worst
 
 
-def auto(path: Path, profile: Profile, case: Case, seconds: float) -> tuple[float, float, float]:
-    """Piper's objective of `auto`'s plan, its simulated seconds per micro-batch, and CPU seconds of the search."""
+def question(path: Path, profile: Profile, case: Case, seconds: float) -> tuple[OperatorGraph, Request]:
+    """The layers of a case, and what is asked about them."""
     graph, costs = read_graph(path, time_unit=1.0)
     memory = int(case.gibibytes * 2**30)
     device = Device(name="device", memory_bytes=memory, peak_flops={"float32": 1.0}, peak_bytes_per_second=1.0)
-    request = Request(
+    return graph, Request(
         cluster=Cluster.uniform(device, case.num_devices, Link(bytes_per_second=BYTES_PER_SECOND)),
         batch_size=profile.layers.num_micro_batches,
         costs=costs,
         footprint=Footprint(optimizer="sgd"),
         micro_batch_size=None,
         idle_devices=True,
-        simplicity=0.0,
         seconds=seconds,
     )
+
+
+def estimated(graph: OperatorGraph, request: Request, profile: Profile, stages: Sequence[FirstStage]) -> float:
+    """Seconds per micro-batch of Piper's stages in a step of this library; infinite if no micro-batch size fits."""
+    problem, number = request.problem(graph), request.batch_size
+    owner = {name: index for index, stage in enumerate(stages) for name in (profile.names[u] for u in stage.units)}
+    groups: list[list[int]] = [[] for _ in stages]
+    for unit, entry in enumerate(problem.units.units):
+        groups[max((owner[name] for name in entry.operators if name in owner), default=len(stages) - 1)].append(unit)
+    filled = [(tuple(group), stage.replicas) for group, stage in zip(groups, stages, strict=True) if group]
+    devices = side_by_side([replicas for _, replicas in filled])
+    evaluate, shared = Evaluator(problem), lcm(*(replicas for _, replicas in filled))
+    found = [inf]
+    for size in {*problem.sizes, *(size for size in range(shared, number + 1, shared) if number % size == 0)}:
+        parts = zip(filled, devices, strict=True)
+        draft = Draft(stages=tuple(DraftStage(units=u, devices=d, micro_batch_size=size) for (u, _), d in parts))
+        outcome = evaluate(draft)
+        found += [outcome.seconds / number] if outcome.fits else []
+    return min(found)
+
+
+def auto(graph: OperatorGraph, request: Request, profile: Profile) -> tuple[float, float, float]:
+    """Piper's objective of `auto`'s plan, its simulated seconds per micro-batch, and CPU seconds of the search."""
     began = time.process_time()
     try:
         found = best_plan("auto", graph, replace(request, bound_seconds=0.0))
@@ -218,8 +244,10 @@ def row(folder: Path, case: Case, seconds: float) -> list[object]:
     line: list[object] = [case.file, case.num_devices, case.gibibytes, profile.layers.num_micro_batches, *beside]
     line += [len(stages) or "-", f"{theirs:.2f} s", f"{took:.2f} s"]
     if seconds:
-        judged, step, searched = auto(path, profile, case, seconds)
+        graph, request = question(path, profile, case, seconds)
+        judged, step, searched = auto(graph, request, profile)
         line += [shown(judged), shown(step), f"{searched:.1f} s"]
+        line.append(shown(estimated(graph, request, profile, stages)) if stages else "none")
     return line
 
 
@@ -233,7 +261,7 @@ def main() -> None:
     parser.add_argument("--auto", type=float, default=0.0, metavar="SECONDS", help="search with auto, too")
     options = parser.parse_args()
     header = ["input", "devices", "GiB", "micro-batches", "released", "ours", "stages", "released takes", "ours takes"]
-    header += ["auto", "auto, simulated", "auto takes"] if options.auto else []
+    header += ["auto", "auto, simulated", "auto takes", "released, estimated"] if options.auto else []
     cases = [case for case in RELEASED if (options.folder / case.file).exists()]
     print(table(header, [row(options.folder, case, options.auto) for case in cases]))
 

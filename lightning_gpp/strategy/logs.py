@@ -262,6 +262,7 @@ class LogExchange:
     def __init__(self, control: Control, device: torch.device) -> None:
         self.control, self.device = control, device
         self._known: dict[int, tuple[Call, ...]] = {}
+        self._keys: dict[tuple[Call, ...], int] = {}
         self._room = 0
         """Values of a message; all ranks have seen the same messages."""
 
@@ -274,7 +275,11 @@ class LogExchange:
         """
         calls = () if recorder is None else tuple(recorder.calls)
         values = [*extra] if recorder is None else [*extra, *_flat(results, recorder)]
-        key, values = self._shared(_key(calls), values)
+        if self.control.num_devices == 1:
+            return calls, [float(value) for value in values]
+        if calls not in self._keys:
+            self._keys[calls] = _key(calls)
+        key, values = self._shared(self._keys[calls], values)
         if key not in self._known:
             self._known[key] = self.control.share_object(calls)
         return self._known[key], values

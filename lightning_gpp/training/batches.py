@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Hashable
 from typing import Any, Final
 
 from torch import Tensor
@@ -22,6 +23,23 @@ def signature(batch: Any, dims: BatchDims = GUESSED, total: int | None = None) -
     leaves, spec = pytree.tree_flatten(one)
     text = repr([str(spec), *map(_describe, leaves)])
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
+
+
+def outer_form(batch: Any) -> Hashable | None:
+    """A key that determines the samples and the signature of a batch; None unless it has plain tensors in plain
+    containers. It is found many times faster than these.
+    """
+    kind = type(batch)
+    if kind is Tensor:
+        return batch.dtype, batch.shape
+    if kind is dict:
+        parts, keys = batch.values(), tuple(batch)
+    elif kind is list or kind is tuple:
+        parts, keys = batch, ()
+    else:
+        return None
+    forms = tuple(map(outer_form, parts))
+    return None if None in forms else (kind, keys, forms)
 
 
 def _describe(leaf: Any) -> str:

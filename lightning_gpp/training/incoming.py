@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
 
 from lightning_gpp.capture.batch import GUESSED, BatchDims, samples_in
-from lightning_gpp.training.batches import signature
+from lightning_gpp.training.batches import outer_form, signature
 from lightning_gpp.training.control import Control
 from lightning_gpp.training.feed import Feed
 from lightning_gpp.training.frozen_attributes import FrozenAttributes
 from lightning_gpp.training.parameters import trained_flags
 from lightning_gpp.training.segments import Facts
+
+_MOST_FORMS: Final = 1000
+"""Forms of mini-batches that are kept, for sequences of many lengths."""
 
 _ANEW, _THAWED = 1, 2
 """Flags of an announcement: it replaces earlier ones; parameters were frozen or unfrozen since the last one."""
@@ -43,6 +46,7 @@ class Incoming:
         self.feed = Feed()
         self.anew = False
         self._upcoming: list[tuple[Any, tuple[int, int]]] = []
+        self._known: dict[Hashable, tuple[int, int]] = {}
         self.follow()
 
     def follow(self) -> None:
@@ -94,8 +98,14 @@ class Incoming:
             self._announced = trained
 
     def _described(self, batch: Any) -> tuple[int, int]:
-        total = samples_in(batch, self._dims)
-        return total, signature(batch, self._dims, total)
+        key = outer_form(batch)
+        if key is None or key not in self._known:
+            total = samples_in(batch, self._dims)
+            described = total, signature(batch, self._dims, total)
+            if key is None or len(self._known) >= _MOST_FORMS:
+                return described
+            self._known[key] = described
+        return self._known[key]
 
     def form_of(self, batch: Any) -> int:
         """Fingerprint of all that a capture depends on: the batch's structure, and the set of trained parameters."""

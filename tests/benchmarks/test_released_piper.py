@@ -13,7 +13,7 @@ import pytest
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_array
 
-from benchmarks.planners.released_piper import Case, Profile, auto, objective, optimum
+from benchmarks.planners.released_piper import Case, Profile, auto, estimated, objective, optimum, question
 from tests.benchmarks.piper_profiles import towers, transformer
 
 CHAIN, BRANCHES = transformer(16), towers(3, 5)
@@ -115,6 +115,9 @@ def test_auto_is_judged_by_the_same_objective(tmp_path: Path) -> None:
     path, case = tmp_path / "chain.json", Case("", 4, 80)
     path.write_text(json.dumps(CHAIN))
     profile = Profile.of(CHAIN, case)
-    judged, simulated, _ = auto(path, profile, case, 2.0)
-    assert optimum(profile, 4)[0] * (1 - 1e-9) <= judged < inf
+    graph, request = question(path, profile, case, 2.0)
+    judged, simulated, _ = auto(graph, request, profile)
+    seconds, stages = optimum(profile, 4)
+    assert seconds * (1 - 1e-9) <= judged < inf
     assert simulated == pytest.approx(judged, rel=0.1)
+    assert simulated <= estimated(graph, request, profile, stages) * (1 + request.simplicity) < inf
