@@ -54,6 +54,9 @@ FIRST_SHARE = 0.3
 NUM_STARTS = 6
 """Number of shapes that are improved before the first perturbation."""
 
+FAR = 2
+"""Multiple of the best step time beyond which a start is not improved; perturbations of the best shape gain more."""
+
 FEWER_SHARE, FEWER_STARTS = 0.1, 3
 """Share of the time of the search on fewer devices, and number of shapes that it improves."""
 
@@ -173,12 +176,18 @@ class Search:
         for shape in starts:
             if self.done:
                 return
-            self._improve(shape)
+            if not self._is_far(shape):
+                self._improve(shape)
         random, failures = Random(0), 0
         while not self.done and self.best is not None and failures < PATIENCE:
             before = self.rank
             self._improve(self._disturbed(self.best if random.random() < 0.7 else random.choice(starts), random))
             failures = 0 if self.rank < before else failures + 1
+
+    def _is_far(self, shape: Shape) -> bool:
+        """True for a shape that takes so much longer than the best one that its improvement takes time in vain."""
+        excess, seconds = self._judge(shape)
+        return (excess, seconds) > self.rank and self.rank[0] == 0 and seconds > FAR * self.rank[1]
 
     def simplify(self) -> None:
         """Answer with the simplest shape that is nearly as fast as the fastest."""
