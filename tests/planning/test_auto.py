@@ -13,6 +13,7 @@ from lightning_gpp.planning import Answer, Draft, DraftStage, Evaluator, Problem
 from lightning_gpp.planning.bounds.bound import lower_bound
 from lightning_gpp.planning.partitioners.auto import search
 from lightning_gpp.planning.partitioners.auto.search import auto
+from lightning_gpp.planning.partitioners.auto.shape import Shape
 from lightning_gpp.planning.partitioners.exhaustive import exhaustive
 from lightning_gpp.planning.problem.partitioner import partitioner_of
 from lightning_gpp.schedules import compile_program, verify
@@ -233,6 +234,19 @@ def test_many_units_are_searched_on_larger_ones_first(monkeypatch: pytest.Monkey
     assert max(sizes) <= problem.num_units / 2
     _assert_valid(problem, _draft(answer))
     assert answer.objective <= 1.03 * whole.objective
+
+
+def test_first_shapes_far_from_the_best_are_not_improved(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = _problem(graphs.unet(), recompute=False)
+    state, improved = search.Search(problem, _control(), bound=0.0), list[Shape]()
+    monkeypatch.setattr(search.Search, "_improve", lambda _, shape, enough=0.0: improved.append(shape))
+    monkeypatch.setattr(search, "PATIENCE", 0)
+    monkeypatch.setattr(search, "FAR", 1.05)
+    starts = state._starts()
+    near = [shape for shape in starts if state.known[shape][1] <= search.FAR * state.rank[1]]
+    state.run(starts)
+    assert improved == near
+    assert 0 < len(near) < len(starts)
 
 
 def test_a_slow_device_gets_less_work() -> None:
