@@ -8,7 +8,7 @@ from tests.distributed import run_distributed
 from tests.parity.matrix import NUM_PROCESSES, run_all
 from tests.parity.shapes import MODELS
 
-RARER = ("chain", "skip connections", "decoder")
+RARER = ("chain", "skip connections", "decoder", "translator")
 
 
 @pytest.mark.timeout(150)  # a hundred runs, on a machine that may be busy
