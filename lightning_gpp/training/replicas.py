@@ -263,10 +263,10 @@ class Replicas:
         `anew`: look for new parameters in the module, which takes time in a large one, even if nothing else changed.
         """
         facts = self._current_facts(anew)
+        if facts != self._facts and not anew:
+            facts = self._current_facts()
         if facts == self._facts:
             return set()
-        if not anew:
-            facts = self._current_facts()
         known = self._names()
         for index in self._indices:
             index.refresh(self.module, self._stepped_here(), self._stepped())
