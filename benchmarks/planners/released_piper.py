@@ -7,10 +7,10 @@
 library do not have, and with links of 25 GiB/s. Its objective are the seconds per micro-batch of the slowest stage;
 replicas take micro-batches in turn, and each layer keeps its activations or recomputes them.
 
-`auto` gets the same layers, with the activations that are recomputed, and one sample per micro-batch; it minimises the
-step of all micro-batches. The stages of its plan are then judged by Piper's objective, with Piper's memory, and those
-of Piper's plan by this library's estimate, with the micro-batches with which they are fastest: replicas share each, and
-device 0 also holds the mini-batch.
+`auto` gets the same layers, with the activations that are recomputed, and Piper's micro-batches as samples; it
+minimises the step of all of them. The stages of its plan are then judged by Piper's objective, with Piper's memory, and
+those of Piper's plan by this library's estimate, with the micro-batches with which they are fastest: replicas share
+each, and device 0 also holds the mini-batch.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import inf, lcm
 from pathlib import Path
 from typing import Any, Final
@@ -177,9 +177,9 @@ def question(path: Path, profile: Profile, case: Case, seconds: float) -> tuple[
         batch_size=profile.layers.num_micro_batches,
         costs=costs,
         footprint=Footprint(optimizer="sgd"),
-        micro_batch_size=None,
         idle_devices=True,
         seconds=seconds,
+        bound_seconds=0.0,
     )
 
 
@@ -206,7 +206,7 @@ def auto(graph: OperatorGraph, request: Request, profile: Profile) -> tuple[floa
     """Piper's objective of `auto`'s plan, its simulated seconds per micro-batch, and CPU seconds of the search."""
     began = time.process_time()
     try:
-        found = best_plan("auto", graph, replace(request, bound_seconds=0.0))
+        found = best_plan("auto", graph, request)
     except PlanError:
         return inf, inf, time.process_time() - began
     took = time.process_time() - began

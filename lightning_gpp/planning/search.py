@@ -23,7 +23,6 @@ from typing import Final
 from lightning_gpp.cluster import Cluster
 from lightning_gpp.cluster.groups import num_processes
 from lightning_gpp.errors import GPPError, PlanError
-from lightning_gpp.garbage import collected_rarely
 from lightning_gpp.graph import OperatorGraph
 from lightning_gpp.plan import STEP, Plan
 from lightning_gpp.planning.advice import advice
@@ -31,6 +30,7 @@ from lightning_gpp.planning.assignment.complete import completed, with_batch_siz
 from lightning_gpp.planning.assignment.layout import lay_out
 from lightning_gpp.planning.bounds.bound import busy_bound, lower_bound
 from lightning_gpp.planning.bounds.members import members_bound
+from lightning_gpp.planning.garbage import collected_rarely
 from lightning_gpp.planning.problem.draft import Draft, realise
 from lightning_gpp.planning.problem.evaluate import Evaluator
 from lightning_gpp.planning.problem.partitioner import (

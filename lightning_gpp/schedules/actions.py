@@ -69,11 +69,11 @@ class Action(NamedTuple):
         return f"{self.stage}{self.kind.value}{self.micro_batch}"
 
     def of_kind(self, kind: Kind) -> Action:
-        """The action of another kind on the same micro-batch; several times faster than `_replace`."""
+        """The action of another kind on the same micro-batch."""
         return Action(self.stage, kind, self.micro_batch)
 
     def at(self, micro_batch: int) -> Action:
-        """The same on another micro-batch."""
+        """The same kind of action on another micro-batch."""
         return Action(self.stage, self.kind, micro_batch)
 
     @classmethod

@@ -14,6 +14,7 @@ import pickle
 from collections.abc import Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import lru_cache
 from numbers import Number
 from typing import Any, Final
 
@@ -262,7 +263,6 @@ class LogExchange:
     def __init__(self, control: Control, device: torch.device) -> None:
         self.control, self.device = control, device
         self._known: dict[int, tuple[Call, ...]] = {}
-        self._keys: dict[tuple[Call, ...], int] = {}
         self._room = 0
         """Values of a message; all ranks have seen the same messages."""
 
@@ -277,9 +277,7 @@ class LogExchange:
         values = [*extra] if recorder is None else [*extra, *_flat(results, recorder)]
         if self.control.num_devices == 1:
             return calls, [float(value) for value in values]
-        if calls not in self._keys:
-            self._keys[calls] = _key(calls)
-        key, values = self._shared(self._keys[calls], values)
+        key, values = self._shared(_key(calls), values)
         if key not in self._known:
             self._known[key] = self.control.share_object(calls)
         return self._known[key], values
@@ -330,6 +328,7 @@ def _read(tensors: Sequence[Tensor]) -> list[float]:
     return numbers
 
 
+@lru_cache(maxsize=64)  # most steps log the same
 def _key(calls: tuple[Call, ...]) -> int:
     digest = hashlib.sha256(pickle.dumps([(call.name, repr(call)) for call in calls])).digest()
     return int.from_bytes(digest[:8], "big") >> 1

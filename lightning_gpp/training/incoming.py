@@ -99,13 +99,13 @@ class Incoming:
 
     def _described(self, batch: Any) -> tuple[int, int]:
         key = outer_form(batch)
-        if key is None or key not in self._known:
-            total = samples_in(batch, self._dims)
-            described = total, signature(batch, self._dims, total)
-            if key is None or len(self._known) >= _MOST_FORMS:
-                return described
+        if key in self._known:
+            return self._known[key]
+        total = samples_in(batch, self._dims)
+        described = total, signature(batch, self._dims, total)
+        if key is not None and len(self._known) < _MOST_FORMS:
             self._known[key] = described
-        return self._known[key]
+        return described
 
     def form_of(self, batch: Any) -> int:
         """Fingerprint of all that a capture depends on: the batch's structure, and the set of trained parameters."""

@@ -186,8 +186,8 @@ class Search:
 
     def _is_far(self, shape: Shape) -> bool:
         """True for a shape that takes so much longer than the best one that its improvement takes time in vain."""
-        excess, seconds = self._judge(shape)
-        return (excess, seconds) > self.rank and self.rank[0] == 0 and seconds > FAR * self.rank[1]
+        seconds = self._judge(shape)[1]
+        return self.rank[0] == 0 and seconds > FAR * self.rank[1]
 
     def simplify(self) -> None:
         """Answer with the simplest shape that is nearly as fast as the fastest."""

@@ -13,10 +13,9 @@ _RARELY: Final = 500_000
 
 @contextmanager
 def collected_rarely() -> Iterator[None]:
-    """Inside, the collector runs rarely.
+    """Inside, the collector runs rarely, unless it is off.
 
-    It visits all objects each time that their number has grown by a quarter, which takes half of the time in which
-    programs of many actions are made and simulated.
+    It visits all objects each time that their number has grown by a quarter, as programs of many actions let it.
     """
     before = gc.get_threshold()
     gc.set_threshold(max(_RARELY, before[0]) if before[0] else 0, *before[1:])
