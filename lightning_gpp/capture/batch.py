@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Final, Protocol
 
 import torch
@@ -62,7 +63,7 @@ OnList = Callable[[Any], Any]
 
 def device_of(batch: Any) -> torch.device:
     """The device of a mini-batch."""
-    devices = (leaf.device for leaf in pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor))
+    devices = (node.device for _, node in _parts(batch, "") if isinstance(node, torch.Tensor))
     return next(devices, torch.device("cpu"))
 
 
@@ -113,11 +114,11 @@ def _mapping(batch: Any, total: int, dims: BatchDims) -> Callable[[OnTensor, OnL
             return (lambda *_: node) if dim is None else lambda on_tensor, _: on_tensor(node, dim)
         if node is not batch and _is_list_of_samples(node, name, total, dims):
             return lambda _, on_list: on_list(node)
-        children, structure = _children(node)
+        children, put_together = _children(node)
         if children is None:
             return lambda *_: node
         parts = [mapped(child, _join(name, key)) for key, child in children]
-        return lambda *on: pytree.tree_unflatten([part(*on) for part in parts], structure)
+        return lambda *on: put_together([part(*on) for part in parts])
 
     return mapped(batch, "")
 
@@ -271,13 +272,18 @@ def _join(name: str, key: Any) -> str:
     return f"{name}.{key}" if name else str(key)
 
 
-def _children(node: Any) -> tuple[list[tuple[Any, Any]] | None, Any]:
+def _children(node: Any) -> tuple[list[tuple[Any, Any]] | None, Callable[[list[Any]], Any]]:
     """The children of a node with their keys, None for a leaf; and what puts it together again."""
+    kind = type(node)
+    if kind is tuple or kind is list:  # these and dicts are many times faster without pytree
+        return list(enumerate(node)), kind
+    if kind is dict:
+        keys = list(node)
+        return list(node.items()), lambda values: dict(zip(keys, values, strict=True))
     _make_known(node)
     paths, structure = pytree.tree_flatten_with_path(node, is_leaf=lambda child: child is not node)
-    if structure.is_leaf():
-        return None, structure
-    return [(_key_of(path[0]), child) for path, child in paths], structure
+    put_together = partial(pytree.tree_unflatten, treespec=structure)
+    return None if structure.is_leaf() else [(_key_of(path[0]), child) for path, child in paths], put_together
 
 
 def _key_of(entry: Any) -> Any:

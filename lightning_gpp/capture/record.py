@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Final
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -244,9 +245,9 @@ def step_input(function: Callable[..., Any], batch: Any) -> Any:
 
 def step_arguments(function: Callable[..., Any], batch_idx: int, dataloader_idx: int = 0) -> list[int]:
     """Arguments of a step after the batch, as Lightning gives them: `batch_idx`, `dataloader_idx`."""
-    parameters = list(inspect.signature(function).parameters.values())
+    parameters = _parameters_of(function)
     known, arguments = {"batch_idx": batch_idx, "dataloader_idx": dataloader_idx}, list[int]()
-    for place, parameter in enumerate(parameters[:3]):
+    for place, parameter in enumerate(parameters):
         if parameter.kind is parameter.VAR_POSITIONAL:
             return [*arguments, batch_idx] if place < 2 else arguments
         if parameter.kind not in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
@@ -255,6 +256,20 @@ def step_arguments(function: Callable[..., Any], batch_idx: int, dataloader_idx:
             return arguments
         arguments += [known.get(parameter.name, batch_idx if place == 1 else 0)] if place else []
     return arguments
+
+
+def _parameters_of(function: Callable[..., Any]) -> list[inspect.Parameter]:
+    """The first parameters of a function, looked up once for a method: this is done in every step."""
+    code = getattr(function, "__func__", None)
+    if code in _PARAMETERS:
+        return _PARAMETERS[code]
+    found = list(inspect.signature(function).parameters.values())[:3]
+    if inspect.isfunction(code):
+        _PARAMETERS[code] = found
+    return found
+
+
+_PARAMETERS: Final = WeakKeyDictionary[Any, list[inspect.Parameter]]()
 
 
 def _ends_here(replica: nn.Module, recorder: Recorder) -> bool:

@@ -5,12 +5,14 @@ the streams of the process: Python's, NumPy's, and torch's on the CPU and on the
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Final
 
 import numpy as np
 import torch
+from numpy.random import mtrand
 
 _MASK: Final = (1 << 64) - 1
 _GOLDEN: Final = 0x9E3779B97F4A7C15
@@ -66,17 +68,30 @@ class RandomStreams:
 
 
 @contextmanager
-def undisturbed() -> Iterator[None]:
-    """Restore all streams of the process when the context ends, whatever was drawn inside."""
-    python, numpy = random.getstate(), np.random.get_state()
+def undisturbed(numpys: np.random.BitGenerator | None = None) -> Iterator[None]:
+    """Restore all streams of the process when the context ends, whatever was drawn inside.
+
+    `numpys`: takes the place of NumPy's generator inside, which is many times faster than to copy the state of that.
+    """
+    python, restore = random.getstate(), _numpy_replaced_by(numpys) if numpys is not None else _numpy_copied()
     generators = [(generator, generator.get_state()) for generator in _current_generators()]
     try:
         yield
     finally:
         random.setstate(python)
-        np.random.set_state(numpy)
+        restore()
         for generator, state in generators:
             generator.set_state(state)  # without a copy, which would be fake among fake tensors
+
+
+def _numpy_copied() -> Callable[[], None]:
+    return partial(np.random.set_state, np.random.get_state())
+
+
+def _numpy_replaced_by(other: np.random.BitGenerator) -> Callable[[], None]:
+    before = mtrand.get_bit_generator()
+    mtrand.set_bit_generator(other)
+    return partial(mtrand.set_bit_generator, before)
 
 
 def _current_generators() -> list[torch.Generator]:

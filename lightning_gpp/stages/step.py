@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -90,6 +91,7 @@ class StepRunner:
     dims: BatchDims = field(default_factory=dict)
     _open: dict[int, OpenBatch] = field(default_factory=dict)
     _users_streams: ExitStack = field(default_factory=ExitStack)
+    _numpys: np.random.BitGenerator = field(default_factory=np.random.MT19937, init=False)
     _lists: dict[int, Any] = field(default_factory=dict)
     """Lists of the present micro-batch that have items of samples which are no tensors, by identity."""
 
@@ -104,7 +106,7 @@ class StepRunner:
         """
         self.end()
         self.open(0, batch, invoke if isinstance(invoke, Invocation) else Invocation(function=invoke), seed, total)
-        self._users_streams.enter_context(undisturbed())
+        self._users_streams.enter_context(undisturbed(self._numpys))
 
     def end(self) -> None:
         """Release the mini-batch, and restore the user's random streams."""

@@ -112,6 +112,13 @@ class Control:
         """Broadcast a flag from the step's rank to all ranks of its pipeline; the step's rank does not wait."""
         return bool(self.share(torch.tensor([flag])))
 
+    def share_pairs(self, pairs: Sequence[tuple[int, int]]) -> Sequence[Sequence[int]]:
+        """Broadcast pairs of numbers from the step's rank to all ranks of its pipeline, which give equally many."""
+        if self.runs_step and not self._receivers:
+            return pairs
+        shared: list[list[int]] = self.share(torch.tensor(pairs)).tolist()
+        return shared
+
     def share_object(self, value: Any) -> Any:
         """Broadcast a picklable object from the step's rank to its pipeline's ranks; the step's rank does not wait."""
         if self.num_devices == 1:

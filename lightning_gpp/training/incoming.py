@@ -7,7 +7,6 @@ from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
-import torch
 from torch import nn
 
 from lightning_gpp.capture.batch import GUESSED, BatchDims, samples_in
@@ -21,6 +20,7 @@ from lightning_gpp.training.segments import Facts
 _MOST_FORMS: Final = 1000
 """Forms of mini-batches that are kept, for sequences of many lengths."""
 
+_UNKNOWN: Final = (-1, -1)
 _ANEW, _THAWED = 1, 2
 """Flags of an announcement: it replaces earlier ones; parameters were frozen or unfrozen since the last one."""
 
@@ -71,15 +71,14 @@ class Incoming:
             anew: whether it replaces others that were announced before.
         """
         ahead = self.feed.ahead()
-        numbers = torch.full((2 + ahead, 2), -1, dtype=torch.int64)
         values = self.frozen.announce() if self.frozen else 0
         trained = self.trained()
         thawed, self._announced = trained != self._announced, trained  # by hooks, or where the step runs
+        facts = [_UNKNOWN] * (2 + ahead)
         if self.control.runs_step and batch is not None:
             known = self._facts_of([batch, *self.feed.upcoming[:ahead]])
-            numbers[: len(known)] = torch.tensor(known)
-            numbers[-1] = torch.tensor([_ANEW * anew + _THAWED * thawed, values])
-        *rows, (flags, self.frozen_values) = self.control.share(numbers).tolist()
+            facts = [*known, *facts[len(known) : -1], (_ANEW * anew + _THAWED * thawed, values)]
+        *rows, (flags, self.frozen_values) = self.control.share_pairs(facts)
         self.anew = flags > 0 and bool(flags & _ANEW)
         if flags > 0 and flags & _THAWED:
             self.train_as(self.control.share_object(trained))

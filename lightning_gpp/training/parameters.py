@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from typing import Any
+from operator import attrgetter
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -299,4 +300,7 @@ def bytes_of(module: nn.Module) -> int:
 def trained_flags(parameters: Iterable[Tensor]) -> bytes:
     """A byte per parameter: 1 if it requires a gradient, otherwise 0; quick for foreign ones, too."""
     with without_torch_function():
-        return bytes(parameter.requires_grad for parameter in parameters)
+        return bytes(map(_REQUIRES_GRAD, parameters))
+
+
+_REQUIRES_GRAD: Final = attrgetter("requires_grad")

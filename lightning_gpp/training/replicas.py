@@ -40,6 +40,7 @@ from lightning_gpp.training.optimizers import OptimizerIndex
 from lightning_gpp.training.parameters import Placement, tensors_of, trained_flags
 from lightning_gpp.training.shards import whole_states
 from lightning_gpp.training.tensor_parallel import TensorParallel
+from lightning_gpp.training.walks import ParameterWalk
 
 Uses = Mapping[str, tuple[int, ...]]
 """The stages that use each parameter."""
@@ -124,7 +125,7 @@ class Replicas:
                 "parameters. Use strategy.sharding=zero1, which splits the optimizer's state."
             )
         self.hooked: list[Tensor] = []
-        self._parameters: list[Parameter] = []
+        self._parameters = ParameterWalk(module)
         self._facts = self._current_facts()
         self._pending, self._trained, self._frozen_since = False, self._names_trained(), set[str]()
         self._once_trained = set[str]()
@@ -202,7 +203,7 @@ class Replicas:
         if self._sync.reduces:
             self._sync.sync()
         self._pending = False
-        added = self.follow(anew=False)
+        added = self.follow()
         if added:  # given to an optimizer since the mini-batch began
             self._sum(added)
 
@@ -257,14 +258,9 @@ class Replicas:
 
     # -- construction -------------------------------------------------------------------------------------------------
 
-    def follow(self, *, anew: bool = True) -> set[str]:
-        """Take up parameters that hooks froze, unfroze or gave to an optimizer; returns the names of the latter.
-
-        `anew`: look for new parameters in the module, which takes time in a large one, even if nothing else changed.
-        """
-        facts = self._current_facts(anew)
-        if facts != self._facts and not anew:
-            facts = self._current_facts()
+    def follow(self) -> set[str]:
+        """Take up parameters that hooks froze, unfroze or gave to an optimizer; returns the names of the latter."""
+        facts = self._current_facts()
         if facts == self._facts:
             return set()
         known = self._names()
@@ -293,12 +289,11 @@ class Replicas:
     def _names(self) -> set[str]:
         return {name for index in self._indices for name in index.names}
 
-    def _current_facts(self, anew: bool = True) -> tuple[object, ...]:
+    def _current_facts(self) -> tuple[object, ...]:
         groups = (tuple(map(id, index.optimizer.param_groups)) for index in self._indices)
-        if anew:
-            self._parameters = list(self.module.parameters())
-        self.hooked = with_gradient_hooks(self._parameters)
-        return trained_flags(self._parameters), self._left_to_hooks(), *groups
+        parameters = self._parameters()
+        self.hooked = with_gradient_hooks(parameters)
+        return trained_flags(parameters), self._left_to_hooks(), *groups
 
     def _left_to_hooks(self) -> set[str]:
         """Names of the parameters with hooks that no optimizer has: a hook may step them."""

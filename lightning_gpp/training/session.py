@@ -110,6 +110,7 @@ class Session:
             stages = job.parallel.stages(stages, states, module)
         self._stages = [InContext(stage, context) for stage in stages]
         self._executors: dict[tuple[int, bool], Executor] = {}
+        self._meetings: dict[int, int] = {}
         self.latest: Executor | None = None
         self._told: set[int] = set()
         self._replicas = replicas
@@ -174,7 +175,12 @@ class Session:
         if self._replicas is None:
             return True
         known = self._numbers is not None
-        return self._replicas.agree(_meetings(self.executor(batch_size).program) if known else 0)
+        return self._replicas.agree(self._meetings_of(batch_size) if known else 0)
+
+    def _meetings_of(self, batch_size: int) -> int:
+        if batch_size not in self._meetings:
+            self._meetings[batch_size] = _meetings(self.executor(batch_size).program)
+        return self._meetings[batch_size]
 
     def run(
         self, batch: Any, invoke: Invocation, batch_size: int, *, loss_weight: float, step: int

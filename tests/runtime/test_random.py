@@ -60,17 +60,44 @@ def test_equal_seeds_give_the_step_equal_draws(device: str) -> None:
     assert all(torch.equal(*pair) for pair in zip(tensors, again[2:], strict=True))
 
 
+@pytest.mark.parametrize("numpys", [None, np.random.MT19937()], ids=["NumPy's own", "another generator"])
 @pytest.mark.parametrize("device", DEVICES)
-def test_draws_inside_do_not_disturb_the_streams_outside(device: str) -> None:
+def test_draws_inside_do_not_disturb_the_streams_outside(device: str, numpys: np.random.MT19937 | None) -> None:
     torch.zeros(1, device=device)
     seed_streams(7)
     expected = random.random(), np.random.rand(), torch.rand(3), torch.rand(3, device=device)
     seed_streams(7)
-    with undisturbed():
+    with undisturbed(numpys):
+        seed_streams(8)
         _ = random.random(), np.random.rand(), torch.rand(3), torch.rand(3, device=device)
     found = random.random(), np.random.rand(), torch.rand(3), torch.rand(3, device=device)
     assert found[:2] == expected[:2]
     assert all(torch.equal(*pair) for pair in zip(found[2:], expected[2:], strict=True))
+
+
+def test_streams_inside_of_others_are_restored_too() -> None:
+    draws = []
+    for inner in (False, True):
+        with undisturbed(np.random.MT19937()):
+            seed_streams(8)
+            if inner:
+                with undisturbed(np.random.MT19937()):
+                    seed_streams(9)
+            draws.append((random.random(), np.random.rand()))
+    assert draws[0] == draws[1]
+
+
+def test_a_generator_of_the_users_is_kept() -> None:
+    users = np.random.get_bit_generator()
+    try:
+        np.random.set_bit_generator(np.random.PCG64(3))
+        expected = np.random.Generator(np.random.PCG64(3)).bit_generator.random_raw()
+        with undisturbed(np.random.MT19937()):
+            seed_streams(8)
+            np.random.rand()
+        assert np.random.get_bit_generator().random_raw() == expected
+    finally:
+        np.random.set_bit_generator(users)
 
 
 @pytest.mark.parametrize("device", DEVICES)
