@@ -146,21 +146,26 @@ def _per_step(counter: Counter[str]) -> dict[str, float]:
     return {place: count / STEPS for place, count in sorted(counter.items())}
 
 
-def eager(device: torch.device, tiny: bool, micro_batches: int) -> list[float]:
+def eager(device: torch.device, tiny: bool, micro_batches: int) -> tuple[list[float], list[float]]:
     """Median seconds of forwards and backwards: all stages in this process, the undivided model over the same
-    micro-batches, and over the whole mini-batch at once.
+    micro-batches, and over the whole mini-batch at once. First per step in a row of steps, then of one step alone.
     """
     shape = replace(TINY if tiny else ordinary(device), micro_batches=micro_batches)
     with pipeline(device, shape) as job:
         reference = model_of(shape, device, torch.float32)
         undivided = (partial(gradients_of, reference, job.batch, count) for count in (micro_batches, 1))
         steps = (partial(job.engine.train_step, job.batch), *undivided)
-        return medians(device, 4 * STEPS, *(partial(_read, step) for step in steps))
+        alone = [partial(_read, step, 1) for step in steps]
+        rows = [partial(_read, step, STEPS) for step in steps]
+        found = medians(device, 4 * STEPS, *rows, *alone)
+        return [seconds / STEPS for seconds in found[: len(rows)]], found[len(rows) :]
 
 
-def _read(step: Callable[[], Any]) -> float:
-    """Wait for the loss of a step."""
-    return float(step())
+def _read(step: Callable[[], Any], count: int) -> float:
+    """Take some steps, and wait for the loss of the last one."""
+    for _ in range(count):
+        loss = step()
+    return float(loss)
 
 
 def sharded(device: torch.device, sharding: str) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence, Set
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from torch import nn
@@ -53,7 +53,10 @@ def without_effects(
     before = [(module, dict(vars(module)), buffers_of(module).copy()) for module in modules]
     containers = [value for module in modules for value in _containers(module)]
     try:
-        with places_kept(modules[0], inside), contents_kept(containers):
+        with (
+            places_kept(modules[0], inside) if inside else nullcontext(),
+            contents_kept(containers) if containers else nullcontext(),
+        ):
             yield
     finally:
         for module, attributes, buffers in before:

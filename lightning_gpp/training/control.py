@@ -42,6 +42,7 @@ class Control:
         runs_step: whether this rank runs the user's step.
         loads: whether this process loads the data of its pipeline; the first of those that run the step.
         first: whether this is the first process of the job.
+        sole: whether the pipeline consists of this process.
         step_rank: rank that runs the user's step for this pipeline.
         everyone: all processes of the job.
         wait: what this rank waits for now.
@@ -66,6 +67,7 @@ class Control:
         self._source = mesh.number_in_pipeline(mesh.process(self.step_rank))
         receivers = (process for rank in others for process in mesh.receivers(rank)) if self.runs_step else ()
         self._receivers = [mesh.number_in_pipeline(process) for process in receivers]
+        self.sole = self.num_devices == self.num_members == 1
 
     def share(self, numbers: Tensor) -> Tensor:
         """Broadcast numbers (a CPU tensor, in place) from the step's rank to all ranks of its pipeline.
@@ -114,7 +116,7 @@ class Control:
 
     def share_pairs(self, pairs: Sequence[tuple[int, int]]) -> Sequence[Sequence[int]]:
         """Broadcast pairs of numbers from the step's rank to all ranks of its pipeline, which give equally many."""
-        if self.runs_step and not self._receivers:
+        if self.sole:
             return pairs
         shared: list[list[int]] = self.share(torch.tensor(pairs)).tolist()
         return shared

@@ -156,7 +156,9 @@ class Engine:
     # -- a loop -------------------------------------------------------------------------------------------------------
 
     def train_step(self, batch: Any, batch_idx: int = 0, *, accumulated: int = 1, last: bool = True) -> Tensor:
-        """Run forwards and backwards of a mini-batch. Returns its loss, on all ranks.
+        """Run forwards and backwards of a mini-batch. Returns its loss on all ranks, in float64.
+
+        It is on the CPU. If the pipeline is one process, it is on its device, and the process has not waited for it.
 
         Args:
             batch: the mini-batch; used only on ranks with `runs_step`.
@@ -173,8 +175,8 @@ class Engine:
         outputs = self.train(arguments, accumulated=accumulated, last=last)
         if last:
             self.sum_gradients()
-        loss = self.loss_of(outputs)[0].detach().double().cpu() if outputs else torch.zeros((), dtype=torch.float64)
-        return self.control.share(loss)
+        loss = self.loss_of(outputs)[0].detach().double() if outputs else torch.zeros((), dtype=torch.float64)
+        return loss if self.control.sole else self.control.share(loss.cpu())
 
     def _in_device(self, batch: Any) -> Any:
         """A mini-batch on all members of the device that runs the step; only that of the first one counts."""
