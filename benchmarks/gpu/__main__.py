@@ -150,9 +150,9 @@ def eager(seatings: Sequence[Seating]) -> Iterator[str]:
     yield "## Stages against the undivided model\n"
     yield "Forwards and backwards of three stages in one process, medians of runs in turn. The undivided model computes"
     yield "the same micro-batches, and the whole mini-batch at once: what smaller kernels cost is not the library's."
-    yield f"Times are per step, of {parts.STEPS} steps in a row before the loss of the last one is read: what the library"
-    yield "does before the first kernel of a step is hidden behind the kernels of the step before. The last column is for"
-    yield "a step alone, whose loss is read, so that it is not hidden.\n"
+    yield f"Times are per step, of {parts.STEPS} steps in a row before the loss of the last one is read: what the"
+    yield "library does before the first kernel of a step is hidden behind the kernels of the step before. The last"
+    yield "column is for a step alone, whose loss is read, so that it is not hidden.\n"
     rows = []
     for seating in seatings:
         sizes = ((True, 1), (True, 8), (False, 1), (False, 4), (False, 16))
