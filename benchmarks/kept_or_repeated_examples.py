@@ -35,7 +35,7 @@ BLOCKS: Final = {"two_tower": "text_tower.blocks.0", "feature_towers": "mean_tow
 
 LARGER: Final[Mapping[str, Mapping[str, int]]] = {
     "two_tower": {"batch_size": 512},
-    "feature_towers": {"batch_size": 320, "width": 512},
+    "feature_towers": {"batch_size": 640, "width": 512},
     "gpt_text": {"batch_size": 64},
 }
 
