@@ -175,7 +175,9 @@ class Engine:
         outputs = self.train(arguments, accumulated=accumulated, last=last)
         if last:
             self.sum_gradients()
-        loss = self.loss_of(outputs)[0].detach().double() if outputs else torch.zeros((), dtype=torch.float64)
+        if not outputs:
+            return self.control.share(torch.zeros((), dtype=torch.float64))
+        loss = self.loss_of(outputs)[0].detach().double()
         return loss if self.control.sole else self.control.share(loss.cpu())
 
     def _in_device(self, batch: Any) -> Any:

@@ -89,7 +89,7 @@ def test_a_trainer_reads_what_is_logged_in_one_transfer(options: dict[str, Any])
 def looped(rank: int, options: dict[str, Any]) -> tuple[Counter[str], Counter[str]]:
     model = Branches().double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    given = Options(stages=STAGES_OF_LOOP, num_micro_batches=4, **options)
+    given = Options(**{"stages": STAGES_OF_LOOP, "num_micro_batches": 4, **options})
     with initialize(model, optimizer, batches()[0], step=loss_of, options=given) as engine:
         feed = engine.feed(batches(WARM_UP + STEPS + 2))
         for _ in range(WARM_UP):
@@ -137,3 +137,9 @@ def test_a_loop_reads_nothing_but_the_loss(ranks: int, options: dict[str, Any], 
         told = [f"{'isend' if runs_step else 'recv'} in {place}" for place in (LOSS, "training/incoming.py: announce")]
         expected = Counter([*told, "all_reduce in runtime/norms.py: norm_over_ranks", *collectives] * STEPS)
         assert messages == expected
+
+
+def test_a_loop_in_one_process_reads_nothing() -> None:
+    ((reads, messages),) = run_distributed(1, looped, {"stages": dict.fromkeys(STAGES_OF_LOOP, 0)})
+    assert not reads
+    assert set(messages) <= {"all_reduce in runtime/norms.py: norm_over_ranks"}
