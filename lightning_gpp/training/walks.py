@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import chain
-from operator import attrgetter, is_
+from operator import attrgetter, is_, methodcaller
 from typing import Any
 
 from torch import nn
@@ -32,7 +32,8 @@ class ParameterWalk:
     def _registered(self) -> list[Any]:
         """All entries of the modules known, in C: a few ns for each."""
         registries = chain(map(_MODULES, self._parts), map(_PARAMETERS, self._parts))
-        return list(chain.from_iterable(map(dict.values, registries)))
+        return list(chain.from_iterable(map(_VALUES, registries)))
 
 
 _MODULES, _PARAMETERS = attrgetter("_modules"), attrgetter("_parameters")
+_VALUES = methodcaller("values")  # scripted modules have registries that are no dicts
