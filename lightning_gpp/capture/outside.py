@@ -47,7 +47,7 @@ def owner_of(module: nn.Module, path: str) -> Any:
     kind, _, detail = path.partition(":")
     trainer = trainer_of(module)
     if kind in (_GLOBAL, _CLOSURE):
-        function = user_function(getattr(type(module), detail, None))
+        function = _function_of(module, detail)
         if function is None:
             return {}
         return function.__globals__ if kind == _GLOBAL else _Variables(function)
@@ -64,9 +64,15 @@ def owner_of(module: nn.Module, path: str) -> Any:
     return {} if found is None else found
 
 
+def _function_of(module: nn.Module, name: str) -> types.FunctionType | None:
+    """The user's function behind a method, which a module may have instead of its class."""
+    own = vars(module).get(name)
+    return user_function(getattr(type(module), name, None) if own is None else own)
+
+
 def outside(module: nn.Module, step: str) -> list[tuple[str, str]]:
     """The attributes outside of a module that the code of a step mentions, or may reach through the trainer."""
-    function = user_function(getattr(type(module), step, None))
+    function = _function_of(module, step)
     if function is None:
         return []
     names = names_in_hook(function, [module])

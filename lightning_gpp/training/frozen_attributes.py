@@ -120,12 +120,17 @@ class FrozenAttributes:
             self._announced, self._changes = now, _fingerprint(now, self._first)
         return self._changes
 
-    def since(self) -> int:
-        """The same for what hooks have changed since the announcement, on all ranks."""
+    def since(self, *, alone: bool = False) -> int:
+        """The same for what hooks have changed since the announcement, on all ranks.
+
+        `alone`: there is one rank. With others, what the step reads does not count: hooks may have changed it by what
+        the step has changed on its rank alone.
+        """
         now = self._now()
         if now is self._announced:
             return 0
-        return _fingerprint({key: value for key, value in now.items() if key not in self._live}, self._announced)
+        same = {key: value for key, value in now.items() if alone or key not in self._live}
+        return _fingerprint(same, self._announced)
 
     def names(self) -> str:
         """The attributes that have other values than in the first capture."""

@@ -34,6 +34,8 @@ NamedPart = tuple[str, nn.Module]
 def originals(module: nn.Module, used: Set[str]) -> dict[str, str]:
     """The tensor that each one of a copy, which training does not use, is a copy of, by name.
 
+    Modules that are alike and may learn are layers that begin later, unless a hook mentions both of them.
+
     Args:
         module: the user's module.
         used: the names of the parameters and buffers that training uses.
@@ -42,9 +44,25 @@ def originals(module: nn.Module, used: Set[str]) -> dict[str, str]:
     trained = used & {name for name, parameter in module.named_parameters() if parameter.requires_grad}
     return {
         names[id(copy)]: names[id(original)]
-        for (_, copied), (_, known) in _pairs(module, used, trained)
+        for (_, copied), (_, known) in _not_to_learn(module, [*_pairs(module, used, trained)])
         for (copy, _), (original, _) in zip(names_of(copied), names_of(known), strict=True)
     }
+
+
+def _not_to_learn(
+    module: nn.Module, pairs: Sequence[tuple[NamedPart, NamedPart]]
+) -> Iterator[tuple[NamedPart, NamedPart]]:
+    """Those pairs of copy and original in which the copy gets no gradients, or a hook mentions both."""
+    hooks = _names_in_hooks(module) if pairs else []
+    for (copy, part), (original, known) in pairs:
+        learns = any(parameter.requires_grad for parameter in part.parameters())
+        if not learns or _are_mentioned(hooks, copy, original):
+            yield (copy, part), (original, known)
+
+
+def _are_mentioned(hooks: Sequence[set[str]], copy: str, original: str) -> bool:
+    """True if a hook mentions both modules."""
+    return any(_mentions(names, copy, original) and _mentions(names, original, copy) for names in hooks)
 
 
 def counters(module: nn.Module, copied: Mapping[str, str]) -> set[str]:
@@ -93,8 +111,7 @@ def kept_with_originals(graph: OperatorGraph, module: nn.Module, learning: Set[s
     groups = [
         frozenset(f"{path}.{name}" for path in (copy, original))
         for (copy, part), (original, _) in pairs
-        if any(_mentions(names, copy, original) and _mentions(names, original, copy) for names in hooks)
-        and not _are_connected(graph, copy, original)
+        if _are_mentioned(hooks, copy, original) and not _are_connected(graph, copy, original)
         for _, name in names_of(part)
     ]
     return tied(graph, groups) if groups else graph

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import os
 import socket
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from types import MethodType
 from typing import Any
 
@@ -58,7 +60,8 @@ def initialize(
         module: the module, built in the same way on all ranks.
         optimizers: optimizers of the module's parameters.
         example_batch: a mini-batch; used only on global rank 0.
-        step: computes the loss, also for `Engine.evaluate`. Default: the module's method `training_step`.
+        step: computes the loss from the module, a mini-batch and, if it has a third parameter, the number of that,
+            also for `Engine.evaluate`. Default: the module's method `training_step`.
         options: the same as the arguments of `GPPStrategy`. Default: a partitioner's plan for all ranks.
         device: the device of this rank, which becomes the current one. Default: the current CUDA device if the process
             group has NCCL for it, otherwise the CPU.
@@ -122,8 +125,11 @@ def _with_step(module: nn.Module, step: StepFunction | None) -> Iterator[None]:
         yield
         return
 
-    def method(self: nn.Module, batch: Any) -> Any:
-        return step(self, batch)
+    _check_parameters(step)
+
+    @functools.wraps(step, assigned=(), updated=())
+    def method(self: nn.Module, batch: Any, *rest: int) -> Any:
+        return step(self, batch, *rest)
 
     names = (TRAINING, "validation_step")
     vars(module).update(dict.fromkeys(names, MethodType(method, module)))
@@ -132,6 +138,22 @@ def _with_step(module: nn.Module, step: StepFunction | None) -> Iterator[None]:
     finally:
         for name in names:
             del vars(module)[name]
+
+
+def _check_parameters(step: StepFunction) -> None:
+    """Raise ConfigError for a function that cannot be called with a module, a mini-batch, and perhaps its number."""
+    try:
+        signature = inspect.signature(step)
+    except ValueError:  # a function that is not written in Python
+        return
+    for given in ((None, None), (None, None, 0)):
+        with suppress(TypeError):
+            signature.bind(*given)
+            return
+    raise ConfigError(
+        f"initialize(step=...) calls the function as step(module, batch), or step(module, batch, batch_idx), but its "
+        f"parameters are {signature}."
+    )
 
 
 def _default_device() -> torch.device:

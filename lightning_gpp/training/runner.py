@@ -92,7 +92,7 @@ class Runner:
         incoming, frozen = self._incoming, self._incoming.frozen
         if step == TRAINING:  # evaluation has no gradients
             incoming.follow_hooks()
-        values = incoming.frozen_values, frozen.since() if frozen else 0
+        values = incoming.frozen_values, frozen.since(alone=self._job.control.sole) if frozen else 0
         key = (step, incoming.form), values
         make = partial(self._new, step, arguments[0], anew=any(values))
         self.current = session = self._sessions.get(key) or self._sessions.make(key, make, frozen.names)

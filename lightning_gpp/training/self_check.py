@@ -25,6 +25,7 @@ from lightning_gpp._compat.torch import BatchNorm
 from lightning_gpp.capture import Capture, slice_batch
 from lightning_gpp.capture.batch import cut_note, cut_of
 from lightning_gpp.capture.loss import loss_of, trained_loss
+from lightning_gpp.capture.places import outside_kept
 from lightning_gpp.errors import GPPError, IndivisibleError, SelfCheckError
 from lightning_gpp.measure.memory import free_bytes
 from lightning_gpp.plan import Plan
@@ -155,13 +156,16 @@ def self_check(job: Job, captured: Capture | Declared, plan: Plan, batch: Any, t
     with torch.compiler.set_stance("force_eager"), Neutral():  # type: ignore[no-untyped-call]
         if control.runs_step:
             whole = silent_copy(job.module, job.device)
-            expected, failure = _unsplit_or_failure(job, whole, captured, plan, part, samples)
+            with outside_kept(job.module):  # all runs start from the same global variables
+                expected, failure = _unsplit_or_failure(job, whole, captured, plan, part, samples)
             if not failure:
-                warning, findings = _undivided(job, whole, captured, plan, batch, expected.dtype)
+                with outside_kept(job.module):
+                    warning, findings = _undivided(job, whole, captured, plan, batch, expected.dtype)
             del whole
         if failure := _anywhere(control, failure):
             raise IndivisibleError(failure)
-        actual, stages = _split(job, captured, plan, transport, part, samples)
+        with outside_kept(job.module):
+            actual, stages = _split(job, captured, plan, transport, part, samples)
     difference = _compare(job, stages, expected, actual, TOLERANCES[least_precise(job, captured, expected.dtype)])
     if warning and not difference:
         control.warn(warning)

@@ -437,3 +437,42 @@ def captures(rank: int, names: list[str]) -> list[int]:
         in_stages(rank, name)
         counts.append(len(made))
     return counts
+
+
+class BeginsLater(pl.LightningModule):
+    """From the third step on the loss has a term of a layer that is like one inside of another module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8))
+        self.spare, self.head, self.use = nn.Linear(8, 8), nn.Linear(8, 3), False
+        self.losses: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        hidden = self.net(batch[0])
+        loss = nn.functional.cross_entropy(self.head(hidden), batch[2])
+        return loss + self.spare(hidden).square().mean() if self.use else loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.losses.append(float(outputs["loss"]))
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.use = batch_idx >= 2
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def begun_later(rank: int, devices: int, strategy: Any) -> list[float]:
+    torch.manual_seed(0)
+    module = BeginsLater().double()
+    given = "auto" if strategy is None else harness.strategy(**strategy)
+    harness.trainer(given, devices, max_epochs=1).fit(module, harness.loader(32))
+    return module.losses
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_layer_that_begins_later_by_a_flag_of_on_train_batch_start(devices: int) -> None:
+    (expected,) = harness.run(1, begun_later, 1, None)
+    for losses in harness.run(devices, begun_later, devices, {"stages": None, "num_micro_batches": 2}):
+        assert losses == pytest.approx(expected, rel=1e-12)

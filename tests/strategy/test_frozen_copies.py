@@ -86,10 +86,26 @@ def test_copies_are_found_by_class_names_and_shapes() -> None:
     module.fast = copy.deepcopy(module.net).requires_grad_(False)
     module.slow = copy.deepcopy(module.net).requires_grad_(False)
     module.other = nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4)).requires_grad_(False)
-    module.unused = copy.deepcopy(module.net)
+    module.begins_later = copy.deepcopy(module.net)
     found = originals(module, used_by(module, "net."))
     names = [*dict(module.net.named_parameters()), *dict(module.net.named_buffers())]
-    assert found == {f"{kind}.{name}": f"net.{name}" for kind in ("fast", "slow", "unused") for name in names}
+    assert found == {f"{kind}.{name}": f"net.{name}" for kind in ("fast", "slow") for name in names}
+
+
+class CopiedByHook(nn.Module):
+    """A hook updates a copy that could learn, too; nothing updates another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.average, self.spare = nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)
+
+    def on_train_batch_end(self) -> None:
+        self.average.load_state_dict(self.net.state_dict())
+
+
+def test_a_copy_that_could_learn_is_one_if_a_hook_mentions_both() -> None:
+    found = originals(CopiedByHook(), {"net.weight", "net.bias"})
+    assert found == {"average.weight": "net.weight", "average.bias": "net.bias"}
 
 
 def test_copies_that_could_be_of_several_modules_are_left() -> None:
