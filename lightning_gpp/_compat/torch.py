@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from itertools import chain
+from operator import attrgetter, methodcaller
 from typing import Any, Final
 
 import torch
@@ -95,6 +97,16 @@ def storage_id(tensor: Tensor) -> int:
 
 CHILDREN: Final = "_modules"
 """The attribute in which a module keeps its parts."""
+
+
+def registered_in(modules: Sequence[nn.Module]) -> list[object]:
+    """The modules and parameters that these modules have themselves; quick, for a look in every step."""
+    registries = chain(map(_MODULES, modules), map(_PARAMETERS, modules))
+    return list(chain.from_iterable(map(_VALUES, registries)))
+
+
+_MODULES, _PARAMETERS = attrgetter("_modules"), attrgetter("_parameters")
+_VALUES = methodcaller("values")  # scripted modules have registries that are no dicts
 
 
 def buffers_of(module: nn.Module) -> dict[str, Any]:

@@ -314,8 +314,8 @@ class UserStep(StepRunner):
                 self._calls[-1].line,
                 f"between its module calls the step called {self.network.step_targets} when it was captured, and "
                 f"{holes.targets} now",
-                "let the step compute the same for every batch; let a flag that decides change before the mini-batch is "
-                "fetched (in on_train_batch_end, not in on_train_batch_start); decide inside a module's forward; or "
+                "let the step compute the same for every batch; let a flag that decides change before the mini-batch "
+                "is fetched (in on_train_batch_end, not in on_train_batch_start); decide inside a module's forward; or "
                 + _WHOLE,
             )
         for number, call in self._glue.items():

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from itertools import chain
-from operator import attrgetter, is_, methodcaller
-from typing import Any
+from operator import is_
 
 from torch import nn
 from torch.nn import Parameter
+
+from lightning_gpp._compat.torch import registered_in
 
 
 class ParameterWalk:
@@ -19,21 +19,12 @@ class ParameterWalk:
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._parts: list[nn.Module] = [module]
-        self._entries: list[Any] = []
+        self._entries: list[object] = []
         self._found: list[Parameter] = []
 
     def __call__(self) -> list[Parameter]:
-        entries = self._registered()
+        entries = registered_in(self._parts)
         if len(entries) != len(self._entries) or not all(map(is_, entries, self._entries)):
             self._parts, self._found = list(self._module.modules()), list(self._module.parameters())
-            self._entries = self._registered()
+            self._entries = registered_in(self._parts)
         return self._found
-
-    def _registered(self) -> list[Any]:
-        """All entries of the modules known, in C: a few ns for each."""
-        registries = chain(map(_MODULES, self._parts), map(_PARAMETERS, self._parts))
-        return list(chain.from_iterable(map(_VALUES, registries)))
-
-
-_MODULES, _PARAMETERS = attrgetter("_modules"), attrgetter("_parameters")
-_VALUES = methodcaller("values")  # scripted modules have registries that are no dicts
