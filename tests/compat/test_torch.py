@@ -41,6 +41,7 @@ from lightning_gpp._compat.torch import (
     kept_version_counters,
     parameters_of,
     pytree,
+    registered_in,
     run_backward,
     saved,
     saved_unread,
@@ -223,6 +224,14 @@ def test_storage_id() -> None:
 
 def test_children() -> None:
     assert vars(nn.Sequential(nn.ReLU()))[CHILDREN].keys() == {"0"}
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
+def test_registered_in() -> None:
+    layer, script = nn.Linear(2, 3), torch.jit.script(nn.Linear(2, 3))
+    both = nn.Sequential(layer, script)
+    entries = registered_in([both, layer, script])
+    assert list(map(id, entries)) == list(map(id, [layer, script, *layer.parameters(), *script.parameters()]))
 
 
 def test_buffers_of() -> None:
