@@ -245,7 +245,7 @@ def _by_hand(stages: StageSpec, captured: Subject, options: Options) -> Plan:
 
 
 def _from_file(plan: Plan, captured: Subject, options: Options) -> Plan:
-    """The given plan, after a warning about settings that it overrides."""
+    """The given plan with the sizes of this model and mini-batch, after a warning about settings that it overrides."""
     check_model(plan, captured.graph, captured.fingerprint)
     unused = ", ".join(contradicted(plan, options))
     if unused:
@@ -254,7 +254,7 @@ def _from_file(plan: Plan, captured: Subject, options: Options) -> Plan:
             "file, or make a new one with these settings.",
             stacklevel=2,
         )
-    return plan.with_members(options.num_members)
+    return refitted(captured, plan).with_members(options.num_members)
 
 
 def _scheduled(plan: Plan, captured: Subject, options: Options, machine: Callable[[], Machine]) -> Plan:
@@ -353,7 +353,7 @@ def devices_wanted(options: Options, world_size: int) -> int:
     return -(-(len(entries) - apart) // number)
 
 
-def refitted(captured: Captured, plan: Plan, held: Held = NOWHERE) -> Plan:
+def refitted(captured: Captured | Subject, plan: Plan, held: Held = NOWHERE) -> Plan:
     """The plan's stages for another step or another form of the mini-batch, with its edges and sizes.
 
     Modules that the plan does not know are in the stage of the user's step, if that has their parameters (`held`).
