@@ -90,7 +90,8 @@ class Plan:
             raise PlanError(f"The plan's sharding is {self.sharding!r}; it must be one of {', '.join(SHARDINGS)}.")
         if self.memory_bytes and len(self.memory_bytes) != self.num_devices:
             raise PlanError(
-                f"memory_bytes has {len(self.memory_bytes)} entries; the plan has {self.num_devices} devices."
+                f"memory_bytes has {len(self.memory_bytes)} entries, but the devices of the stages are 0 to "
+                f"{self.num_devices - 1}. Correct the stages' devices, or give memory_bytes one entry for each."
             )
 
     @property

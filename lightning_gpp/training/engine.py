@@ -166,6 +166,7 @@ class Engine:
             accumulated: mini-batches per optimizer step.
             last: whether an optimizer step follows. Then gradients are complete afterwards.
         """
+        self._check_open()
         if self.trains_whole:
             return self._train_whole(batch, batch_idx, accumulated)
         batch = self._in_device(batch)
@@ -179,6 +180,13 @@ class Engine:
             return self.control.share(torch.zeros((), dtype=torch.float64))
         loss = self.loss_of(outputs)[0].detach().double()
         return loss if self.control.sole else self.control.share(loss.cpu())
+
+    def _check_open(self) -> None:
+        if self._released:
+            raise GPPError(
+                "The engine has ended, and the module is whole again on global rank 0: call train_step and evaluate "
+                "inside of `with initialize(...) as engine`."
+            )
 
     def _in_device(self, batch: Any) -> Any:
         """A mini-batch on all members of the device that runs the step; only that of the first one counts."""
@@ -222,6 +230,7 @@ class Engine:
         In a loop over `feed(loader, step)` the pipeline does not flush in between. A step that runs as a whole returns
         its result on all ranks.
         """
+        self._check_open()
         if self.runs_whole(step):
             batch = self.share(batch)
         else:
