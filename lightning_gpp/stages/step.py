@@ -259,14 +259,26 @@ class UserStep(StepRunner):
             except Stopped:
                 ended = False
         if ended:
-            raise refusal(
-                self._calls[-1].line,
-                f"the step returned before it called {named(self._calls[-1].path)} for this mini-batch",
-                f"call it for each mini-batch, and return a zero loss where one does not count (0 * loss); or {_WHOLE}",
-            )
+            raise self._not_called(self._calls[-1])
         if holes is not None:
             self._take_mixed(found, holes)
         return self._checked(found, micro_batch)
+
+    def _not_called(self, call: ModuleCall) -> CaptureError:
+        present = dict(self.module.named_modules(remove_duplicate=False))
+        replaced = [path for path, module in self._modules.items() if present.get(path) is not module]
+        if replaced:
+            return refusal(
+                call.line,
+                f"{named(replaced[0])} is another module than when the step was captured",
+                "give the module that is there other values (load_state_dict), or replace it before training (in "
+                "configure_model)",
+            )
+        return refusal(
+            call.line,
+            f"the step returned before it called {named(call.path)} for this mini-batch",
+            f"call it for each mini-batch, and return a zero loss where one does not count (0 * loss); or {_WHOLE}",
+        )
 
     def _expect(self, number: int, module: nn.Module) -> ModuleCall:
         path = self._paths[id(module)]

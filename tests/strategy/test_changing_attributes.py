@@ -476,3 +476,24 @@ def test_a_layer_that_begins_later_by_a_flag_of_on_train_batch_start(devices: in
     (expected,) = harness.run(1, begun_later, 1, None)
     for losses in harness.run(devices, begun_later, devices, {"stages": None, "num_micro_batches": 2}):
         assert losses == pytest.approx(expected, rel=1e-12)
+
+
+class ReplacedHead(BeginsLater):
+    """Gets another head in its third step."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 2:
+            self.head = nn.Linear(8, 3).double()
+
+
+def with_replaced_head(rank: int) -> str:
+    trainer = harness.trainer(harness.strategy(stages=None, num_micro_batches=2), max_epochs=1)
+    with pytest.raises(GPPError) as raised:
+        trainer.fit(ReplacedHead().double(), harness.loader(32))
+    return str(raised.value)
+
+
+def test_a_module_that_is_replaced_is_named() -> None:
+    (text,) = harness.run(1, with_replaced_head)
+    assert "'head' is another module than when the step was captured" in text
+    assert "load_state_dict" in text
