@@ -14,8 +14,8 @@ from lightning_gpp.user_code import names_reached, user_function
 _HOOKS = ("optimizer_step", "optimizer_zero_grad", "lr_scheduler_step", "backward")
 
 
-def names_in_hooks(owners: Sequence[object], helpers: Sequence[object]) -> list[set[str]]:
-    """For each hook, the names of attributes and functions in it, and in the methods that it calls.
+def names_in_hooks(owners: Sequence[object], helpers: Sequence[object]) -> list[frozenset[str]]:
+    """For each hook, the names of attributes and functions in it, and in the methods and functions that it calls.
 
     Names in texts count, too. A text that begins or ends with "_" is part of a name that the hook puts together
     (`getattr(self, "teacher_" + name)`), and gives the pattern of such names: `teacher_*`.
@@ -24,9 +24,9 @@ def names_in_hooks(owners: Sequence[object], helpers: Sequence[object]) -> list[
         owners: a module and callbacks, whose hooks count.
         helpers: objects whose methods may be called there.
     """
-    kinds: list[type] = list(dict.fromkeys(type(each) for each in (*owners, *helpers)))
+    kinds = tuple(dict.fromkeys(type(each) for each in (*owners, *helpers)))
     hooks = [(type(owner), name) for owner in owners for name in dir(type(owner)) if _is_hook(name)]
-    return [_names(code, kinds) for kind, name in hooks for code in _codes(kind, name)]
+    return [_names_in_function(function, kinds) for kind, name in hooks for function in _functions(kind, name)]
 
 
 def names_in_hook(function: types.FunctionType, owners: Sequence[object]) -> frozenset[str]:
@@ -58,13 +58,11 @@ def _is_hook(name: str) -> bool:
     return name.startswith("on_") or name in _HOOKS
 
 
-def _names(
-    hook: types.CodeType, kinds: Sequence[type], known: Mapping[str, Any] = types.MappingProxyType({})
-) -> set[str]:
+def _names(hook: types.CodeType, kinds: Sequence[type], known: Mapping[str, Any]) -> set[str]:
     def called(name: str) -> Iterator[types.CodeType]:
-        yield from _code((known or {}).get(name))
-        for kind in kinds:
-            yield from _codes(kind, name)
+        for function in (user_function(known.get(name)), *(each for kind in kinds for each in _functions(kind, name))):
+            if function is not None:
+                yield function.__code__
 
     return names_reached(hook, names_in=lambda code: (*code.co_names, *_texts(code.co_consts)), called=called)
 
@@ -87,15 +85,10 @@ def _patterns(text: str) -> Iterator[str]:
             yield f"*{text}"
 
 
-def _codes(kind: type, name: str) -> Iterator[types.CodeType]:
-    """The code of a method or property, if the user has written it."""
+def _functions(kind: type, name: str) -> Iterator[types.FunctionType]:
+    """The function of a method or property, if the user has written it."""
     found: Any = inspect.getattr_static(kind, name, None)
     if isinstance(found, property | classmethod | staticmethod):
         found = found.fget if isinstance(found, property) else found.__func__
-    yield from _code(found)
-
-
-def _code(value: Any) -> Iterator[types.CodeType]:
-    """The code of a function that the user has written."""
-    if (function := user_function(value)) is not None:
-        yield function.__code__
+    if (function := user_function(found)) is not None:
+        yield function

@@ -105,7 +105,7 @@ def registered_in(modules: Sequence[nn.Module]) -> list[object]:
     return list(chain.from_iterable(map(_VALUES, registries)))
 
 
-_MODULES, _PARAMETERS = attrgetter("_modules"), attrgetter("_parameters")
+_MODULES, _PARAMETERS = attrgetter(CHILDREN), attrgetter("_parameters")
 _VALUES = methodcaller("values")  # scripted modules have registries that are no dicts
 
 

@@ -60,7 +60,7 @@ def _not_to_learn(
             yield (copy, part), (original, known)
 
 
-def _are_mentioned(hooks: Sequence[set[str]], copy: str, original: str) -> bool:
+def _are_mentioned(hooks: Sequence[Set[str]], copy: str, original: str) -> bool:
     """True if a hook mentions both modules."""
     return any(_mentions(names, copy, original) and _mentions(names, original, copy) for names in hooks)
 
@@ -117,7 +117,7 @@ def kept_with_originals(graph: OperatorGraph, module: nn.Module, learning: Set[s
     return tied(graph, groups) if groups else graph
 
 
-def _names_in_hooks(module: nn.Module) -> list[set[str]]:
+def _names_in_hooks(module: nn.Module) -> list[frozenset[str]]:
     callbacks: Sequence[object] = getattr(trainer_of(module), "callbacks", ())
     return names_in_hooks([module, *callbacks], [*module.modules()])
 

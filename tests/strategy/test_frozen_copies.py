@@ -92,15 +92,19 @@ def test_copies_are_found_by_class_names_and_shapes() -> None:
     assert found == {f"{kind}.{name}": f"net.{name}" for kind in ("fast", "slow") for name in names}
 
 
+def renew(module: nn.Module) -> None:
+    module.average.load_state_dict(module.net.state_dict())
+
+
 class CopiedByHook(nn.Module):
-    """A hook updates a copy that could learn, too; nothing updates another one."""
+    """A hook's function updates a copy that could learn, too; nothing updates another one."""
 
     def __init__(self) -> None:
         super().__init__()
         self.net, self.average, self.spare = nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)
 
     def on_train_batch_end(self) -> None:
-        self.average.load_state_dict(self.net.state_dict())
+        renew(self)
 
 
 def test_a_copy_that_could_learn_is_one_if_a_hook_mentions_both() -> None:
