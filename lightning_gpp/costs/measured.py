@@ -6,9 +6,9 @@ among its neighbours. An operator gets the share of its block's seconds that it 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from lightning_gpp.cluster import Device
 from lightning_gpp.costs.model import Roofline, Seconds
@@ -20,12 +20,24 @@ SHORTEST: Final = 1e-9
 """The shortest time that can be measured, in seconds."""
 
 
+class MeasuredSeconds(NamedTuple):
+    """Seconds of a group of operators for one micro-batch.
+
+    `again`: what another forward takes more than the first one, if the group runs again in its backward.
+    """
+
+    forward: float
+    input_gradient: float = 0.0
+    weight_gradient: float = 0.0
+    again: float = 0.0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockSeconds:
     """Measured seconds of a group of operators, by the number of samples of the micro-batch."""
 
     operators: tuple[str, ...]
-    points: Mapping[int, Seconds]
+    points: Mapping[int, MeasuredSeconds]
 
 
 class MeasuredCosts:
@@ -51,24 +63,39 @@ class MeasuredCosts:
             ConfigError: the device is of another kind than the measured one.
             PlanError: the table is for another model.
         """
+        self._check_device(device)
+        if operator.target == "input":
+            return Seconds(0.0)
+        entry = self._entry(operator)
+        parts = (entry.forward, entry.input_gradient, entry.weight_gradient)
+        return Seconds(*(part.at(num_samples) for part in parts))
+
+    def rerun_seconds(self, operators: Iterable[Operator], num_samples: int, device: Device) -> float:
+        """See `costs.model.rerun_seconds`; with what torch's checkpointing takes."""
+        self._check_device(device)
+        entries = [self._entry(operator) for operator in operators]
+        return self.table.seconds_per_rerun + sum((each.forward + each.again).at(num_samples) for each in entries)
+
+    def _check_device(self, device: Device) -> None:
         if device.name != self.device:
             raise ConfigError(
                 f"The costs ({self.name}) were measured on {self.device!r}, but the cluster has {device.name!r}. "
                 "Measure on that device, plan for the cluster that was measured, or choose strategy.costs=roofline."
             )
-        if operator.target == "input":
-            return Seconds(0.0)
+
+    def _entry(self, operator: Operator) -> OperatorSeconds:
         entry = self.table.operators.get(operator.name)
         if entry is None:
             raise PlanError(
                 f"The costs ({self.name}) have no figures for operator {operator.name!r}: they were measured for "
                 "another model. Measure this one, or choose strategy.costs=roofline."
             )
-        parts = (entry.forward, entry.input_gradient, entry.weight_gradient)
-        return Seconds(*(part.at(num_samples) for part in parts))
+        return entry
 
 
-def spread(graph: OperatorGraph, blocks: Iterable[BlockSeconds], device: Device, name: str) -> CostTable:
+def spread(
+    graph: OperatorGraph, blocks: Iterable[BlockSeconds], device: Device, name: str, seconds_per_rerun: float = 0.0
+) -> CostTable:
     """The table of operators that follows from the seconds of blocks.
 
     An operator that several blocks compute (cheap glue) gets the mean of its parts in them. One that no block computes,
@@ -79,20 +106,23 @@ def spread(graph: OperatorGraph, blocks: Iterable[BlockSeconds], device: Device,
         blocks: the measured seconds.
         device: the device of the roofline model by which operators share the seconds of a block.
         name: name of the table.
+        seconds_per_rerun: see `CostTable`.
     """
     roofline = Roofline(graph)
     found: dict[str, list[OperatorSeconds]] = {}
     for block in blocks:
-        whole = OperatorSeconds(
-            forward=fitted({size: seconds.forward for size, seconds in block.points.items()}),
-            input_gradient=fitted({size: seconds.input_gradient for size, seconds in block.points.items()}),
-            weight_gradient=fitted({size: seconds.weight_gradient for size, seconds in block.points.items()}),
-        )
+        whole = OperatorSeconds(*map(fitted, _by_part(block.points)))
         expected = [roofline.seconds(graph[operator], max(block.points), device) for operator in block.operators]
         for operator, part in zip(block.operators, _parts(whole, expected), strict=True):
             found.setdefault(operator, []).append(part)
     operators = {operator.name: _mean(found.get(operator.name, [OperatorSeconds()])) for operator in graph}
-    return CostTable(name=name, operators=operators)
+    return CostTable(name=name, operators=operators, seconds_per_rerun=seconds_per_rerun)
+
+
+def _by_part(points: Mapping[int, MeasuredSeconds]) -> Iterator[dict[int, float]]:
+    """The seconds of every part of a block, by the samples of the micro-batch."""
+    for column in zip(*points.values(), strict=True):
+        yield dict(zip(points, column, strict=True))
 
 
 def _parts(whole: OperatorSeconds, expected: Sequence[Seconds]) -> list[OperatorSeconds]:
@@ -105,6 +135,7 @@ def _parts(whole: OperatorSeconds, expected: Sequence[Seconds]) -> list[Operator
             forward=whole.forward * forward[index],
             input_gradient=whole.input_gradient * inputs[index],
             weight_gradient=whole.weight_gradient * weights[index],
+            again=whole.again * forward[index],
         )
         for index in range(len(expected))
     ]
@@ -126,6 +157,7 @@ def _mean(parts: Sequence[OperatorSeconds]) -> OperatorSeconds:
         forward=mean(part.forward for part in parts),
         input_gradient=mean(part.input_gradient for part in parts),
         weight_gradient=mean(part.weight_gradient for part in parts),
+        again=mean(part.again for part in parts),
     )
 
 

@@ -8,10 +8,10 @@ once per micro-batch, however small it is.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Final, NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol, runtime_checkable
 
 from lightning_gpp.cluster import Device
 from lightning_gpp.errors import ConfigError
@@ -41,6 +41,25 @@ class CostModel(Protocol):
     def seconds(self, operator: Operator, num_samples: int, device: Device) -> Seconds:
         """Seconds of an operator on a device for a micro-batch of `num_samples` samples (at least 1)."""
         ...
+
+
+@runtime_checkable
+class RerunCosts(Protocol):
+    """Costs that know what running a module again takes beyond its forward."""
+
+    def rerun_seconds(self, operators: Iterable[Operator], num_samples: int, device: Device) -> float:
+        """See the function `rerun_seconds`."""
+        ...
+
+
+def rerun_seconds(costs: CostModel, operators: Iterable[Operator], num_samples: int, device: Device) -> float:
+    """Seconds that a backward takes more if a module with these operators runs again inside of it.
+
+    They are those of its forward, unless the costs know better.
+    """
+    if isinstance(costs, RerunCosts):
+        return costs.rerun_seconds(operators, num_samples, device)
+    return sum(costs.seconds(operator, num_samples, device).forward for operator in operators)
 
 
 OPTIMIZER_STATES: Final = {"none": 0, "sgd": 0, "sgd_momentum": 1, "adagrad": 1, "rmsprop": 1, "adam": 2, "adamw": 2}

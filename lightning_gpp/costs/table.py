@@ -11,16 +11,18 @@ from lightning_gpp.errors import PlanError
 from lightning_gpp.graph import Affine, Operator
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class OperatorSeconds:
     """Seconds of one operator, affine in the samples of the micro-batch: the forward and both halves of the backward.
 
-    `input_gradient` and `weight_gradient` are 0 if there is no such gradient.
+    `input_gradient` and `weight_gradient` are 0 if there is no such gradient. `again`: what another forward takes more
+    than the first one, if a module around the operator runs again in its backward.
     """
 
     forward: Affine = Affine()
     input_gradient: Affine = Affine()
     weight_gradient: Affine = Affine()
+    again: Affine = Affine()
 
     @property
     def backward(self) -> Affine:
@@ -29,10 +31,17 @@ class OperatorSeconds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostTable:
-    """Seconds of every operator of a graph, as a cost model. `name` states their origin."""
+    """Seconds of every operator of a graph, as a cost model.
+
+    Args:
+        name: states their origin.
+        operators: seconds by name of the operator.
+        seconds_per_rerun: of every module that runs again, whatever its operators.
+    """
 
     name: str
     operators: Mapping[str, OperatorSeconds] = field(hash=False)
+    seconds_per_rerun: float = 0.0
 
     def seconds(self, operator: Operator, num_samples: int, device: Device) -> Seconds:
         """Seconds for a micro-batch on the device of the measurement, whatever `device` is.

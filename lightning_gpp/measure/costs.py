@@ -18,12 +18,12 @@ from lightning_gpp._compat.torch import pytree
 from lightning_gpp.capture import Capture, batch_size_of
 from lightning_gpp.capture.record import step_arguments
 from lightning_gpp.cluster import Device
-from lightning_gpp.costs.measured import BlockSeconds, MeasuredCosts, spread
-from lightning_gpp.costs.model import Roofline, Seconds
+from lightning_gpp.costs.measured import BlockSeconds, MeasuredCosts, MeasuredSeconds, spread
+from lightning_gpp.costs.model import Roofline
 from lightning_gpp.errors import ConfigError
 from lightning_gpp.measure.blocks import Block, Blocks, find_blocks
 from lightning_gpp.measure.replica import filled, hollow_copy, random_like
-from lightning_gpp.measure.store import Store, default_folder
+from lightning_gpp.measure.store import EMPTY, Store, default_folder
 from lightning_gpp.measure.timing import BlockTimer
 from lightning_gpp.plan import SOURCE
 from lightning_gpp.runtime.random import undisturbed
@@ -91,7 +91,8 @@ def measure_costs(
         for block in blocks.blocks
     ]
     name = f"measured on {store.device}, torch {torch.__version__}"
-    return MeasuredCosts(spread(capture.graph, measured, device, name), device.name)
+    table = spread(capture.graph, measured, device, name, store.figures[EMPTY].again)
+    return MeasuredCosts(table, device.name)
 
 
 def _missing(blocks: Blocks, sizes: Sequence[int], store: Store) -> list[tuple[Block, int]]:
@@ -124,6 +125,7 @@ class _Bench:
         step = getattr(self._replica, self._capture.step)
         arguments = step_arguments(step, 0)
         batch = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(self._device), batch)
+        store.figures.setdefault(EMPTY, MeasuredSeconds(0.0, again=self._timer.seconds_per_rerun))
         self._step.begin(batch, lambda samples: step(samples, *arguments), seed=0)
         try:
             for done, (block, size) in enumerate(todo):
@@ -138,7 +140,7 @@ class _Bench:
         """Drop the results of the user's step."""
         self._step.outputs.clear()
 
-    def _measure(self, block: Block, size: int) -> Seconds:
+    def _measure(self, block: Block, size: int) -> MeasuredSeconds:
         pipeline = self._blocks.pipeline
         names = (*pipeline.parameters[block.stage], *pipeline.buffers[block.stage])
         micro_batch = MicroBatch(0, 0, size, self._capture.batch_size)

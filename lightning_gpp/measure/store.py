@@ -12,12 +12,15 @@ from typing import Any, Final
 
 import torch
 
-from lightning_gpp.costs.model import Seconds
+from lightning_gpp.costs.measured import MeasuredSeconds
 
-FORMAT: Final = 1
+FORMAT: Final = 2
 
 BlockKey = tuple[str, int]
 """The content of a block, and the samples of its micro-batch."""
+
+EMPTY: Final[BlockKey] = "empty", 1
+"""A block without operators. What running it again takes is part of running any block again."""
 
 
 def default_folder() -> Path:
@@ -37,7 +40,7 @@ class Store:
         self.device = device
         name = re.sub(r"[^A-Za-z0-9]+", "-", f"{device} torch {torch.__version__}").strip("-").lower()
         self.path = Path(folder) / f"costs-{name}.json"
-        self.figures: dict[BlockKey, Seconds] = self._read()
+        self.figures: dict[BlockKey, MeasuredSeconds] = self._read()
 
     def save(self) -> None:
         """Write the figures, merged with those that other processes have written; warn if that is impossible."""
@@ -61,7 +64,7 @@ class Store:
     def _header(self) -> dict[str, Any]:
         return {"format": FORMAT, "device": self.device, "torch": torch.__version__}
 
-    def _read(self) -> dict[BlockKey, Seconds]:
+    def _read(self) -> dict[BlockKey, MeasuredSeconds]:
         try:
             content = json.loads(self.path.read_text())
             if {key: content[key] for key in self._header()} != self._header():
@@ -82,8 +85,8 @@ class Store:
             return {}
 
 
-def _checked(values: list[float]) -> Seconds:
-    seconds = Seconds(*map(float, values))
+def _checked(values: list[float]) -> MeasuredSeconds:
+    seconds = MeasuredSeconds(*map(float, values))
     if len(values) != len(seconds) or not all(0 <= value < float("inf") for value in seconds):
-        raise ValueError(f"{values} are not seconds of forward, input gradient and weight gradient")
+        raise ValueError(f"{values} are not seconds of forward, input gradient, weight gradient and repetition")
     return seconds

@@ -10,7 +10,7 @@ It takes no more memory than the second run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -71,12 +71,13 @@ def _without_graph(outputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: output.detach().requires_grad_(output.requires_grad) for name, output in outputs.items()}
 
 
-def recomputed(block: nn.Module) -> Callable[..., Any]:
+def recomputed(block: Callable[..., Any], modules: Iterable[nn.Module]) -> Callable[..., Any]:
     """Calls of a block that keep only their arguments, and run again in the backward.
 
-    The second run has the random numbers, buffers and attributes of the first, which stay untouched.
+    The second run has the random numbers of the first, and the buffers and attributes of `modules` (each without its
+    submodules), which stay untouched.
     """
-    state = ModuleState(block.modules())
+    state = ModuleState(modules)
 
     def run(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():

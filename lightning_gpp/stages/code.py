@@ -183,7 +183,8 @@ class StageCode:
         if call.checkpoint is not None and self._region_of(call.parent) != call.checkpoint:
             target = self._name("checkpoint", functools.partial(checkpoint, self.names[target], use_reentrant=False))
         elif call.checkpoint is None and self._is_recomputed(call.path):
-            target = self._name("again", recomputed(self.names[target]))
+            block = self.names[target]
+            target = self._name("again", recomputed(block, block.modules()))
         if call.fillings:
             target = self._name("answering", functools.partial(answering, self.names[target], call.fillings))
         arguments = pytree.tree_leaves((call.args, call.kwargs))

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from lightning_gpp.cluster import Cluster, Device
 from lightning_gpp.cluster.groups import grouped
-from lightning_gpp.costs.model import CostModel, Footprint, Seconds, held_copies
+from lightning_gpp.costs.model import CostModel, Footprint, Seconds, held_copies, rerun_seconds
 from lightning_gpp.costs.tensor_parallel import roofline_of
 from lightning_gpp.graph import Affine, Operator, OperatorGraph
 from lightning_gpp.graph.parts import part_of
@@ -168,25 +168,32 @@ def _all_reduce(plan: Plan, stage: int, cluster: Cluster, num_pipelines: int) ->
     return cluster.all_reduce_seconds(devices, plan.stages[stage].figures.parameter_bytes)
 
 
-def _again(graph: OperatorGraph, stage: Stage, operators: Sequence[Operator]) -> set[str]:
-    """The operators that run again inside the stage's backward."""
+def _again(graph: OperatorGraph, stage: Stage, operators: Sequence[Operator]) -> list[list[Operator]]:
+    """The operators of every module that runs again inside the stage's backward."""
     blocks = recomputed_blocks(graph, {operator.name for operator in operators}, stage.recomputed_blocks)
-    return {name for block in blocks for name in block.operators}
+    return [[graph[name] for name in block.operators] for block in blocks]
 
 
 def _stage_cost(
-    operators: Sequence[Operator], again: Set[str], plan: Plan, index: int, kind: Device, costs: CostModel
+    operators: Sequence[Operator],
+    again: Sequence[Sequence[Operator]],
+    plan: Plan,
+    index: int,
+    kind: Device,
+    costs: CostModel,
 ) -> StageCost:
     """The costs of a stage; gradients of weights of recomputed blocks are never computed apart."""
     stage = plan.stages[index]
     share = max(2, -(-stage.micro_batch_size // len(stage.devices)))
+    inside = {operator.name for block in again for operator in block}
     points = {}
     for samples in (1, share):
         seconds = {operator.name: costs.seconds(operator, samples, kind) for operator in operators}
         points[samples] = [
             sum(s.forward for s in seconds.values()),
-            sum(s.backward + (s.forward if name in again else 0.0) for name, s in seconds.items()),
-            _weight(plan, index, [s for name, s in seconds.items() if name not in again]),
+            sum(s.backward for s in seconds.values())
+            + sum(rerun_seconds(costs, block, samples, kind) for block in again),
+            _weight(plan, index, [s for name, s in seconds.items() if name not in inside]),
         ]
     forward, backward, weight = (_through({samples: point[i] for samples, point in points.items()}) for i in range(3))
     return StageCost(

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from lightning_gpp.cluster import Cluster
 from lightning_gpp.cluster.groups import fits_node, overlapping
-from lightning_gpp.costs.model import CostModel, Footprint, held_copies
+from lightning_gpp.costs.model import CostModel, Footprint, held_copies, rerun_seconds
 from lightning_gpp.graph import Affine, Operator, OperatorGraph
 from lightning_gpp.graph.parts import part_of
 from lightning_gpp.planning.assignment.rerun_blocks import RerunBlock, blocks_of
@@ -222,7 +222,7 @@ class Problem:
         if key not in self._blocks:
             device, graph = self.cluster.kinds[kind], self.graph
             forwards = [
-                sum(self.costs.seconds(graph[name], num_samples, device).forward for name in block.operators)
+                rerun_seconds(self.costs, (graph[name] for name in block.operators), num_samples, device)
                 for block in self.blocks
             ]
             freed = [block.freed(num_samples) for block in self.blocks]
