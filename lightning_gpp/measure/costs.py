@@ -7,6 +7,7 @@ import platform
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from math import inf
 from pathlib import Path
 from typing import Any, Final
@@ -33,6 +34,9 @@ MeasuringProgress = Callable[[int, int, str], None]
 """Called before each measurement with the number of those done, their total, and the block's name and samples."""
 
 SECONDS_PER_BLOCK: Final = 0.2
+
+OWN_CACHE_BYTES: Final = 1 << 20
+"""Bytes that stay in the cache that a core of a server has for itself."""
 
 
 def measure_costs(
@@ -76,15 +80,17 @@ def measure_costs(
     """
     sizes = _checked_sizes(sizes, batch)
     place = torch.device(torch_device)
+    cold = place.type == "cpu" and _is_cold(capture, sizes[0])
     roofline = Roofline(capture.graph)
     expected = {operator.name: sum(roofline.seconds(operator, sizes[-1], device)) for operator in capture.graph}
     replica = hollow_copy(module, place)
     blocks = find_blocks(capture, replica, expected, num_pieces)
-    store = Store(default_folder() if cache is None else cache, _kind(place, num_threads))
+    store = Store(default_folder() if cache is None else cache, _kind(place, num_threads, cold))
     todo = _missing(blocks, sizes, store)
     if todo:
         with _prepared(place, num_threads):
-            bench = _Bench(capture, blocks, replica, module, place, context, budget)
+            timer = partial(BlockTimer, device=place, context=context, budget=budget, cold=cold)
+            bench = _Bench(capture, blocks, replica, module, place, timer)
             bench.run(batch, todo, store, progress)
     measured = [
         BlockSeconds(operators=block.operators, points={size: store.figures[block.content, size] for size in sizes})
@@ -111,13 +117,12 @@ class _Bench:
         replica: nn.Module,
         module: nn.Module,
         device: torch.device,
-        context: Callable[[], AbstractContextManager[Any]],
-        budget: float,
+        timer: Callable[..., BlockTimer],
     ) -> None:
         self._capture, self._blocks, self._device = capture, blocks, device
         self._replica, self._module = replica, module
         self._step = blocks.pipeline.step
-        self._timer = BlockTimer(device=device, context=context, budget=budget, after=self._forget)
+        self._timer = timer(after=self._forget)
 
     def run(
         self, batch: Any, todo: Sequence[tuple[Block, int]], store: Store, progress: MeasuringProgress | None
@@ -191,12 +196,19 @@ def _prepared(device: torch.device, num_threads: int) -> Iterator[None]:
         yield
 
 
-def _kind(device: torch.device, num_threads: int) -> str:
+def _is_cold(capture: Capture, num_samples: int) -> bool:
+    """True if the rest of a step takes the caches from one run of a block to the next."""
+    graph = capture.graph
+    touched = 2 * sum(graph.parameter_bytes.values()) + sum(op.saved_bytes.at(num_samples) for op in graph)
+    return touched > OWN_CACHE_BYTES
+
+
+def _kind(device: torch.device, num_threads: int, cold: bool) -> str:
     """A description of everything that determines the speed of a device."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).name
     threads = "1 thread" if num_threads == 1 else f"{num_threads} threads"
-    return f"{_processor()}, {threads}"
+    return f"{_processor()}, {threads}{', cold caches' * cold}"
 
 
 def _processor() -> str:

@@ -31,6 +31,9 @@ WARM_UPS: Final = 2
 FEWEST: Final = 3
 """The least number of repetitions."""
 
+CACHE_BYTES: Final = 16 << 20
+"""Bytes of other data after which nothing of a block is left in the caches that a core can count on."""
+
 MANY: Final = 32
 """Saved tensors of the tiny block that shows what each takes."""
 
@@ -85,6 +88,7 @@ class BlockTimer:
 
     Args:
         device: device of the tensors.
+        cold: whether each timed call begins without the block's data in the caches of a CPU.
         context: context in which modules compute, for example autocast; backwards run outside.
         budget: seconds per block, which may be exceeded to reach the least number of repetitions.
         after: called after every repetition.
@@ -96,11 +100,14 @@ class BlockTimer:
     context: Callable[[], AbstractContextManager[Any]]
     budget: float
     after: Callable[[], None]
+    cold: bool = False
     seconds_per_rerun: float = field(init=False)
     _per_saved_tensor: float = field(init=False)
     _of_nothing: Times = field(init=False)
+    _others: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
+        self._others = torch.zeros(CACHE_BYTES if self.cold else 0, dtype=torch.uint8)
         tiny = torch.ones(1, device=self.device, requires_grad=True)
         alone = {"x": tiny}, MicroBatch(0, 0, 1, 1)
         # the least, because a pause of this process would be subtracted from all blocks
@@ -176,6 +183,7 @@ class BlockTimer:
     def _timed(self, call: Callable[[], Any]) -> tuple[float, Any]:
         if self.device.type == "cuda":
             return _timed_by_events(call, self.device)
+        self._others.add_(1)
         start = perf_counter()
         result = call()
         return perf_counter() - start, result

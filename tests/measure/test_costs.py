@@ -16,9 +16,10 @@ from torchmetrics import MeanMetric
 
 from lightning_gpp.capture import Capture, capture_step
 from lightning_gpp.cluster import DEVICES
-from lightning_gpp.costs.measured import MeasuredCosts
-from lightning_gpp.costs.model import CostModel, Seconds
+from lightning_gpp.costs.measured import MeasuredCosts, MeasuredSeconds
+from lightning_gpp.costs.model import CostModel, rerun_seconds
 from lightning_gpp.errors import ConfigError
+from lightning_gpp.measure import costs as measuring
 from lightning_gpp.measure import timing
 from lightning_gpp.measure.costs import measure_costs
 from lightning_gpp.measure.timing import BlockTimer
@@ -100,11 +101,11 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """Every block takes a second per parameter and sample, forwards; what was timed, as (parameters, samples)."""
     timed: list[tuple[int, int]] = []
 
-    def seconds(self: BlockTimer, stage: Any, values: Any, micro_batch: MicroBatch) -> Seconds:
+    def seconds(self: BlockTimer, stage: Any, values: Any, micro_batch: MicroBatch) -> MeasuredSeconds:
         numbers = {id(p): p.numel() for part in stage.parts for p in part.parameters(recurse=False) if not p.is_meta}
         timed.append((sum(numbers.values()), micro_batch.num_samples))
         forward = float(sum(numbers.values()) * micro_batch.num_samples)
-        return Seconds(forward, forward, forward / 2)
+        return MeasuredSeconds(forward, forward, forward / 2)
 
     monkeypatch.setattr(BlockTimer, "seconds", seconds)
     return timed
@@ -195,7 +196,7 @@ def test_costs_add_up(measure: Any, clock: list[tuple[int, int]]) -> None:
 def test_the_last_unit_and_the_step_are_apart(measure: Any, clock: list[tuple[int, int]]) -> None:
     costs = measure(Model())
     model = captured(Model())
-    assert costs.seconds(model.graph["step"], 8, CPU) == Seconds(0, 0, 0)
+    assert sum(costs.seconds(model.graph["step"], 8, CPU)) == 0
     assert seconds_of(costs, model, 8, "head")[0] == pytest.approx(28 * 8)
 
 
@@ -214,6 +215,35 @@ def _cluster() -> Any:
     from lightning_gpp.cluster import preset_cluster
 
     return preset_cluster("cpu_host", num_devices=2)
+
+
+def test_a_module_that_runs_again_takes_its_forward_and_what_every_saved_tensor_takes(
+    measure: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def seconds(self: BlockTimer, stage: Any, values: Any, micro_batch: MicroBatch) -> MeasuredSeconds:
+        return MeasuredSeconds(3.0, again=self._num_saved(stage, values, micro_batch) * 0.5)
+
+    monkeypatch.setattr(BlockTimer, "seconds", seconds)
+    monkeypatch.setattr(BlockTimer, "_rerun", lambda *_: 7.0)
+    costs, model = measure(Model(num_layers=1)), captured(Model(num_layers=1))
+    layer = [operator for operator in model.graph if operator.module.startswith("layers.0")]
+    assert rerun_seconds(costs, layer, 8, CPU) == pytest.approx(7 + 3 + 3 * 0.5)  # input, weight and result of the ReLU
+    again = measure(Model(num_layers=1))
+    assert rerun_seconds(again, layer, 8, CPU) == rerun_seconds(costs, layer, 8, CPU)  # from the store
+    with pytest.raises(ConfigError, match="measured on"):
+        rerun_seconds(costs, layer, 8, DEVICES["h100_sxm"])
+
+
+def test_the_rest_of_a_large_model_takes_the_caches(measure: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[int] = []
+    once = MeasuredSeconds(1.0)
+    monkeypatch.setattr(BlockTimer, "seconds", lambda self, *_: (written.append(len(self._others)), once)[1])
+    small = measure(Model())
+    monkeypatch.setattr(measuring, "OWN_CACHE_BYTES", 100)
+    large = measure(Model())
+    assert [*dict.fromkeys(written)] == [0, timing.CACHE_BYTES]
+    assert "cold caches" in large.name
+    assert "cold caches" not in small.name
 
 
 def test_nothing_of_the_users_changes(measure: Any) -> None:
@@ -237,7 +267,7 @@ def test_nothing_of_the_users_changes(measure: Any) -> None:
 def test_threads_are_those_of_a_pipelines_process(measure: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = set()
     before = torch.get_num_threads()
-    monkeypatch.setattr(BlockTimer, "seconds", lambda *_: (seen.add(torch.get_num_threads()), Seconds(1.0))[1])
+    monkeypatch.setattr(BlockTimer, "seconds", lambda *_: (seen.add(torch.get_num_threads()), MeasuredSeconds(1.0))[1])
     torch.set_num_threads(before + 1)
     try:
         measure(Model())
