@@ -217,9 +217,12 @@ class Request(SearchOptions):
 def _sizes_to_try(batch_size: int, num_devices: int) -> tuple[int, ...]:
     """Micro-batch sizes for a search, ascending."""
     sizes = {-(-batch_size // number) for number in NUMBERS if number <= batch_size}
-    smaller = {-(-batch_size // number) for number in MORE_NUMBERS if number <= batch_size}
+    more = (*MORE_NUMBERS, min(batch_size, MORE_NUMBERS[-1]))  # also single samples
+    smaller = {-(-batch_size // number) for number in more if number <= batch_size}
     sizes |= {size for size in smaller if num_devices <= size * MANY_STAGES <= num_devices * MANY_STAGES}
     shared = {-(-size // num_devices) * num_devices for size in sizes}  # all devices get equally many samples
+    counts = (base << shift for base in (1, 3) for shift in range(num_devices.bit_length()))
+    shared |= {count for count in counts if count <= num_devices < 2 * count}  # or most of them do
     sizes |= {size for size in shared if batch_size % size == 0}
     return tuple(sorted(size for size in sizes if -batch_size % size <= MAX_SHORT * batch_size))
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from lightning_gpp.cluster import Cluster, Link, Port
 from lightning_gpp.graph import Affine
-from lightning_gpp.plan import Plan
+from lightning_gpp.plan import SOURCE, Plan
 from lightning_gpp.schedules import Action, Kind, Message
 from lightning_gpp.schedules.work import HeldBytes
 
@@ -19,6 +19,8 @@ class StageCost:
     Args:
         forward: seconds of a forward, or of a recomputation; affine in the samples of the replica's share.
         backward: seconds of a full backward, with recomputed blocks, but without a recomputation of the whole stage.
+        sending: seconds that the messages of a forward take from computing.
+        returning: likewise those of a backward.
         weight: seconds of the weight gradients; input gradients take the rest of `backward`.
         activation_bytes: bytes of a micro-batch in flight.
         offloaded_bytes: further bytes, which lie in host memory between OFFLOAD and LOAD.
@@ -30,6 +32,8 @@ class StageCost:
     forward: Affine = Affine(0, 1)
     backward: Affine = Affine(0, 1)
     weight: Affine = Affine()
+    sending: Affine = Affine()
+    returning: Affine = Affine()
     activation_bytes: Affine = Affine()
     offloaded_bytes: Affine = Affine()
     working_bytes: Affine = Affine()
@@ -47,12 +51,14 @@ class StageCost:
         )
 
     def seconds(self, kind: Kind, num_samples: int) -> float:
-        """Duration of an action of the stage."""
+        """Duration of an action of the stage, with the messages that take its device's time."""
         if kind is Kind.BACKWARD:
-            return self.backward.at(num_samples)
+            return self.returning.at(num_samples) + self.backward.at(num_samples)
         if kind is Kind.INPUT:
-            return self.backward.at(num_samples) - self.weight.at(num_samples)
-        return (self.weight if kind is Kind.WEIGHT else self.forward).at(num_samples)
+            return self.returning.at(num_samples) + self.backward.at(num_samples) - self.weight.at(num_samples)
+        if kind is Kind.WEIGHT:
+            return self.weight.at(num_samples)
+        return self.forward.at(num_samples) + (self.sending.at(num_samples) if kind is Kind.FORWARD else 0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +73,7 @@ class StageCosts:
         default_link: link between any two devices without a cluster.
         all_reduce: seconds of the all-reduce of every stage's gradients over all replicas, in this and in other
             pipelines; empty if there are none. An all-gather or reduce-scatter takes half of it.
+        busy_stages: stages whose all-reduce takes their devices' time, because links do not overlap with computing.
         ranks: number of ranks that hold every stage, over all pipelines; empty: those of the plan.
         data: seconds of a data action, affine in samples.
         mini_batch_bytes: bytes of the mini-batch, which device 0 loads.
@@ -79,6 +86,7 @@ class StageCosts:
     cluster: Cluster | None = None
     default_link: Link = Link()
     all_reduce: tuple[float, ...] = ()
+    busy_stages: frozenset[int] = frozenset()
     ranks: tuple[int, ...] = ()
     data: Affine = Affine()
     mini_batch_bytes: float = 0
@@ -160,10 +168,12 @@ class StageCosts:
         return self.all_reduce[action.stage] * (0.5 if sharded else 1)
 
     def transfer(self, plan: Plan, message: Message) -> tuple[float, float]:
-        """Latency of a message, and the seconds in which its bytes flow."""
-        num_bytes = plan.edges[message.edge].bytes.at(message.stop - message.start)
+        """Latency of a message, and the seconds in which its bytes flow while devices compute."""
+        edge = plan.edges[message.edge]
+        num_bytes = edge.bytes.at(message.stop - message.start)
         link = self.cluster.link(message.src, message.dst) if self.cluster else self.default_link
-        return link.latency, link.seconds(num_bytes) - link.latency
+        seconds = link.seconds(num_bytes) if edge.src == SOURCE else link.hidden_seconds(num_bytes)
+        return link.latency, seconds - link.latency
 
     def ports(self, message: Message) -> tuple[Port, ...]:
         """Ports that a message occupies while its bytes flow, besides its pair of devices."""

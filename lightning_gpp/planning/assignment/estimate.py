@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import product
 
 from lightning_gpp.cluster import Cluster, Device
 from lightning_gpp.cluster.groups import grouped
@@ -40,8 +41,8 @@ def _timed_stage(stage: Stage, index: int, costs: StageCosts) -> Stage:
     """The stage with its seconds by a micro-batch's samples; the slowest replica's share counts."""
     cost = max((costs.replica(index, device) for device in stage.devices), key=lambda entry: entry.backward.at(1))
     share = 1 if stage.round_robin else len(stage.devices)
-    forward, weight = _shared(cost.forward, share), _shared(cost.weight, share)
-    backward = _shared(cost.backward, share)
+    forward, weight = _shared(cost.forward + cost.sending, share), _shared(cost.weight, share)
+    backward = _shared(cost.backward + cost.returning, share)
     inputs = backward - weight
     figures = replace(stage.figures, forward_seconds=forward, input_seconds=inputs, weight_seconds=weight)
     return replace(stage, figures=figures)
@@ -57,8 +58,8 @@ def _edge_seconds(plan: Plan, edge: Edge, costs: StageCosts) -> Affine:
     if src == dst or edge.artificial:
         return Affine()
     link = costs.cluster.link(src, dst) if costs.cluster else costs.default_link
-    fixed = link.seconds(edge.bytes.fixed)
-    return Affine(link.seconds(edge.bytes.at(1)) - fixed, fixed)
+    fixed = link.hidden_seconds(edge.bytes.fixed)
+    return Affine(link.hidden_seconds(edge.bytes.at(1)) - fixed, fixed)
 
 
 def _room(plan: Plan, costs: StageCosts, device: int, limit: float) -> float:
@@ -139,6 +140,10 @@ def estimate(
         for stage in range(len(plan.stages))
         for kind in set().union(*(kinds[device] for device in plan.devices_of(stage)))
     }
+    if not cluster.overlaps:
+        by_kind = {key: _with_messages(cost, plan, key[0], cluster) for key, cost in by_kind.items()}
+    heads = range(0, plan.num_devices * num_pipelines, plan.num_devices)
+    holders = [[head + device for head in heads for device in stage.devices] for stage in plan.stages]
     replicas = {
         (stage, device): _slowest([by_kind[stage, kind] for kind in sorted(kinds[device])], plan.stages[stage])
         for stage in range(len(plan.stages))
@@ -148,7 +153,8 @@ def estimate(
         stages=tuple(replicas[stage, plan.devices_of(stage)[0]] for stage in range(len(plan.stages))),
         replicas=replicas if not cluster.homogeneous else {},
         cluster=cluster,
-        all_reduce=tuple(_all_reduce(plan, stage, cluster, num_pipelines) for stage in range(len(plan.stages))),
+        all_reduce=tuple(_all_reduce(plan, stage, cluster, copies) for stage, copies in enumerate(holders)),
+        busy_stages=frozenset(stage for stage, devices in enumerate(holders) if _is_busy(cluster, devices)),
         ranks=tuple(len(stage.devices) * num_pipelines for stage in plan.stages),
         mini_batch_bytes=graph.input_bytes.at(plan.batch_size),
         parameter_copies=(footprint or Footprint()).copies,
@@ -161,10 +167,30 @@ def _slowest(candidates: Sequence[StageCost], stage: Stage) -> StageCost:
     return max(candidates, key=lambda cost: cost.forward.at(share) + cost.backward.at(share))
 
 
-def _all_reduce(plan: Plan, stage: int, cluster: Cluster, num_pipelines: int) -> float:
-    devices = [
-        device + pipeline * plan.num_devices for pipeline in range(num_pipelines) for device in plan.devices_of(stage)
-    ]
+def _with_messages(cost: StageCost, plan: Plan, index: int, cluster: Cluster) -> StageCost:
+    """The cost with what messages take from computing. What the loader sends is there before it is needed."""
+    edges = [edge for edge in plan.edges if index in (edge.src, edge.dst) and edge.src != SOURCE]
+    sending = [(edge, _busy_seconds(plan, edge, cluster)) for edge in edges if not edge.artificial]
+    return replace(
+        cost,
+        sending=sum((seconds for _, seconds in sending), Affine()),
+        returning=sum((seconds for edge, seconds in sending if carries_gradient(edge)), Affine()),
+    )
+
+
+def _busy_seconds(plan: Plan, edge: Edge, cluster: Cluster) -> Affine:
+    """Seconds that a message takes from either device, by its samples, on the slowest link between the two stages."""
+    src, dst = plan.devices_of(edge.src), plan.devices_of(edge.dst)
+    links = [cluster.link(*pair) for pair in product(src, dst)] if src != dst else []
+    return edge.bytes * max((link.busy_seconds(1) for link in links), default=0.0)
+
+
+def _is_busy(cluster: Cluster, devices: Sequence[int]) -> bool:
+    """True if some of these devices are joined by links that take their time."""
+    return any(not cluster.link(*pair).overlap for pair in zip(devices, devices[1:], strict=False))
+
+
+def _all_reduce(plan: Plan, stage: int, cluster: Cluster, devices: Sequence[int]) -> float:
     return cluster.all_reduce_seconds(devices, plan.stages[stage].figures.parameter_bytes)
 
 

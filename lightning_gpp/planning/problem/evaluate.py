@@ -29,7 +29,7 @@ from lightning_gpp.planning.problem.stage_figures import (
     static_bytes,
     weight_bytes,
 )
-from lightning_gpp.planning.problem.transfers import Transfers, contend
+from lightning_gpp.planning.problem.transfers import Transfers, contend, take_time
 from lightning_gpp.planning.problem.units import Value
 
 _Anywhere = tuple[tuple[int, ...], int, Recompute, bool, int, frozenset[int]]
@@ -339,6 +339,9 @@ class Evaluator:
             sent=sent,
             returned=returned,
         )
+        if not self.problem.cluster.overlaps:
+            take_time(forwards, pipeline.forward, direction=0)
+            take_time(backwards, pipeline.backward, direction=1)
         return pipeline, busiest
 
     def _step_apart(self, pipeline: ClockedStages, last: DraftStage) -> bool:

@@ -22,11 +22,14 @@ class DraftTransfer(NamedTuple):
     """One micro-batch's transfer between two stages without contention: seconds until the last replica has it, and busy
     seconds of each port.
 
-    The transfer goes from all replicas of the one stage to all replicas of the other.
+    The transfer goes from all replicas of the one stage to all replicas of the other. `sending` and `receiving`: the
+    most seconds that it takes from the computing of a sender, and of a receiver; `seconds` are without these.
     """
 
     seconds: float
     ports: dict[Port, float]
+    sending: float = 0.0
+    receiving: float = 0.0
 
 
 Route: TypeAlias = Callable[[int, int], tuple[Link, tuple[Port, ...]]]
@@ -46,14 +49,17 @@ def transfer(
     `members`: the processes of each sender, and of each receiver.
     """
     seconds, ports = 0.0, dict[Port, float]()
+    busy: tuple[dict[int, float], dict[int, float]] = {}, {}
     for i, j, samples in overlaps(src, dst, num_samples):
         link, passed = route(i, j)
         link = link_of_groups(link, *members)
         num_bytes = size.at(samples)
-        seconds = max(seconds, link.seconds(num_bytes))
-        for port in passed:
+        seconds = max(seconds, link.hidden_seconds(num_bytes))
+        for device, side in zip((i, j), busy, strict=True):
+            side[device] = side.get(device, 0.0) + link.busy_seconds(num_bytes)
+        for port in passed if link.overlap else ():
             ports[port] = ports.get(port, 0.0) + num_bytes / link.bytes_per_second
-    return DraftTransfer(seconds, ports)
+    return DraftTransfer(seconds, ports, *(max(side.values(), default=0.0) for side in busy))
 
 
 def overlaps(src: Sequence[int], dst: Sequence[int], num_samples: int) -> Iterator[tuple[int, int, int]]:
@@ -113,13 +119,26 @@ def contend(ways: Iterable[tuple[Mapping[tuple[int, int], DraftTransfer], dict[t
     total: dict[Port, float] = {}
     for direction, (transfers, seconds) in enumerate(ways):
         together: dict[tuple[int, Port], float] = {}
-        for pair, (_, ports) in transfers.items():
+        for pair, (_, ports, *_) in transfers.items():
             dst = pair[1 - direction]
             for port, busy in ports.items():
                 together[dst, port] = together.get((dst, port), 0.0) + busy
                 total[port] = total.get(port, 0.0) + busy
-        for pair, (_, ports) in transfers.items():
+        for pair, (_, ports, *_) in transfers.items():
             dst = pair[1 - direction]
             waits = [together[dst, port] - busy for port, busy in ports.items()]
             seconds[pair] += max(waits, default=0.0)
     return max(total.values(), default=0.0)
+
+
+def take_time(transfers: Mapping[tuple[int, int], DraftTransfer], seconds: list[float], *, direction: int) -> None:
+    """Add to the seconds of stages what transfers take from their computing.
+
+    Args:
+        transfers: by the sending and the receiving stage; for backward (`direction` 1) the other way round.
+        seconds: of every stage.
+        direction: 0 for forward, 1 for backward.
+    """
+    for pair, transfer in transfers.items():
+        seconds[pair[direction]] += transfer.sending
+        seconds[pair[1 - direction]] += transfer.receiving

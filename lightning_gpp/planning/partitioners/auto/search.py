@@ -240,6 +240,9 @@ class Search:
         self.published = published(self.problem, self.control)
         self.take(self.published)
         began = self.control.elapsed
+        if self.problem.idle_devices:
+            fewer = self._cut(on_fewer_devices(self.problem, self._orders()))
+            self._take_until(began + FEWER_SHARE * self.control.seconds, fewer)
         self._take_until(began + FIRST_SHARE * self.control.seconds, self._first_shapes())
         best = nsmallest(NUM_SLACKENED, self.known, key=self.known.__getitem__)
         self._take_until(began + 2 * FIRST_SHARE * self.control.seconds, with_slack(self.problem, best))
@@ -254,8 +257,6 @@ class Search:
 
     def _first_shapes(self) -> Iterator[Shape]:
         problem, found = self.problem, self._orders()
-        if problem.idle_devices:
-            yield from self._cut(on_fewer_devices(problem, found))
         yield from self._cut(variants(problem, found))
         if self.best is None:
             yield from self._cut(replace(cuts, fitting=False) for cuts in variants(problem, found))

@@ -34,6 +34,7 @@ import networkx as nx
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_gpp.planning.partitioners.auto.messages import furthest, message_seconds
 from lightning_gpp.planning.partitioners.auto.shape import Shape
 from lightning_gpp.planning.partitioners.graphpipe import graphpipe
 from lightning_gpp.planning.partitioners.pipedream import pipedream
@@ -161,6 +162,7 @@ class _Table:
         self.most_stages = min(self.num_slots, problem.num_units)
         self.num_answers = 1 if cuts.equal else self.most_stages
         self.seconds = [self._prefix(count * cuts.width) for count in self.counts]
+        self.messages = [self._messages(count * cuts.width) for count in self.counts]
         self.balance = self.seconds[0][-1] / self.num_slots
         self._room: dict[int, Positions] = {}
         slots = np.arange(self.num_slots + 1)[None, :] - np.array(self.counts)[:, None]
@@ -188,10 +190,18 @@ class _Table:
         each = total + problem.parameter_bytes * summing / number
         return np.concatenate([[0.0], np.cumsum(each[self.reverse])])
 
+    def _messages(self, replicas: int) -> Array | None:
+        """Seconds that messages take from a stage's computing; None if they take none."""
+        problem = self.problem
+        return (
+            None if problem.cluster.overlaps else message_seconds(problem, self.reverse, -(-self.cuts.size // replicas))
+        )
+
     def _extensions(self, limit: float) -> Positions:
         """For every number of replicas and position, where a stage that begins there must end to keep the limit."""
         waits = self.cuts.taper * self.cuts.size / self.problem.batch_size
-        ends = np.stack([_extended(row, limit * (1 + 1e-9), waits) for row in self.seconds])
+        rows = zip(self.seconds, self.messages, strict=True)
+        ends = np.stack([_extended(row, sent, limit * (1 + 1e-9), waits) for row, sent in rows])
         return ends if self.borders is None else np.minimum(ends, self.borders)
 
     def _fitting(self, num_following: int) -> Positions:
@@ -258,11 +268,13 @@ class _Table:
         return ends, [self.counts[row] * self.cuts.width for row in reversed(rows)]
 
 
-def _extended(row: Array, limit: float, waits: float) -> Positions:
+def _extended(row: Array, messages: Array | None, limit: float, waits: float) -> Positions:
     """For every position of a row of prefix sums, the last end of a stage whose seconds, and `waits` times those of all
     work ahead of it, are within the limit.
     """
     latest = (row + limit - waits * float(row[-1])) / (1 - waits)
+    if messages is not None:
+        return furthest(row, messages, latest)
     return np.searchsorted(row, latest, side="right") - 1
 
 
@@ -350,6 +362,8 @@ def _equal(problem: Problem, found: list[list[int]]) -> Iterator[Cuts]:
         tapers = TAPERS if cuts.size < problem.batch_size and not problem.continuous else TAPERS[:1]
         if seconds < inf:
             yield from (replace(cuts, equal=True, taper=taper) for taper in tapers)
+            if not cuts.recompute:  # stages of equal work, which then recompute some blocks
+                yield replace(cuts, equal=True, fitting=False)
 
 
 def _step_on_paper(problem: Problem, cuts: Cuts) -> float:
