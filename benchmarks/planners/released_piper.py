@@ -218,12 +218,13 @@ def with_edges_apart(graph: OperatorGraph) -> OperatorGraph:
     for operator in graph:
         outputs = tuple(replace(spec, requires_grad=True) for spec in operator.outputs)
         changed = replace(operator, outputs=outputs * max(1, graph.nx.out_degree(operator.name)))
-        if operator.target == "input":
+        is_layer = operator.target == "input" and any(spec.bytes(1) for spec in outputs)
+        if is_layer:
             own = f"{operator.name}.weight"  # so that no stage has a copy of the layer
             made.parameter_bytes[own] = made.parameter_sizes[own] = 0
             changed = replace(changed, target="profiled", module=operator.name, parameters=(own,))
         made.add(changed)
-        if operator.target == "input":
+        if is_layer:
             made.connect(LOADER, operator.name, 0)
     for name in graph.nx:
         for number, reader in enumerate(graph.nx.successors(name)):

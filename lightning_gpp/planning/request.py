@@ -222,7 +222,7 @@ def _sizes_to_try(batch_size: int, num_devices: int) -> tuple[int, ...]:
     sizes |= {size for size in smaller if num_devices <= size * MANY_STAGES <= num_devices * MANY_STAGES}
     shared = {-(-size // num_devices) * num_devices for size in sizes}  # all devices get equally many samples
     counts = (base << shift for base in (1, 3) for shift in range(num_devices.bit_length()))
-    shared |= {count for count in counts if count <= num_devices < 2 * count}  # or most of them do
+    shared |= {count for count in counts if min(sizes) < count <= num_devices < 2 * count}  # or most of them do
     sizes |= {size for size in shared if batch_size % size == 0}
     return tuple(sorted(size for size in sizes if -batch_size % size <= MAX_SHORT * batch_size))
 

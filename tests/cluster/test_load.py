@@ -152,6 +152,7 @@ MISTAKES: list[tuple[tuple[str | int, ...], Any, str]] = [
     (("nodes",), {}, "cluster.nodes is {}; it must be a list"),
     (("nodes",), [], "cluster.nodes is []; it must be a list of at least 1"),
     (("between", "bytes_per_second"), 0, "cluster.between: Link: bytes_per_second=0 must be above 0"),
+    (("between", "overlap"), "maybe", "cluster.between.overlap is 'maybe'; it must be true or false"),
     (("between", "latency"), True, "cluster.between.latency is True; it must be a number"),
     (("between",), 25e9, "cluster.between is 25000000000.0; it must be a mapping"),
     (("between",), None, "cluster.nodes: Cluster 'lab': no link joins device 0 to device 9. Give `between`"),

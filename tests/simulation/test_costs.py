@@ -83,6 +83,33 @@ def test_links_are_those_of_the_cluster() -> None:
     assert timeline.makespan == 6 + 12 + 2 + 100 + 12
 
 
+def test_messages_may_take_the_time_of_devices() -> None:
+    """2 s of each forward and 3 s of each backward are messages, which arrive as soon as they are sent."""
+    plan = plan_of([(0, 1)], (1, 1), 1, devices=[(1,), (0,)])
+    busy = StageCost(sending=Affine(2), returning=Affine(3), weight=Affine(0, 0.5))
+    cluster = Cluster.uniform(DEVICE, 2, Link(bytes_per_second=1e-3, overlap=False))
+    timeline = _simulated(plan, replace(StageCosts.uniform(plan), stages=(busy, busy), cluster=cluster))
+    assert [(span.start, span.stop) for span in timeline.devices[1]] == [(0, 3), (10, 14)]
+    assert [(span.start, span.stop) for span in timeline.devices[0]] == [(3, 6), (6, 10)]
+    kinds = (Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT)
+    assert [busy.seconds(kind, 1) for kind in kinds] == [3, 1, 4, 3.5, 0.5]
+
+
+def test_sums_of_gradients_may_take_the_time_of_devices() -> None:
+    """Device 0 sums the gradients of its last stage before it goes on; otherwise while it waits."""
+    plan = plan_of([(0, 1), (1, 2)], (1, 1, 1), 1, devices=[(0,), (1,), (0,)])
+    costs = replace(StageCosts.uniform(plan), all_reduce=(1.0, 2.0, 4.0))
+    makespans = [
+        _simulated(plan, replace(costs, busy_stages=frozenset(busy)), copies=2).makespan for busy in ((), (0, 1, 2))
+    ]
+    assert makespans == [9, 10]
+    last = [
+        _simulated(plan, replace(costs, busy_stages=frozenset(busy)), copies=2).devices[0][-1].start
+        for busy in ((), (2,))
+    ]
+    assert last == [5, 8]
+
+
 def test_without_a_cluster_the_default_link_joins_all() -> None:
     plan = chain((1, 1, 1), 1)
     timeline = _simulated(plan, replace(StageCosts.uniform(plan), default_link=Link(latency=3)))
