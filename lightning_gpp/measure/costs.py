@@ -87,7 +87,7 @@ def measure_costs(
     blocks = find_blocks(capture, replica, expected, num_pieces)
     store = Store(default_folder() if cache is None else cache, _kind(place, num_threads, cold))
     todo = _missing(blocks, sizes, store)
-    if todo:
+    if todo or EMPTY not in store.figures:
         with _prepared(place, num_threads):
             timer = partial(BlockTimer, device=place, context=context, budget=budget, cold=cold)
             bench = _Bench(capture, blocks, replica, module, place, timer)

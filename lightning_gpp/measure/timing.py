@@ -38,7 +38,7 @@ MANY: Final = 32
 """Saved tensors of the tiny block that shows what each takes."""
 
 
-Run = Callable[[Mapping[str, Tensor], MicroBatch], dict[str, Tensor]]
+StageCall = Callable[[Mapping[str, Tensor], MicroBatch], dict[str, Tensor]]
 """The forward of a stage."""
 
 
@@ -50,7 +50,7 @@ class Times(NamedTuple):
     inputs: float
 
 
-class _Forward(NamedTuple):
+class _Ran(NamedTuple):
     """A forward's seconds, differentiable outputs and inputs, and a gradient for each output."""
 
     seconds: float
@@ -168,17 +168,17 @@ class BlockTimer:
 
         return next(self._chosen(median, once))
 
-    def _backward(self, forward: _Forward) -> float:
+    def _backward(self, forward: _Ran) -> float:
         backward = torch.autograd.backward
         return self._timed(lambda: backward(forward.roots, forward.seeds))[0] if forward.roots else 0.0
 
-    def _forward(self, run: Run, values: Mapping[str, Tensor], micro_batch: MicroBatch) -> _Forward:
+    def _forward(self, run: StageCall, values: Mapping[str, Tensor], micro_batch: MicroBatch) -> _Ran:
         given = {name: value.detach().requires_grad_(value.requires_grad) for name, value in values.items()}
         with self.context():
             seconds, outputs = self._timed(lambda: run(given, micro_batch))
         roots = [output for output in outputs.values() if output.requires_grad]
         leaves = [value for value in given.values() if value.requires_grad]
-        return _Forward(seconds, roots, leaves, _seeds(roots))
+        return _Ran(seconds, roots, leaves, _seeds(roots))
 
     def _timed(self, call: Callable[[], Any]) -> tuple[float, Any]:
         if self.device.type == "cuda":

@@ -234,6 +234,16 @@ def test_a_module_that_runs_again_takes_its_forward_and_what_every_saved_tensor_
         rerun_seconds(costs, layer, 8, DEVICES["h100_sxm"])
 
 
+def test_a_store_without_what_every_block_takes_gets_it(measure: Any, tmp_path: Path) -> None:
+    costs = measure(Model())
+    (file,) = tmp_path.glob("*.json")
+    content = json.loads(file.read_text())
+    assert content["blocks"].pop("empty")
+    file.write_text(json.dumps(content))
+    assert measure(Model()).table.operators == costs.table.operators
+    assert "empty" in json.loads(file.read_text())["blocks"]
+
+
 def test_the_rest_of_a_large_model_takes_the_caches(measure: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     written: list[int] = []
     once = MeasuredSeconds(1.0)
