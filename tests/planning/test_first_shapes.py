@@ -8,15 +8,21 @@ from itertools import islice
 from lightning_gpp.cluster import Cluster, Device, Link
 from lightning_gpp.planning import Evaluator, Problem, Request
 from lightning_gpp.planning.partitioners.auto.moves import waits_filled
-from lightning_gpp.planning.partitioners.auto.seeds import TAPERS, Cuts, seeds, variants
+from lightning_gpp.planning.partitioners.auto.seeds import Cuts, seeds
 from lightning_gpp.planning.partitioners.auto.shape import Shape
+from lightning_gpp.planning.partitioners.auto.variants import TAPERS, variants
 from tests.planning import graphs
+from tests.planning.graphs import Builder
+from tests.planning.problems import DEVICE
+from tests.planning.test_recomputation import problem_of as problem_with_layers
+
+LINK = Link(latency=1e-5, bytes_per_second=1e9)
 
 
 def problem_of(num_layers: int, num_devices: int, memory_bytes: float = 1e9) -> Problem:
     """A chain of equal layers, and two samples for every device."""
     device = Device(name="test", memory_bytes=memory_bytes, peak_flops={"float32": 1e9}, peak_bytes_per_second=1e9)
-    cluster = Cluster.uniform(device, num_devices, Link(latency=1e-5, bytes_per_second=1e9))
+    cluster = Cluster.uniform(device, num_devices, LINK)
     return Request(cluster=cluster, batch_size=2 * num_devices, simplicity=0.0).problem(graphs.chain(num_layers))
 
 
@@ -49,6 +55,31 @@ def test_every_equal_number_of_replicas_is_tried() -> None:
     equal = [cuts for cuts in variants(problem, [list(range(problem.num_units))]) if cuts.equal]
     assert {cuts.width for cuts in equal} == {4, 8, 16, 32, 64, 128, 256}
     assert {cuts.taper for cuts in equal} == set(TAPERS)
+
+
+def test_where_memory_is_scarce_stages_leave_time_for_what_they_recompute() -> None:
+    """Stages ahead, with more micro-batches in flight, get fewer of 48 equal layers; others recompute all or none."""
+    build = Builder()
+    x = build.data(width=16)
+    for index in range(48):
+        wide = build.linear(f"layers.{index}.up", x, width=128, work=1)
+        x = build.linear(f"layers.{index}.down", wide, width=16, work=0.3)
+    graph = replace(build.step(build.linear("head", x, width=16, work=0.1)), uncalled=frozenset({"layers"}))
+    ample = replace(problem_with_layers(graph, 8, 1e12), batch_size=6400, sizes=(400,))
+    memory = float(ample.static_bytes.sum() / 8 + 0.5 * ample.saved_bytes(400).sum())
+    problem = replace(ample, cluster=Cluster.uniform(replace(DEVICE, memory_bytes=memory), 8, LINK))
+    evaluate, order = Evaluator(problem), [*range(problem.num_units)]
+    cuts = Cuts(order=order, size=400, equal=True, apart=True, fitting=True)
+    others = [replace(cuts, recompute=again, fitting=fits) for again in (False, True) for fits in (False, True)]
+    ((found,), *rest) = (
+        [evaluate(shape.draft()) for shape in seeds(problem, entry, lambda seconds: True)]
+        for entry in (replace(cuts, partly=True), *others)
+    )
+    assert found.fits
+    assert any(found.recompute)
+    assert found.rank < min(entry.rank for shapes in rest for entry in shapes)
+    assert replace(cuts, partly=True) in [*variants(problem, [order])]
+    assert not any(entry.partly for entry in variants(ample, [order]))
 
 
 def test_stages_get_lighter_towards_the_sink() -> None:

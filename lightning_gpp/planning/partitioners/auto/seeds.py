@@ -23,10 +23,8 @@ seconds of work must have M t + taper h within M times the limit.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
-from itertools import product
-from math import inf
+from dataclasses import dataclass
+from functools import cached_property, partial
 from types import MappingProxyType
 from typing import Final
 
@@ -35,6 +33,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_gpp.planning.partitioners.auto.messages import furthest, message_seconds
+from lightning_gpp.planning.partitioners.auto.scarce import ScarceMemory
 from lightning_gpp.planning.partitioners.auto.shape import Shape
 from lightning_gpp.planning.partitioners.graphpipe import graphpipe
 from lightning_gpp.planning.partitioners.pipedream import pipedream
@@ -110,6 +109,7 @@ class Cuts:
         num_devices: the first devices to use; 0: all.
         taper: the share of the work ahead of a stage for which it waits, from 0 to 1.
         equal: every stage has one group of devices.
+        partly: stages recompute as much as makes them fit; only with `equal`.
     """
 
     order: Sequence[int]
@@ -122,6 +122,7 @@ class Cuts:
     num_devices: int = 0
     taper: float = 0.0
     equal: bool = False
+    partly: bool = False
 
 
 def replica_counts(most: int, size: int) -> list[int]:
@@ -225,12 +226,12 @@ class _Table:
         reach = np.full(self.num_slots + 1, -1, dtype=np.int64)
         reach[0] = 0
         choices: list[Positions] = []
-        extensions = self._extensions(limit)
+        allowed = self._allowed(limit)
         for stage in range(most_stages or self.most_stages):
-            reach, choice = self._step(reach, self._allowed(extensions, stage))
+            reach, choice = self._step(reach, allowed(stage))
             choices.append(choice)
             if reach[-1] >= len(self.reverse) and stage + 1 not in known:
-                yield stage + 1, *self._trace(choices, extensions)
+                yield stage + 1, *self._trace(choices, allowed)
             if reach.max() < 0:
                 return
 
@@ -244,8 +245,23 @@ class _Table:
             best, low, high = (solved, low, middle) if solved else (best, middle, high)
         return best
 
-    def _allowed(self, extensions: Positions, stage: int) -> Positions:
-        return np.minimum(extensions, self._fitting(stage)) if self.cuts.fitting else extensions
+    def _allowed(self, limit: float) -> Callable[[int], Positions]:
+        """Where a stage must end, as in `_extensions`, by the number of stages behind it."""
+        if self.cuts.partly:
+            return partial(self._recomputing, limit)
+        extensions = self._extensions(limit)
+        fitting = self._fitting if self.cuts.fitting else lambda _: extensions
+        return lambda stage: np.minimum(extensions, fitting(stage))
+
+    def _recomputing(self, limit: float, num_following: int) -> Positions:
+        (row,), (sent,) = self.seconds, self.messages
+        again = self._memory.seconds(num_following + 1)
+        ends = furthest(row, again if sent is None else again + sent, row + limit * (1 + 1e-9))[None, :]
+        return ends if self.borders is None else np.minimum(ends, self.borders)
+
+    @cached_property
+    def _memory(self) -> ScarceMemory:
+        return ScarceMemory(self.problem, self.reverse, self.cuts.width, self.cuts.size)
 
     def _step(self, reach: Positions, extensions: Positions) -> tuple[Positions, Positions]:
         """Add a stage: for every number of slots, how far it reaches, and with how many replicas."""
@@ -255,7 +271,7 @@ class _Table:
         choice = ends.argmax(axis=0)
         return np.take_along_axis(ends, choice[None, :], axis=0)[0], choice
 
-    def _trace(self, choices: list[Positions], extensions: Positions) -> tuple[list[int], list[int]]:
+    def _trace(self, choices: list[Positions], allowed: Callable[[int], Positions]) -> tuple[list[int], list[int]]:
         """Ends and replicas of all stages, traced back through the choices."""
         slots, rows = self.num_slots, []
         for choice in reversed(choices):
@@ -263,7 +279,7 @@ class _Table:
             slots -= self.counts[rows[-1]]
         ends, position = [], 0
         for stage, row in enumerate(reversed(rows)):
-            position = int(self._allowed(extensions, stage)[row, position])
+            position = int(allowed(stage)[row, position])
             ends.append(position)
         return ends, [self.counts[row] * self.cuts.width for row in reversed(rows)]
 
@@ -335,79 +351,3 @@ def published(problem: Problem, control: SearchControl) -> dict[Shape, str]:
             if shape is not None:
                 found.setdefault(shape, name)
     return found
-
-
-def variants(problem: Problem, found: list[list[int]]) -> Iterator[Cuts]:
-    """Ways to cut, the most promising first: equal replicas; middle sizes, branches apart; then all others."""
-    yield from _equal(problem, found[:2])
-    width, *wider = _widths(problem)
-    for apart in (True, False):
-        yield from _cuts(problem, found, [width], apart=apart)
-    if problem.replicable:
-        shared = [width for width in wider if width <= problem.max_replicas]
-        yield from _cuts(problem, found[:2], shared, apart=True)
-
-
-TAPERS: Final = (0.0, 0.4)
-"""Values of `Cuts.taper`: all stages equally heavy, and lighter towards the sink."""
-
-
-def _equal(problem: Problem, found: list[list[int]]) -> Iterator[Cuts]:
-    """Stages with equal numbers of replicas, the shortest steps on paper first."""
-    number = problem.num_devices
-    most = min(problem.max_replicas, number)
-    widths = [w for w in range(1, number + 1) if number % w == 0 and w <= most and number // w <= problem.num_units]
-    ways = [(_step_on_paper(problem, cuts), cuts) for cuts in _cuts(problem, found, widths, apart=True)]
-    for seconds, cuts in sorted(ways, key=lambda way: way[0]):
-        tapers = TAPERS if cuts.size < problem.batch_size and not problem.continuous else TAPERS[:1]
-        if seconds < inf:
-            yield from (replace(cuts, equal=True, taper=taper) for taper in tapers)
-            if not cuts.recompute:  # stages of equal work, which then recompute some blocks
-                yield replace(cuts, equal=True, fitting=False)
-
-
-def _step_on_paper(problem: Problem, cuts: Cuts) -> float:
-    """Seconds of a step with equal stages; infinite if their weights do not fit."""
-    stages, replicas = problem.num_devices // cuts.width, cuts.width
-    if float(problem.static_bytes_of(replicas).sum()) / stages > float(problem.memory_bytes.max()):
-        return inf
-    table = problem.seconds(-(-cuts.size // replicas), slowest_kind(problem))
-    work = float((table.total + (table.forward if cuts.recompute else 0.0)).sum()) / stages
-    filling = 0.0 if problem.continuous else stages - 1
-    gradients = float(problem.parameter_bytes.sum()) / stages
-    summing = problem.cluster.all_reduce_seconds(range(replicas), gradients) if replicas > 1 else 0.0
-    return (problem.batch_size / cuts.size + filling) * work + summing
-
-
-def on_fewer_devices(problem: Problem, found: list[list[int]]) -> Iterator[Cuts]:
-    """Ways to cut for fewer devices: one, powers of two, and all but one."""
-    numbers = sorted({1 << shift for shift in range(problem.num_devices.bit_length())} | {problem.num_devices - 1})
-    for number in numbers:
-        if 0 < number < problem.num_devices:
-            width = next(width for width in _widths(problem) if number % width == 0 or width > number)
-            for cuts in _cuts(problem, found[:2], [min(width, number)], apart=True):
-                yield replace(cuts, num_devices=number)
-
-
-def _cuts(problem: Problem, found: Sequence[list[int]], widths: Sequence[int], *, apart: bool) -> Iterator[Cuts]:
-    sizes = sorted(problem.sizes, key=lambda size: abs(-(-problem.batch_size // size) - 4 * problem.num_devices**0.5))
-    again = [flag for flag in (False, True) if problem.recompute in (None, flag)]
-    for order, size, width, schedule, recompute in product(found, sizes, widths, problem.schedules, again):
-        if width <= size:
-            yield Cuts(
-                order=order,
-                size=size,
-                width=width,
-                apart=apart,
-                recompute=recompute,
-                schedule=schedule,
-                fitting=True,
-            )
-
-
-def _widths(problem: Problem) -> list[int]:
-    """Sizes of groups in which devices are assigned: the least for which there are few groups, and its multiples."""
-    number = problem.num_devices
-    powers = [1 << shift for shift in range(number.bit_length())]
-    least = next((width for width in powers if number % width == 0 and number // width <= MAX_SLOTS), 1)
-    return [width for width in range(least, number + 1) if number % width == 0 and width % least == 0]
