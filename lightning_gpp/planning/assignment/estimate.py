@@ -135,15 +135,17 @@ def estimate(
         device: {cluster.kind(device + pipeline * plan.num_devices) for pipeline in range(num_pipelines)}
         for device in range(plan.num_devices)
     }
+    heads = range(0, plan.num_devices * num_pipelines, plan.num_devices)
+    holders = [[head + device for head in heads for device in stage.devices] for stage in plan.stages]
     by_kind = {
         (stage, kind): _stage_cost(operators[stage], again[stage], plan, stage, cluster.kinds[kind], costs)
         for stage in range(len(plan.stages))
         for kind in set().union(*(kinds[device] for device in plan.devices_of(stage)))
     }
+    busy_stages: frozenset[int] = frozenset()
     if not cluster.overlaps:
+        busy_stages = frozenset(stage for stage, devices in enumerate(holders) if _is_busy(cluster, devices))
         by_kind = {key: _with_messages(cost, plan, key[0], cluster) for key, cost in by_kind.items()}
-    heads = range(0, plan.num_devices * num_pipelines, plan.num_devices)
-    holders = [[head + device for head in heads for device in stage.devices] for stage in plan.stages]
     replicas = {
         (stage, device): _slowest([by_kind[stage, kind] for kind in sorted(kinds[device])], plan.stages[stage])
         for stage in range(len(plan.stages))
@@ -154,7 +156,7 @@ def estimate(
         replicas=replicas if not cluster.homogeneous else {},
         cluster=cluster,
         all_reduce=tuple(_all_reduce(plan, stage, cluster, copies) for stage, copies in enumerate(holders)),
-        busy_stages=frozenset(stage for stage, devices in enumerate(holders) if _is_busy(cluster, devices)),
+        busy_stages=busy_stages,
         ranks=tuple(len(stage.devices) * num_pipelines for stage in plan.stages),
         mini_batch_bytes=graph.input_bytes.at(plan.batch_size),
         parameter_copies=(footprint or Footprint()).copies,

@@ -99,6 +99,7 @@ class Evaluator:
     _recomputation: dict[int, Recomputation] = field(default_factory=dict)
     _memory: list[float] = field(init=False)
     _transfers: Transfers = field(init=False)
+    _overlap: bool = field(init=False)
     _rigid_units: list[int] = field(init=False)
     _rigid_values: list[Value] = field(init=False)
 
@@ -106,6 +107,7 @@ class Evaluator:
         units = self.problem.units
         self._memory = self.problem.memory_bytes.tolist()
         self._transfers = Transfers(self.problem)
+        self._overlap = self.problem.cluster.overlaps
         self._rigid_units = [index for index, unit in enumerate(units.units) if not unit.divisible]
         self._rigid_values = [value for value in units.values if not value.sliceable]
 
@@ -339,7 +341,7 @@ class Evaluator:
             sent=sent,
             returned=returned,
         )
-        if not self.problem.cluster.overlaps:
+        if not self._overlap:
             take_time(forwards, pipeline.forward, direction=0)
             take_time(backwards, pipeline.backward, direction=1)
         return pipeline, busiest
