@@ -107,7 +107,7 @@ def _check_found(rows: list[ComparedRow], what: str) -> None:
 def _partitioned(name: str, task: Task, seconds: float) -> Compared:
     try:
         with time_limit(seconds, key="compare_seconds"), search_progress() as progress:
-            return best_plan(name, task.subject.step.graph, _request(task, progress))
+            return best_plan(name, task.subject.step.graph, in_time(_request(task, progress), seconds))
     except PlanError as error:
         return str(error)
     except TimeIsUp:
@@ -124,6 +124,12 @@ def _request(task: Task, progress: SearchBar | None) -> Request:
         bound_seconds=task.options.bound_seconds,
         progress=progress,
     )
+
+
+def in_time(request: Request, seconds: float) -> Request:
+    """The request with a search that ends early enough for an answer."""
+    search, bound = min(request.seconds, 0.6 * seconds), min(request.bound_seconds, 0.1 * seconds)
+    return replace(request, seconds=search, bound_seconds=bound)
 
 
 def _late(seconds: float) -> str:

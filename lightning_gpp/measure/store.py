@@ -40,11 +40,11 @@ class Store:
         self.device = device
         name = re.sub(r"[^A-Za-z0-9]+", "-", f"{device} torch {torch.__version__}").strip("-").lower()
         self.path = Path(folder) / f"costs-{name}.json"
-        self.figures: dict[BlockKey, MeasuredSeconds] = self._read()
+        self.figures: dict[BlockKey, MeasuredSeconds] = self._read(warn=True)
 
     def save(self) -> None:
         """Write the figures, merged with those that other processes have written; warn if that is impossible."""
-        figures = {**self._read(), **self.figures}
+        figures = {**self._read(warn=False), **self.figures}
         blocks: dict[str, dict[str, list[float]]] = {}
         for (content, size), seconds in sorted(figures.items()):
             blocks.setdefault(content, {})[str(size)] = list(seconds)
@@ -56,15 +56,15 @@ class Store:
             os.replace(file.name, self.path)
         except OSError as error:
             warnings.warn(
-                f"Measured costs cannot be kept in {self.path}: {error}. The next run measures again; give a folder "
-                "that can be written to (cache=...), or set XDG_CACHE_HOME.",
+                f"Measured costs cannot be kept in {self.path}: {error}. The next run measures again; set "
+                "XDG_CACHE_HOME to a folder that can be written to.",
                 stacklevel=2,
             )
 
     def _header(self) -> dict[str, Any]:
         return {"format": FORMAT, "device": self.device, "torch": torch.__version__}
 
-    def _read(self) -> dict[BlockKey, MeasuredSeconds]:
+    def _read(self, *, warn: bool) -> dict[BlockKey, MeasuredSeconds]:
         try:
             content = json.loads(self.path.read_text())
             if {key: content[key] for key in self._header()} != self._header():
@@ -77,11 +77,12 @@ class Store:
         except (FileNotFoundError, NotADirectoryError):
             return {}
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            warnings.warn(
-                f"The cache of measured costs {self.path} is damaged ({type(error).__name__}: {error}). All blocks are "
-                "measured again, and the file is rewritten.",
-                stacklevel=2,
-            )
+            if warn:
+                warnings.warn(
+                    f"The cache of measured costs {self.path} is damaged ({type(error).__name__}: {error}). All blocks "
+                    "are measured again, and the file is rewritten.",
+                    stacklevel=3,
+                )
             return {}
 
 

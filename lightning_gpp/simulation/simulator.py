@@ -313,10 +313,10 @@ class _Simulation:
             return
         message = self.program.messages[number]
         pair = message.src, message.dst
-        latency, flow = self.costs.transfer(self.program.plan, message)
+        seconds, flow = self.costs.transfer(self.program.plan, message)
         start = max(self.offered[number], time, self.free[pair])
         start = book([self.ports[port] for port in self.costs.ports(message)], start, flow)
-        stop = start + latency + flow
+        stop = start + seconds
         self.free[pair] = self.arrived[number] = stop
         edge, num_samples = self.program.plan.edges[message.edge], message.stop - message.start
         ends = message.producer, message.consumer

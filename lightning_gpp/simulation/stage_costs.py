@@ -168,12 +168,15 @@ class StageCosts:
         return self.all_reduce[action.stage] * (0.5 if sharded else 1)
 
     def transfer(self, plan: Plan, message: Message) -> tuple[float, float]:
-        """Latency of a message, and the seconds in which its bytes flow while devices compute."""
+        """Seconds from the start of a message to its end, and the first of them in which it occupies its ports.
+
+        If its bytes take the time of devices, those are part of their actions; its ports are occupied as long.
+        """
         edge = plan.edges[message.edge]
         num_bytes = edge.bytes.at(message.stop - message.start)
         link = self.cluster.link(message.src, message.dst) if self.cluster else self.default_link
         seconds = link.seconds(num_bytes) if edge.src == SOURCE else link.hidden_seconds(num_bytes)
-        return link.latency, seconds - link.latency
+        return seconds, link.seconds(num_bytes) - link.latency
 
     def ports(self, message: Message) -> tuple[Port, ...]:
         """Ports that a message occupies while its bytes flow, besides its pair of devices."""

@@ -15,12 +15,13 @@ from pathlib import Path
 import pytest
 
 from lightning_gpp.cli import plan as command_module
-from lightning_gpp.cli.compare import compare
+from lightning_gpp.cli.compare import compare, in_time
 from lightning_gpp.cli.plan import overrides
 from lightning_gpp.cli.planning import show
+from lightning_gpp.cluster import preset_cluster
 from lightning_gpp.errors import ConfigError
 from lightning_gpp.plan import Plan
-from lightning_gpp.planning import Answer, Problem, SearchControl
+from lightning_gpp.planning import Answer, Problem, Request, SearchControl
 from lightning_gpp.planning.assignment.layout import laid_out
 from lightning_gpp.planning.assignment.layout_check import layout_mismatch
 from lightning_gpp.planning.problem import partitioner as partitioners
@@ -379,3 +380,10 @@ def test_a_picture_shows_a_plan_as_chain_and_graph(tmp_path: Path, capsys: pytes
     text = picture.read_text()
     assert "Chain: 4 stages, 4 deep" in text
     assert "Graph: 4 stages, 2 deep" in text
+
+
+def test_searches_leave_time_for_an_answer() -> None:
+    request = Request(cluster=preset_cluster("t4_box"), batch_size=8, seconds=60, bound_seconds=10)
+    short, long = in_time(request, 5), in_time(request, 500)
+    assert (short.seconds, short.bound_seconds) == (3, 0.5)
+    assert (long.seconds, long.bound_seconds) == (60, 10)

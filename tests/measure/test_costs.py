@@ -380,8 +380,9 @@ def test_a_damaged_cache_is_measured_anew(
     (path,) = tmp_path.glob("costs-*.json")
     path.write_text(damage)
     clock.clear()
-    with pytest.warns(UserWarning, match="cache of measured costs .* is damaged.*measured again"):
+    with pytest.warns(UserWarning, match="cache of measured costs .* is damaged.*measured again") as told:
         measure(Model())
+    assert len(told) == 1
     assert clock
     clock.clear()
     measure(Model())
@@ -411,7 +412,7 @@ def test_another_torch_measures_anew(
 
 def test_a_cache_that_cannot_be_written(measure: Any, clock: list[tuple[int, int]], tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.warns(UserWarning, match="cannot be kept in .*measures again; give a folder"):
+    with pytest.warns(UserWarning, match="cannot be kept in .*measures again; set XDG_CACHE_HOME"):
         measure(Model(), cache=tmp_path / "file" / "folder")
 
 

@@ -9,13 +9,14 @@ import pytest
 
 from lightning_gpp.cluster import Cluster, Link
 from lightning_gpp.graph import Affine, Operator, OperatorGraph
-from lightning_gpp.planning import Problem, SearchControl
+from lightning_gpp.planning import Problem, Request, SearchControl, best_plan
 from lightning_gpp.planning.bounds import bound
 from lightning_gpp.planning.bounds.bound import bound_of_size, lower_bound
 from lightning_gpp.planning.bounds.capacity import bottleneck_units
 from lightning_gpp.planning.partitioners.exhaustive import exhaustive
 from lightning_gpp.planning.problem.evaluate import Evaluator
 from lightning_gpp.planning.problem.units import Unit, UnitGraph, Value
+from tests.planning import graphs
 from tests.planning.problems import DEVICE, Given, random_problem
 
 SLACK = 1 + 1e-9
@@ -300,3 +301,12 @@ def test_no_plan_beats_the_bound_where_gradients_do_not_return(seed: int) -> Non
     values = tuple(replace(value, num_directions=random.choice((1, 2))) for value in problem.units.values)
     problem = replace(problem, units=replace(problem.units, values=values), recompute=False)
     assert lower_bound(problem) <= optimum_of(problem) * SLACK
+
+
+def test_glue_that_units_repeat_counts_once() -> None:
+    """One device runs the mask of this model once, although every unit that reads it has a copy."""
+    for batch_size in (1, 8):
+        request = Request(cluster=Cluster.uniform(DEVICE, 1), batch_size=batch_size, seconds=1.0)
+        plan = best_plan("auto", graphs.gpt(), request)
+        assert plan.lower_bound <= plan.seconds * (1 + 1e-9)
+        assert plan.lower_bound == pytest.approx(plan.seconds, rel=1e-3)

@@ -45,7 +45,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from heapq import heapify, heappop, heappush
 from math import inf
 
@@ -89,7 +89,7 @@ def lower_bound(problem: Problem, seconds: float = inf) -> float:
         problem: the question.
         seconds: time limit; a bound whose computation stops early is valid, but looser.
     """
-    began = time.perf_counter()
+    began, problem = time.perf_counter(), replace(problem, repeats=False)
     bounds = {size: _Bounds(problem, size) for size in problem.sizes}
     queue = [(_bound_by_balance(problem, size), size) for size in problem.sizes]
     heapify(queue)
@@ -102,11 +102,13 @@ def lower_bound(problem: Problem, seconds: float = inf) -> float:
 
 def busy_bound(problem: Problem) -> float:
     """Seconds of a step with all devices busy: no schedule beats it, with any number of stages per device."""
+    problem = replace(problem, repeats=False)
     return min(_bound_by_balance(problem, size) for size in problem.sizes)
 
 
 def bound_of_size(problem: Problem, size: int) -> float:
     """The same for plans with micro-batches of `size` samples."""
+    problem = replace(problem, repeats=False)
     bounds, least = _Bounds(problem, size), _bound_by_balance(problem, size)
     while not bounds.complete:
         least = bounds.better(least)

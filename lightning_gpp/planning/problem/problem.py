@@ -85,6 +85,8 @@ class Problem:
             own.
         members: numbers of adjacent devices that may share the work inside a stage (tensor parallelism), ascending.
             Drafts name the first one of each group.
+        repeats: whether the seconds of an operator that several units repeat count in each of them; one stage that has
+            them all runs it once, so lower bounds count it in one.
     """
 
     graph: OperatorGraph
@@ -109,6 +111,7 @@ class Problem:
     slack: bool = True
     single_step: bool = True
     members: tuple[int, ...] = (1,)
+    repeats: bool = True
     _parts: dict[int, Problem] = field(default_factory=dict, init=False)
     _seconds: dict[tuple[int, int], UnitSeconds] = field(default_factory=dict, init=False)
     _saved: dict[int, Array] = field(default_factory=dict, init=False)
@@ -271,9 +274,11 @@ class Problem:
 
     @cached_property
     def _operators(self) -> tuple[list[Operator], NDArray[np.int64]]:
-        """Operators and their units; an operator that several units repeat occurs several times."""
-        pairs = [(self.graph[name], index) for index, unit in enumerate(self.units.units) for name in unit.operators]
-        return [operator for operator, _ in pairs], np.array([index for _, index in pairs], dtype=np.int64)
+        """Operators and their units; see `repeats`."""
+        pairs = [(name, index) for index, unit in enumerate(self.units.units) for name in unit.operators]
+        if not self.repeats:
+            pairs = [*dict(reversed(pairs)).items()]
+        return [self.graph[name] for name, _ in pairs], np.array([index for _, index in pairs], dtype=np.int64)
 
     def _unit_seconds(self, num_samples: int, kind: int) -> UnitSeconds:
         device = self.cluster.kinds[kind]

@@ -57,7 +57,7 @@ def transfer(
         seconds = max(seconds, link.hidden_seconds(num_bytes))
         for device, side in zip((i, j), busy, strict=True):
             side[device] = side.get(device, 0.0) + link.busy_seconds(num_bytes)
-        for port in passed if link.overlap else ():
+        for port in passed:
             ports[port] = ports.get(port, 0.0) + num_bytes / link.bytes_per_second
     return DraftTransfer(seconds, ports, *(max(side.values(), default=0.0) for side in busy))
 
