@@ -18,6 +18,9 @@ shape.
 A stage has less time than those ahead of it, because it waits for their first forwards and after its last backward for
 theirs. So stages may get lighter towards the sink (`Cuts.taper`): with M micro-batches, a stage of t seconds behind h
 seconds of work must have M t + taper h within M times the limit.
+
+Where memory is scarce, stages of one size may recompute as much as makes them fit (`Cuts.partly`): those ahead, which hold
+more micro-batches, recompute more, and so get less work.
 """
 
 from __future__ import annotations
