@@ -19,8 +19,8 @@ A stage has less time than those ahead of it, because it waits for their first f
 theirs. So stages may get lighter towards the sink (`Cuts.taper`): with M micro-batches, a stage of t seconds behind h
 seconds of work must have M t + taper h within M times the limit.
 
-Where memory is scarce, stages of one size may recompute as much as makes them fit (`Cuts.partly`): those ahead, which hold
-more micro-batches, recompute more, and so get less work.
+Where memory is scarce, stages of one size may recompute as much as makes them fit (`Cuts.partly`): those ahead, which
+hold more micro-batches, recompute more, and so get less work.
 """
 
 from __future__ import annotations
