@@ -127,7 +127,7 @@ def _arrivals(
 ) -> Iterator[float]:
     for number in program.inputs[device, action]:
         message = program.messages[number]
-        way = sum(costs.transfer(program.plan, message)) if message.src != message.dst else 0.0
+        way = costs.transfer(program.plan, message)[0] if message.src != message.dst else 0.0
         yield ends[message.src, message.producer] + way
 
 
