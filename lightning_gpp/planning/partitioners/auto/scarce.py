@@ -9,7 +9,7 @@ from lightning_gpp.planning.problem.problem import Array, Problem
 
 
 class ScarceMemory:
-    """What parts of an order save, may recompute, and need, as prefix sums.
+    """Prefix sums of the bytes and seconds that decide what parts of an order recompute.
 
     The blocks of a part are taken to save equally many bytes per second; searches choose among them later.
 

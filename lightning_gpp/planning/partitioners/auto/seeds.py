@@ -249,7 +249,7 @@ class _Table:
         return best
 
     def _allowed(self, limit: float) -> Callable[[int], Positions]:
-        """Where a stage must end, as in `_extensions`, by the number of stages behind it."""
+        """The ends of stages, as in `_extensions`, by the number of stages behind them."""
         if self.cuts.partly:
             return partial(self._recomputing, limit)
         extensions = self._extensions(limit)
