@@ -255,11 +255,12 @@ def estimated(graph: OperatorGraph, request: Request, profile: Profile, stages: 
 def searched(graph: OperatorGraph, request: Request, profile: Profile) -> tuple[float, float]:
     """Piper's objective of the plan that the search of `auto` finds, without programs, and its CPU seconds."""
     began = time.process_time()
-    answer = partitioner_of("auto")(request.problem(graph), SearchControl(seconds=request.seconds))
+    problem = request.problem(graph)
+    draft = partitioner_of("auto")(problem, SearchControl(seconds=request.seconds)).draft
     took = time.process_time() - began
-    fits = answer.draft is not None and Evaluator(request.problem(graph))(answer.draft).fits
-    stages = _layers(graph, request, profile, answer.draft.stages) if answer.draft and fits else ()
-    return objective(profile, list(stages)) if fits else inf, took
+    if draft is None or not Evaluator(problem)(draft).fits:
+        return inf, took
+    return objective(profile, list(_layers(graph, request, profile, draft.stages))), took
 
 
 def simulated(graph: OperatorGraph, request: Request) -> float:

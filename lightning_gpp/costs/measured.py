@@ -66,15 +66,17 @@ class MeasuredCosts:
         self._check_device(device)
         if operator.target == "input":
             return Seconds(0.0)
-        entry = self._entry(operator)
-        parts = (entry.forward, entry.input_gradient, entry.weight_gradient)
-        return Seconds(*(part.at(num_samples) for part in parts))
+        if operator.name not in self.table.operators:
+            raise PlanError(
+                f"The costs ({self.name}) have no figures for operator {operator.name!r}: they were measured for "
+                "another model. Measure this one, or choose strategy.costs=roofline."
+            )
+        return self.table.seconds(operator, num_samples, device)
 
     def rerun_seconds(self, operators: Iterable[Operator], num_samples: int, device: Device) -> float:
         """See `costs.model.rerun_seconds`; with what torch's checkpointing takes."""
         self._check_device(device)
-        entries = [self._entry(operator) for operator in operators]
-        return self.table.seconds_per_rerun + sum((each.forward + each.again).at(num_samples) for each in entries)
+        return self.table.rerun_seconds(operators, num_samples, device)
 
     def _check_device(self, device: Device) -> None:
         if device.name != self.device:
@@ -82,15 +84,6 @@ class MeasuredCosts:
                 f"The costs ({self.name}) were measured on {self.device!r}, but the cluster has {device.name!r}. "
                 "Measure on that device, plan for the cluster that was measured, or choose strategy.costs=roofline."
             )
-
-    def _entry(self, operator: Operator) -> OperatorSeconds:
-        entry = self.table.operators.get(operator.name)
-        if entry is None:
-            raise PlanError(
-                f"The costs ({self.name}) have no figures for operator {operator.name!r}: they were measured for "
-                "another model. Measure this one, or choose strategy.costs=roofline."
-            )
-        return entry
 
 
 def spread(

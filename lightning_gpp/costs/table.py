@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from lightning_gpp.cluster import Device
@@ -49,11 +49,19 @@ class CostTable:
         Raises:
             PlanError: the table does not list the operator.
         """
+        listed = self._listed(operator)
+        parts = (listed.forward, listed.input_gradient, listed.weight_gradient)
+        return Seconds(*(part.at(num_samples) for part in parts))
+
+    def rerun_seconds(self, operators: Iterable[Operator], num_samples: int, device: Device) -> float:
+        """See `costs.model.rerun_seconds`."""
+        listed = map(self._listed, operators)
+        return self.seconds_per_rerun + sum((entry.forward + entry.again).at(num_samples) for entry in listed)
+
+    def _listed(self, operator: Operator) -> OperatorSeconds:
         if operator.name not in self.operators:
             raise PlanError(
                 f"Costs of {self.name}: operator {operator.name!r} is not listed. Use the costs that came with "
                 "the graph, or measure them for it."
             )
-        listed = self.operators[operator.name]
-        parts = (listed.forward, listed.input_gradient, listed.weight_gradient)
-        return Seconds(*(part.at(num_samples) for part in parts))
+        return self.operators[operator.name]

@@ -112,10 +112,11 @@ class BlockTimer:
         alone = {"x": tiny}, MicroBatch(0, 0, 1, 1)
         # the least, because a pause of this process would be subtracted from all blocks
         self._of_nothing = Times(*self._chosen(min, partial(self._repetition, _Nothing(), *alone)))
-        few, many = (self._rerun(_Saving(number), *alone) for number in (1, 1 + MANY))
-        ahead = self.device.type == "cuda"  # kernels run while Python prepares the next ones
-        self._per_saved_tensor = 0.0 if ahead else max(0.0, many - few) / MANY
-        self.seconds_per_rerun = 0.0 if ahead else max(0.0, few - self._per_saved_tensor)
+        few = many = 0.0
+        if self.device.type != "cuda":  # there, kernels run while Python prepares the next ones
+            few, many = (self._rerun(_Saving(number), *alone) for number in (1, 1 + MANY))
+        self._per_saved_tensor = max(0.0, many - few) / MANY
+        self.seconds_per_rerun = max(0.0, few - self._per_saved_tensor)
 
     def seconds(self, stage: StageModule, values: Mapping[str, Tensor], micro_batch: MicroBatch) -> MeasuredSeconds:
         """Median seconds. Input gradients are timed alone; weight gradients take the rest of the full backward."""

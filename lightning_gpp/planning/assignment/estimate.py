@@ -58,8 +58,9 @@ def _edge_seconds(plan: Plan, edge: Edge, costs: StageCosts) -> Affine:
     if src == dst or edge.artificial:
         return Affine()
     link = costs.cluster.link(src, dst) if costs.cluster else costs.default_link
-    fixed = link.hidden_seconds(edge.bytes.fixed)
-    return Affine(link.hidden_seconds(edge.bytes.at(1)) - fixed, fixed)
+    seconds = link.seconds if edge.src == SOURCE else link.hidden_seconds
+    fixed = seconds(edge.bytes.fixed)
+    return Affine(seconds(edge.bytes.at(1)) - fixed, fixed)
 
 
 def _room(plan: Plan, costs: StageCosts, device: int, limit: float) -> float:
