@@ -19,15 +19,15 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException, InstantiationException
 from hydra.types import RunMode
 from omegaconf import DictConfig
-from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
+from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from lightning_gpp.cli import schema
-from lightning_gpp.cli.explain import check_read, config_folder, explain, not_an_override
+from lightning_gpp.cli.config_files import config_folder
 from lightning_gpp.cli.help import ASKED, VERSION, help_text
 from lightning_gpp.cli.log_file import place_of_traceback
-from lightning_gpp.cli.references import unresolved
 from lightning_gpp.cli.stopping import EXIT_CODE, interruptible
+from lightning_gpp.cli.told import not_an_override, told
 from lightning_gpp.errors import GPPError, is_shown_elsewhere
 
 log = logging.getLogger(__name__)
@@ -82,7 +82,7 @@ def run(command: Command) -> None:
     except _TOLD as error:
         if not _is_told(error, job.started):
             raise
-        print(f"{command.name}: {explain(error, sys.argv[1:])}", file=sys.stderr)
+        print(f"{command.name}: {told(error)}", file=sys.stderr)
         sys.exit(1)
     if job.failed:
         sys.exit(1)
@@ -133,16 +133,15 @@ class _HydraTask:
     def __call__(self, config: DictConfig) -> float | None:
         self.started = True
         try:
-            check_read(config)
             return self.command.task(config)
         except (GPPError, OmegaConfBaseException) as error:
-            told = unresolved(config, error) if isinstance(error, InterpolationResolutionError) else explain(error)
+            message = told(error)
             if HydraConfig.get().mode is RunMode.MULTIRUN:
-                _end_sweep(f"{self.command.name}: {told}")
+                _end_sweep(f"{self.command.name}: {message}")
                 raise
             if not is_shown_elsewhere(error):
-                print(f"{self.command.name}: {told}", file=sys.stderr)
-            log.info("%s", told)
+                print(f"{self.command.name}: {message}", file=sys.stderr)
+            log.info("%s", message)
         except Exception as error:  # the user's code, in the middle of a run
             if HydraConfig.get().mode is RunMode.MULTIRUN or not is_shown_elsewhere(error):
                 raise

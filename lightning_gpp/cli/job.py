@@ -20,13 +20,10 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_only
 from omegaconf import DictConfig
 
 from lightning_gpp.checkpoints.folder import is_folder
-from lightning_gpp.cli.blame import guarded, of_kind, refusal
-from lightning_gpp.cli.check import check
-from lightning_gpp.cli.monitors import Monitors
-from lightning_gpp.cli.outputs import begin_outputs, check_folder, naming_places
+from lightning_gpp.cli.configured import built, refusal
 from lightning_gpp.cli.resume import AUTO, resuming_by_itself
+from lightning_gpp.cli.settings import check_settings
 from lightning_gpp.cli.sweep import METRICS
-from lightning_gpp.cli.target import built
 from lightning_gpp.errors import ConfigError
 
 
@@ -46,15 +43,12 @@ def run_job(config: DictConfig) -> dict[str, float]:
         ConfigError: the configuration names something that does not exist.
     """
     _check_checkpoint(config.ckpt_path, config.train)
-    check_folder(config.paths.output_dir)
     job = build(config)
-    begin_outputs(config, job.trainer)
-    with naming_places(config):
-        try:
-            metrics = _run(job, config)
-        except MisconfigurationException as error:
-            raise refusal("the settings", error) from error
-        _finish(config, metrics)
+    try:
+        metrics = _run(job, config)
+    except MisconfigurationException as error:
+        raise refusal("the settings", error) from error
+    _finish(config, metrics)
     return metrics
 
 
@@ -140,11 +134,11 @@ def build(config: DictConfig) -> Job:
     Raises:
         ConfigError: the configuration names something that does not exist.
     """
-    check(config)
+    check_settings(config)
     seed_all(config.seed)
     strategy = built(config.strategy)
-    datamodule = guarded(config.data, built(config.data), L.LightningDataModule)
-    model = guarded(config.model, built(config.model), L.LightningModule)
+    datamodule = built(config.data, L.LightningDataModule)
+    model = built(config.model, L.LightningModule)
     return Job(trainer=build_trainer(config, strategy), model=model, datamodule=datamodule)
 
 
@@ -168,11 +162,11 @@ def build_trainer(config: DictConfig, strategy: Strategy) -> L.Trainer:
         ConfigError: Lightning refuses the settings, for example because this machine has no GPU.
     """
     parts = {
-        "callbacks": [*_all(config.callbacks, "callbacks", L.Callback), Monitors()],
+        "callbacks": _all(config.callbacks, "callbacks", L.Callback),
         "logger": _all(config.logger, "logger", Logger) or False,
     }
     try:
-        trainer: L.Trainer = built(config.trainer, strategy=strategy, **parts)
+        trainer: L.Trainer = built(config.trainer, L.Trainer, strategy=strategy, **parts)
     except ConfigError as error:
         reason = error.__cause__.__cause__ if isinstance(error.__cause__, InstantiationException) else None
         if not isinstance(reason, MisconfigurationException | TypeError | ValueError):
@@ -184,15 +178,10 @@ def build_trainer(config: DictConfig, strategy: Strategy) -> L.Trainer:
 
 
 def _meant(trainer: DictConfig, reason: str) -> list[str]:
-    """The keys of the trainer whose names or texts a refusal mentions; or else those that depend on the machine."""
-    given = {str(key): trainer[key] for key in trainer if str(key) not in ("_target_", "accelerator")}
-    named = [key for key, value in given.items() if re.search(rf"\b{key}\b", reason) or _quoted(value, reason)]
+    """The keys of the trainer whose names a refusal mentions; or else those that depend on the machine."""
+    named = [key for key in map(str, trainer) if re.search(rf"\b{key}\b", reason)]
     machine = ["accelerator", "devices", "precision"]
     return machine if not named or set(named) & set(machine) else named
-
-
-def _quoted(value: Any, reason: str) -> bool:
-    return isinstance(value, str) and repr(value) in reason
 
 
 def _all(group: DictConfig, name: str, kind: type) -> list[Any]:
@@ -207,4 +196,4 @@ def _all(group: DictConfig, name: str, kind: type) -> list[Any]:
                 f"{name}.{key}={node} describes no object. Choose a file of the group ({name}=...), give the entry a "
                 f"_target_, or leave it out with {name}.{key}=null."
             )
-    return [of_kind(node, built(node), kind) for node in group.values() if node is not None]
+    return [built(node, kind) for node in group.values() if node is not None]

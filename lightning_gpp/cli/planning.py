@@ -8,11 +8,9 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from lightning_gpp.cli.sizes import best_of_sizes, sizes_of
-from lightning_gpp.cli.worth import too_small
 from lightning_gpp.errors import ConfigError
 from lightning_gpp.planning import Prediction
 from lightning_gpp.planning.assignment.layout_check import layout_mismatch
-from lightning_gpp.planning.search import REMARK
 from lightning_gpp.reports import graph_svg, prediction_text, timeline_svg
 from lightning_gpp.reports.page import report_html
 from lightning_gpp.reports.terminal import show as show_text
@@ -35,10 +33,8 @@ def show(config: DictConfig) -> None:
         )
     check_outputs(config, _OUTPUTS)
     task, prediction, compared = best_of_sizes(config)
-    told = REMARK in prediction.plan.notes  # that fewer devices are faster, or why some are idle
-    small = () if told else too_small(prediction, task.subject.step, task.machine, task.options)
     width = terminal_width()
-    notes = (*_advice(prediction), *compared, *_members(prediction), *small, *task.subject.notes)
+    notes = (*_advice(prediction), *compared, *_members(prediction), *task.subject.notes)
     below = (f"\n{wrapped(note, width, 0)}" for note in notes)
     show_text("\n".join([prediction_text(prediction, width), *below]), prediction.plan)
     title = f"{config.name} on {task.machine.cluster.name}"

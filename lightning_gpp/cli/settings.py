@@ -1,11 +1,11 @@
-"""The types of the keys of `gpp-train` and `gpp-plan` that are in no group, and of numbers for the trainer."""
+"""The types of the keys of `gpp-train` and `gpp-plan` that are in no group."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from typing import Annotated, Any
 
-from annotated_types import Ge, Gt
+from annotated_types import Gt
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_gpp.errors import ConfigError
@@ -40,20 +40,6 @@ class TopLevelKeys:
     report: str | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainerNumbers:
-    """Arguments of the trainer that it does not check itself, before it computes with them."""
-
-    max_epochs: float | None = None
-    min_epochs: float | None = None
-    max_steps: float = -1
-    min_steps: float | None = None
-    accumulate_grad_batches: Annotated[int, Ge(1)] = 1
-    log_every_n_steps: Annotated[int, Ge(0)] | None = None
-    num_sanity_val_steps: int | None = None
-    val_check_interval: PositiveNumber | str | dict[str, Any] | None = None
-
-
 def check_settings(config: DictConfig) -> None:
     """Refuse values of the wrong type.
 
@@ -62,7 +48,6 @@ def check_settings(config: DictConfig) -> None:
     """
     content: Any = OmegaConf.to_container(config)
     validated(TopLevelKeys, _known(TopLevelKeys, content), error=ConfigError)
-    validated(TrainerNumbers, _known(TrainerNumbers, content["trainer"]), error=ConfigError, key="trainer")
 
 
 def _known(kind: type, content: dict[str, Any]) -> dict[str, Any]:

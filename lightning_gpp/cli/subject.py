@@ -25,8 +25,7 @@ from lightning_gpp._compat.lightning_module import set_device_mesh
 from lightning_gpp._compat.torch import imitated_processes, pytree
 from lightning_gpp.capture import Capture
 from lightning_gpp.capture.calls import find_calls
-from lightning_gpp.cli.blame import guarded, refusal
-from lightning_gpp.cli.target import built
+from lightning_gpp.cli.configured import built, refusal
 from lightning_gpp.cluster import Cluster
 from lightning_gpp.costs.model import CostModel, Footprint
 from lightning_gpp.costs.table import CostTable
@@ -179,9 +178,9 @@ def _captured(config: DictConfig, options: Options, placed: Callable[[], Abstrac
         placed: context in which the module is built; on the meta device its parameters take no memory.
     """
     trainer = _quiet_trainer(config.trainer.precision)
-    datamodule = guarded(config.data, built(config.data), L.LightningDataModule)
+    datamodule = built(config.data, L.LightningDataModule)
     with placed():
-        model: L.LightningModule = guarded(config.model, built(config.model), L.LightningModule)
+        model: L.LightningModule = built(config.model, L.LightningModule)
     _check_methods(model, config.step)
     trainer.precision_plugin.convert_module(model)
     attach_data(trainer, model, datamodule)

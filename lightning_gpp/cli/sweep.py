@@ -17,10 +17,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from lightning_gpp.cli.check import has_launcher
-from lightning_gpp.cli.sweep_table import SweptJob, sweep_table
 from lightning_gpp.errors import ConfigError, GPPError
-from lightning_gpp.reports.terminal import terminal_width
 
 METRICS = "metrics.json"
 """File in the run folder with the last value of every logged metric."""
@@ -28,14 +25,13 @@ METRICS = "metrics.json"
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 """Signals to a sweep that its present job gets, and after which the sweep ends with the job."""
 
-
-_ended: list[SweptJob] = []
-"""The jobs of the sweep so far."""
+EXTERNAL_LAUNCHERS = ("TORCHELASTIC_RUN_ID", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
+"""Environment variables of launchers other than Lightning."""
 
 
 def is_sweep() -> bool:
     """True if this is a job of a sweep whose processes nobody else starts."""
-    return HydraConfig.get().mode is RunMode.MULTIRUN and not has_launcher()
+    return HydraConfig.get().mode is RunMode.MULTIRUN and not any(name in os.environ for name in EXTERNAL_LAUNCHERS)
 
 
 def run_alone(config: DictConfig) -> dict[str, float]:
@@ -59,23 +55,11 @@ def run_alone(config: DictConfig) -> dict[str, float]:
         code = process.wait()
     if received:
         sys.exit(code if code > 0 else 128 + received[0])
-    overrides = list(HydraConfig.get().overrides.task)
     if code:
-        raise GPPError(f"The sweep ends, because its job {shlex.join(overrides)} ended with exit code {code}.")
+        overrides = shlex.join(HydraConfig.get().overrides.task)
+        raise GPPError(f"The sweep ends, because its job {overrides} ended with exit code {code}.")
     metrics: dict[str, float] = json.loads((folder / METRICS).read_text())
-    job = SweptJob(folder=_shown(folder), overrides=overrides, metrics=metrics, optimized=config.optimized_metric)
-    _ended.append(job)
     return metrics
-
-
-def _shown(folder: Path) -> str:
-    return os.path.relpath(folder) if folder.is_relative_to(Path.cwd()) else str(folder)
-
-
-def print_table() -> None:
-    """Print the jobs that have ended in this process, if there are several."""
-    if len(_ended) > 1:
-        print(f"\n{sweep_table(_ended, terminal_width())}")
 
 
 def _arguments(hydra: Any, folder: Path) -> list[str]:

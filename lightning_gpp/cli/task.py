@@ -11,10 +11,10 @@ import torch
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
-from lightning_gpp.cli.check import check
+from lightning_gpp.cli.configured import built
 from lightning_gpp.cli.job import seed_all
+from lightning_gpp.cli.settings import check_settings
 from lightning_gpp.cli.subject import GraphFile, Step, captured, graph_file
-from lightning_gpp.cli.target import built
 from lightning_gpp.cluster import Cluster, cluster_of
 from lightning_gpp.cluster.presets import MAX_DEVICES
 from lightning_gpp.errors import ConfigError
@@ -95,7 +95,7 @@ def task_of(config: DictConfig) -> Task:
     Raises:
         ConfigError: the configuration cannot work.
     """
-    check(config)
+    check_settings(config)
     strategy = built(config.strategy)
     if not isinstance(strategy, GPPStrategy):
         raise ConfigError(f"gpp-plan plans for strategy=gpp, not for {type(strategy).__name__}.")
@@ -227,7 +227,10 @@ def num_processes(trainer: DictConfig) -> int:
             f"trainer.devices={devices} must be a whole number of 1 or more for gpp-plan, for example "
             "trainer.devices=4."
         )
-    number = int(devices) * int(trainer.get("num_nodes", 1))
+    num_nodes = trainer.get("num_nodes", 1)
+    if type(num_nodes) is not int or num_nodes < 1:
+        raise ConfigError(f"trainer.num_nodes={num_nodes} must be a whole number of 1 or more.")
+    number = int(devices) * num_nodes
     if number > MAX_DEVICES:
         raise ConfigError(
             f"trainer.devices={devices} x trainer.num_nodes={trainer.num_nodes} are {number} devices; a cluster has at "

@@ -5,14 +5,11 @@ from __future__ import annotations
 from omegaconf import DictConfig
 
 from lightning_gpp.cli.app import Command, run
-from lightning_gpp.cli.sweep import is_sweep, optimized, print_table, run_alone
+from lightning_gpp.cli.sweep import is_sweep, optimized, run_alone
 
 
 def main() -> None:
-    try:
-        run(_COMMAND)
-    finally:
-        print_table()
+    run(_COMMAND)
 
 
 _EXAMPLES = (

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from hydra import compose, initialize_config_dir
-from omegaconf import DictConfig
+from hydra.utils import get_object
+from omegaconf import DictConfig, OmegaConf
 
 from lightning_gpp.cli import schema
-from lightning_gpp.cli.explain import config_folder
+from lightning_gpp.cli.config_files import config_folder
 from lightning_gpp.cli.task import predict, task_of
 from lightning_gpp.plan import Plan
 from lightning_gpp.simulation import Timeline
 from tests.cli.command_server import ROOT, command_server
 
-__all__ = ["ROOT", "command", "commands", "composed", "make_plan"]
+__all__ = ["ROOT", "check_targets", "command", "commands", "composed", "make_plan"]
 
 
 def composed(*overrides: str, name: str = "train") -> DictConfig:
@@ -36,6 +38,19 @@ def commands(lines: Sequence[Sequence[str]], *, cwd: Path, timeout: float = 55) 
     """Run commands one after the other: return codes, what was printed, and the errors."""
     ran = [command(*line, cwd=cwd, timeout=timeout) for line in lines]
     return [(result.returncode, result.stdout, result.stderr) for result in ran]
+
+
+def check_targets(config: DictConfig) -> None:
+    """Import every class and function that a configuration names."""
+    for target in _targets(OmegaConf.to_container(config)):
+        get_object(target)
+
+
+def _targets(content: Any) -> Iterator[str]:
+    if isinstance(content, dict):
+        yield from (value for key, value in content.items() if key == "_target_" and value != "???")
+    for value in content.values() if isinstance(content, dict) else content if isinstance(content, list) else ():
+        yield from _targets(value)
 
 
 def make_plan(config: DictConfig) -> tuple[Plan, Timeline]:

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from lightning_gpp.cli.check import check
 from lightning_gpp.cli.plan import overrides
-from tests.cli.commands import ROOT, command, composed
+from lightning_gpp.cli.settings import check_settings
+from tests.cli.commands import ROOT, check_targets, command, composed
 from tests.cli.documented import COMMANDS, PAGES, Documented, Elsewhere, Run, way_of
 
 RUNNABLE = sorted({item.page for item in COMMANDS if isinstance(way_of(item), Run)})
@@ -43,7 +43,9 @@ COMPOSED = [
 @pytest.mark.parametrize("text", sorted({item.text for item in COMPOSED}))
 def test_configurations_compose_and_name_what_exists(text: str) -> None:
     name, *arguments = Documented("", text).words
-    check(composed(*overrides(arguments), name=name.removeprefix("gpp-")))
+    config = composed(*overrides(arguments), name=name.removeprefix("gpp-"))
+    check_settings(config)
+    check_targets(config)
 
 
 @pytest.mark.acceptance

@@ -13,9 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from lightning_gpp.cli.check import has_launcher
 from lightning_gpp.cli.sweep import optimized
-from lightning_gpp.cli.sweep_table import SweptJob, sweep_table
 from lightning_gpp.errors import ConfigError
 from tests.cli.commands import ROOT, command
 
@@ -40,31 +38,6 @@ def test_each_job_of_a_sweep_has_its_own_processes_and_metrics(tmp_path: Path) -
     metrics = [json.loads((folder / "metrics.json").read_text()) for folder in folders]
     assert metrics[0]["val/loss"] != metrics[1]["val/loss"]
     assert all((folder / "checkpoints" / "last.ckpt").is_file() for folder in folders)
-    table = result.stdout[result.stdout.index("| job | seed | val/loss |") :].splitlines()
-    for number, line in enumerate(table[2:4]):
-        job, seed, loss = (cell.strip() for cell in line.split("|")[1:4])
-        assert (job, seed, loss) == (str(number), str(number + 1), f"{metrics[number]['val/loss']:.5g}")
-
-
-def test_the_table_of_a_sweep_leaves_out_what_does_not_fit() -> None:
-    jobs = [
-        SweptJob(
-            folder=f"runs/a_long_name_of_a_folder/{number}",
-            overrides=["experiment=a", f"+model.width={number}", "seed=1"],
-            metrics={"train/loss": 1.0, "val/accuracy": 0.5, "test/loss": 0.123456789, "learning_rate": 0.1},
-            optimized="val/accuracy",
-        )
-        for number in range(2)
-    ]
-    wide = [_cells(line) for line in sweep_table(jobs, 200).splitlines()]
-    assert wide[0] == ["job", "model.width", "val/accuracy", "test/loss", "run folder"]
-    assert wide[2] == ["0", "0", "0.5", "0.12346", "runs/a_long_name_of_a_folder/0"]
-    narrow = sweep_table(jobs, 50).splitlines()
-    assert _cells(narrow[0]) == ["job", "model.width", "val/accuracy", "test/loss"]
-
-
-def _cells(line: str) -> list[str]:
-    return [cell.strip() for cell in line.strip("|").split("|")]
 
 
 @pytest.mark.acceptance
@@ -133,13 +106,6 @@ def test_jobs_on_several_machines_need_a_launcher(tmp_path: Path) -> None:
     assert result.returncode == 1
     assert "hydra/launcher=submitit_slurm" in result.stderr
     assert "Traceback" not in result.stderr
-
-
-def test_launchers_other_than_lightning_are_recognised() -> None:
-    assert not has_launcher({})
-    assert not has_launcher({"LOCAL_RANK": "1"})
-    assert has_launcher({"TORCHELASTIC_RUN_ID": "none"})
-    assert has_launcher({"SLURM_PROCID": "0"})
 
 
 def test_the_optimized_metric_is_one_that_was_logged() -> None:

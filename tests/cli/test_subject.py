@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from gpp_examples.feature_towers import FeatureTowers
+from lightning_gpp.cli.configured import built
 from lightning_gpp.cli.subject import Step, captured, first_batch
-from lightning_gpp.cli.target import built
 from lightning_gpp.cli.task import predict, task_of
 from lightning_gpp.errors import ConfigError
 from lightning_gpp.graph import OperatorGraph
