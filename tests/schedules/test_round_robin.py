@@ -41,7 +41,7 @@ def test_whole_micro_batches_in_turn(num_replicas: int, batch_size: int, size: i
     intervals = plan.intervals(0)
     for device, mine in enumerate(numbers):
         for number, (start, stop) in enumerate(intervals):
-            assert plan.share(0, device, (start, stop)) == ((start, stop) if number in mine else (start, start))
+            assert plan.share(0, device, number) == ((start, stop) if number in mine else (start, start))
     assert {(part.device, part.start, part.stop) for part in parts_of(plan, 0, batch_size)} == {
         (device, *intervals[number]) for device, mine in enumerate(numbers) for number in mine
     }
