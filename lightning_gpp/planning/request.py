@@ -400,7 +400,7 @@ def _size_of(batch_size: int, count: int) -> int:
     if -(-batch_size // size) != count:
         raise MicroBatchesError(
             f"strategy.num_micro_batches={count}: {batch_size} samples do not give {count} micro-batches of one size "
-            f"(the last may be smaller); {size} samples each give {-(-batch_size // size)}. "
+            f"(or one less); {size} samples each give {-(-batch_size // size)}. "
             f"Set strategy.num_micro_batches={-(-batch_size // size)}, or strategy.micro_batch_size."
         )
     return size

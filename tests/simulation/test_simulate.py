@@ -194,8 +194,7 @@ def _longest_path(program: Program, costs: StageCosts) -> float:
 
 
 def _seconds(program: Program, costs: StageCosts, device: int, action: Action) -> float:
-    interval = program.plan.intervals(action.stage, program.batch_size)[action.micro_batch]
-    start, stop = program.plan.share(action.stage, device, interval)
+    start, stop = program.plan.share(action.stage, device, action.micro_batch, program.batch_size)
     cost = costs.stages[action.stage]
     by_kind = {Kind.DATA: costs.data, Kind.FORWARD: cost.forward, Kind.BACKWARD: cost.backward}
     return by_kind[action.kind].at(stop - start) if stop > start else 0

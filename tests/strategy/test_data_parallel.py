@@ -69,7 +69,7 @@ def trained(rank: int, size: int, pipelines: int, loaders: Callable[[int, int], 
     module = make_module()
     plain = size == 1
     strategy = "auto" if plain else harness.strategy(num_pipelines=pipelines, num_micro_batches=2, self_check=False)
-    trainer = harness.trainer(strategy, size, max_epochs=1)
+    trainer = harness.trainer(strategy, size, max_epochs=1, use_distributed_sampler=False)
     trainer.fit(module, loaders(rank, size), loaders(rank, size))
     predicted = trainer.predict(module, loaders(rank, size)) or []
     metrics = [entry["val_loss"] for entry in module.metrics]
