@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import warnings
 from collections.abc import Callable, Iterator
@@ -66,6 +67,7 @@ LOADERS: dict[str, Callable[[int, int], DataLoader[Any]]] = {
 
 def trained(rank: int, size: int, pipelines: int, loaders: Callable[[int, int], DataLoader[Any]]) -> Any:
     """Losses of training, then those of validation, and the number of mini-batches predicted."""
+    vars(multiprocessing.current_process())["_config"]["daemon"] = False  # the processes of tests are, without workers
     module = make_module()
     plain = size == 1
     strategy = "auto" if plain else harness.strategy(num_pipelines=pipelines, num_micro_batches=2, self_check=False)
