@@ -99,13 +99,13 @@ def test_a_transfer_waits_for_its_buffer() -> None:
 
 
 def test_affine_costs_shares_and_empty_shares() -> None:
-    plan = plan_of([], (3,), 4, devices=[(0, 1)])
+    plan = plan_of([], (2,), 3, devices=[(0, 1)])
     cost = StageCost(forward=Affine(2, 1), backward=Affine(3, 0.5))
     timeline = simulate(compile_program(plan), StageCosts(stages=(cost,)))
     durations = [{str(span.action): span.stop - span.start for span in spans} for spans in timeline.devices]
     assert durations == [
         {"0F0": 3, "0B0": 3.5, "0F1": 0, "0B1": 0},
-        {"0F0": 5, "0B0": 6.5, "0F1": 3, "0B1": 3.5},
+        {"0F0": 3, "0B0": 3.5, "0F1": 3, "0B1": 3.5},
     ]
 
 
