@@ -60,7 +60,7 @@ LOADERS: dict[str, Callable[[int, int], DataLoader[Any]]] = {
     "batch sampler": batches,
     "data": lambda *_: DataLoader(Sharded(of_group), 4),
     "data without a length": lambda *_: DataLoader(WithoutLength(of_group), 4),
-    "data in a worker": lambda *_: DataLoader(Sharded(of_group), 4, num_workers=1),
+    "data in a worker": lambda *_: DataLoader(Sharded(of_group), 4, num_workers=1, multiprocessing_context="fork"),
     "data by the environment": lambda *_: DataLoader(Sharded(of_environment), 4, num_workers=1),
 }
 
@@ -101,7 +101,9 @@ def test_two_pipelines_divide_the_samples() -> None:
     assert first[0][0] != second[0][0]
     for expected, found in (first, second):
         assert len(expected[0]) == 2
-        assert found == dict.fromkeys(LOADERS, expected)
+        for name, entry in found.items():
+            assert entry[:2] == expected[:2], name
+            assert entry[2] == expected[2] or name == "batch sampler", name  # which Lightning replaces in prediction
 
 
 def refused(rank: int) -> list[str]:
