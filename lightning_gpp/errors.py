@@ -25,6 +25,10 @@ class ConfigError(GPPError):
     """A setting of the strategy, the trainer or the command line cannot work."""
 
 
+class MicroBatchesError(ConfigError):
+    """The mini-batch cannot be cut into the micro-batches of the settings."""
+
+
 class CaptureError(GPPError):
     """The user's step or module cannot be captured. Names the user's line, the reason and the ways out.
 

@@ -5,9 +5,11 @@ Device numbers are positions inside one pipeline replica: a plan for 4 devices r
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
+from math import inf
 from pathlib import Path
 from typing import Any, Final
 
@@ -23,7 +25,7 @@ from lightning_gpp.plan_checks import (
     check_stages,
     stage_graph,
 )
-from lightning_gpp.plan_parts import SHARDINGS, SOURCE, STEP, WHOLE, Edge, Figures, Stage, share_of
+from lightning_gpp.plan_parts import SHARDINGS, SOURCE, STEP, WHOLE, Edge, Figures, Stage, even_parts, share_of
 
 __all__ = [
     "SHARDINGS",
@@ -154,20 +156,23 @@ class Plan:
         return max(self.depths().values())
 
     def intervals(self, stage: int, batch_size: int | None = None) -> tuple[tuple[int, int], ...]:
-        """Samples `[start, stop)` of each micro-batch of a stage; the last may be smaller. SOURCE: as the sink."""
+        """Samples `[start, stop)` of each micro-batch of a stage, in sizes that differ by one at most. SOURCE: as the
+        sink."""
         total = self.batch_size if batch_size is None else batch_size
         size = self.stages[self.step_stage if stage == SOURCE else stage].micro_batch_size
         return _intervals(size, total, self.period or total)
 
-    def share(self, stage: int, device: int, interval: tuple[int, int]) -> tuple[int, int]:
-        """The samples of a micro-batch that the replica of `stage` on `device` computes; may be empty."""
+    def micro_batch_of(self, stage: int, sample: int, batch_size: int | None = None) -> int:
+        """Number of the micro-batch of a stage that a sample is in."""
+        return bisect.bisect_right(self.intervals(stage, batch_size), (sample, inf)) - 1
+
+    def share(self, stage: int, device: int, number: int, batch_size: int | None = None) -> tuple[int, int]:
+        """The samples of micro-batch `number` that the replica of `stage` on `device` computes; may be empty."""
         devices = self.devices_of(stage)
-        start, stop = interval
+        start, stop = self.intervals(stage, batch_size)[number]
         replica, count = devices.index(device), len(devices)
-        entry = self.stages[self.step_stage if stage == SOURCE else stage]
-        if entry.round_robin:
-            mine = start // entry.micro_batch_size % count == replica
-            return (start, stop) if mine else (start, start)
+        if self.stages[self.step_stage if stage == SOURCE else stage].round_robin:
+            return (start, stop) if number % count == replica else (start, start)
         first, last = share_of(stop - start, replica, count)
         return start + first, start + last
 
@@ -274,6 +279,6 @@ def topological(pairs: Iterable[tuple[int, int]], num_stages: int) -> list[int]:
 
 @lru_cache(maxsize=1024)  # schedules ask for them once per action
 def _intervals(size: int, total: int, period: int) -> tuple[tuple[int, int], ...]:
-    """Parts of `size` samples of `total`, which do not reach from one period into the next."""
+    """Parts of at most `size` samples of `total`, which do not reach from one period into the next."""
     ends = [(begin, min(begin + period, total)) for begin in range(0, total, period)]
-    return tuple((start, min(start + size, stop)) for begin, stop in ends for start in range(begin, stop, size))
+    return tuple((begin + start, begin + stop) for begin, end in ends for start, stop in even_parts(end - begin, size))

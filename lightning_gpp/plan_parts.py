@@ -83,7 +83,7 @@ class Stage:
         name: unique in the plan.
         modules: paths of the modules.
         devices: devices of the replicas, numbered inside one pipeline replica.
-        micro_batch_size: samples of a micro-batch.
+        micro_batch_size: the most samples of a micro-batch.
         round_robin: replicas take micro-batches in turn instead of a share of each: number i goes to replica
             i modulo their number.
         recompute: what the stage computes again for the backward instead of keeping it. True: everything but the inputs
@@ -118,6 +118,15 @@ class Stage:
     def recomputed_blocks(self) -> tuple[str, ...]:
         """The modules that run again inside the backward."""
         return () if isinstance(self.recompute, bool) else self.recompute
+
+
+def even_parts(total: int, size: int) -> list[tuple[int, int]]:
+    """As few intervals of at most `size` samples as tile `total`, with sizes that differ by one at most.
+
+    A rest of one sample would be no micro-batch for BatchNorm, and one of few samples uses a GPU badly.
+    """
+    number = -(-total // size)
+    return [(-(-part * total // number), -(-(part + 1) * total // number)) for part in range(number)]
 
 
 def share_of(num_samples: int, replica: int, num_replicas: int) -> tuple[int, int]:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from lightning_gpp.training.control import Control
+from lightning_gpp.training.data_parallel import data_parallel_world, read_in_world
 from lightning_gpp.training.mirror import Mirror
 
 
@@ -22,10 +23,12 @@ class MirroredLoader:
         self.loader, self._control, self._mirror = loader, control, mirror
 
     def __len__(self) -> int:
-        return len(self.loader)  # type: ignore[arg-type]
+        with data_parallel_world(self._control.mesh):
+            return len(self.loader)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[Any]:
-        batches = iter(self.loader) if self._control.runs_step else iter(())
+        reads = self._control.runs_step
+        batches = read_in_world(self.loader, self._control.mesh) if reads else iter(())
         while True:
             batch = next(batches, _END)
             if not self._control.share_flag(batch is not _END):

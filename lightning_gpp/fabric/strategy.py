@@ -30,6 +30,7 @@ from lightning_gpp.plan import Plan
 from lightning_gpp.strategy.checkpoints import AtomicCheckpointIO
 from lightning_gpp.strategy.processes import JobProcesses
 from lightning_gpp.training.control import Control
+from lightning_gpp.training.data_parallel import divide_samples
 from lightning_gpp.training.engine import Engine
 from lightning_gpp.training.mirror import Mirror
 from lightning_gpp.training.options import Options
@@ -94,6 +95,7 @@ class GPPFabricStrategy(JobProcesses, ParallelStrategy):
         """Make the module complete on rank 0, and end the watch; all ranks call this after their loop."""
         if self._lazy is not None:
             self._lazy.end(complete=True)
+        self._world_size_reads.end()
         self._stop_watch()
         super().teardown()
 
@@ -147,6 +149,7 @@ class GPPFabricStrategy(JobProcesses, ParallelStrategy):
     def process_dataloader(self, dataloader: Any) -> Any:
         """A loader whose mini-batches all ranks of a pipeline get from its first one."""
         control = self._joined
+        divide_samples(dataloader, control.mesh, {"num_replicas": self.num_pipelines, "rank": control.pipeline})
         if control.num_devices == 1:
             return dataloader
         return MirroredLoader(dataloader, control, Mirror(control, self.root_device))

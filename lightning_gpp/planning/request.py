@@ -23,7 +23,7 @@ from annotated_types import Ge
 from lightning_gpp.cluster import DEVICES, Cluster
 from lightning_gpp.costs.model import CostModel, Footprint
 from lightning_gpp.costs.tensor_parallel import roofline_of
-from lightning_gpp.errors import ConfigError
+from lightning_gpp.errors import ConfigError, MicroBatchesError
 from lightning_gpp.graph import OperatorGraph
 from lightning_gpp.option import option
 from lightning_gpp.planning.assignment.slices import Slicing
@@ -380,7 +380,7 @@ def check_one_given(num_micro_batches: int | None, micro_batch_size: int | None)
 
 def _checked_size(batch_size: int, size: int) -> int:
     if not 1 <= size <= batch_size:
-        raise ConfigError(
+        raise MicroBatchesError(
             f"strategy.micro_batch_size={size}, but a mini-batch has {counted(batch_size, 'sample')} per pipeline; "
             f"choose a size from 1 to {batch_size}."
         )
@@ -391,16 +391,16 @@ def _size_of(batch_size: int, count: int) -> int:
     if count < 1:
         raise ConfigError(f"strategy.num_micro_batches={count}; it must be a whole number >= 1.")
     if count > batch_size:
-        raise ConfigError(
+        raise MicroBatchesError(
             f"More micro-batches than samples: strategy.num_micro_batches={count}, but a mini-batch has "
             f"{counted(batch_size, 'sample')} per pipeline. Set strategy.num_micro_batches to at most {batch_size}, or "
             "enlarge the batch."
         )
     size = -(-batch_size // count)
     if -(-batch_size // size) != count:
-        raise ConfigError(
+        raise MicroBatchesError(
             f"strategy.num_micro_batches={count}: {batch_size} samples do not give {count} micro-batches of one size "
-            f"(the last may be smaller); {size} samples each give {-(-batch_size // size)}. "
+            f"(or one less); {size} samples each give {-(-batch_size // size)}. "
             f"Set strategy.num_micro_batches={-(-batch_size // size)}, or strategy.micro_batch_size."
         )
     return size

@@ -196,8 +196,7 @@ class Compiler:
 
     def _interval(self, action: Action) -> tuple[int, int]:
         stage = SOURCE if action.kind is Kind.DATA else action.stage
-        whole = self._plan.intervals(stage, self._program.batch_size)[action.micro_batch]
-        return self._plan.share(stage, self._device, whole)
+        return self._plan.share(stage, self._device, action.micro_batch, self._program.batch_size)
 
     def _common(self, action: Action, micro_batch: MicroBatch) -> dict[str, Any]:
         key = (self._device, action)

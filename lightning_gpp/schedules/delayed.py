@@ -15,6 +15,7 @@ from dataclasses import replace
 
 from lightning_gpp.errors import PlanError
 from lightning_gpp.plan import Plan, Stage
+from lightning_gpp.plan_parts import even_parts
 from lightning_gpp.schedules.actions import COLLECTIVES, Action, Kind, Schedule
 from lightning_gpp.schedules.continuous import assembled, prove, unrolled
 from lightning_gpp.schedules.lowering import derive_messages, lower
@@ -56,7 +57,7 @@ def plan_on_one_device(plan: Plan, batch_size: int | None = None) -> Plan:
 def _stage(plan: Plan, index: int, total: int) -> Stage:
     stage, shares = plan.stages[index], _shares(plan, index, total)
     size = shares[0][1] - shares[0][0]
-    if shares != [(start, min(start + size, total)) for start in range(0, total, size)]:
+    if shares != even_parts(total, size):
         raise PlanError(
             f"Stage {stage.name!r} has {len(stage.devices)} replicas, whose shares of a mini-batch of {total} samples "
             f"are not equally large ({', '.join(str(stop - start) for start, stop in shares)}): one device cannot "
@@ -68,8 +69,8 @@ def _stage(plan: Plan, index: int, total: int) -> Stage:
 
 def _shares(plan: Plan, stage: int, total: int) -> list[tuple[int, int]]:
     """The samples that each replica of a stage computes at a time, which are the micro-batches of the single device."""
-    devices, whole = plan.stages[stage].devices, plan.intervals(stage, total)
-    shares = [plan.share(stage, device, interval) for interval in whole for device in devices]
+    numbers = range(len(plan.intervals(stage, total)))
+    shares = [plan.share(stage, device, number, total) for number in numbers for device in plan.stages[stage].devices]
     return sorted((start, stop) for start, stop in shares if start < stop)
 
 
@@ -100,7 +101,7 @@ def _on_one_device(program: Program, device: int, position: int) -> Iterator[tup
     if action is None or action.kind in (*COLLECTIVES, Kind.DATA):
         return
     plan, stage = program.plan, action.stage
-    share = plan.share(stage, device, plan.intervals(stage, program.batch_size)[action.micro_batch])
+    share = plan.share(stage, device, action.micro_batch, program.batch_size)
     if share[0] < share[1]:
         ahead = program.ahead[device][position] if program.ahead else 0
         number = _shares(plan, stage, program.batch_size).index(share)

@@ -15,6 +15,7 @@ from lightning_gpp.plan import Plan
 from lightning_gpp.schedules.actions import Action, Kind, Schedule
 from lightning_gpp.schedules.device_orders import Orders
 from lightning_gpp.schedules.modulo_slots import backward_slots, forward_slots, line, period
+from lightning_gpp.schedules.nominal_times import stage_of_largest
 from lightning_gpp.schedules.one_f_one_b import one_f_one_b
 from lightning_gpp.schedules.registry import register_schedule
 
@@ -57,7 +58,7 @@ def nominal_slots(plan: Plan, batch_size: int) -> dict[Action, int]:
         wanted = {stage: _of_samples(plan, first[stage], batch_size) for stage in order}
         for stage in order:
             for number, (_, stop) in enumerate(plan.intervals(stage, batch_size)):
-                inputs = [Action(i, kind, (stop - 1) // plan.stages[i].micro_batch_size) for i in makers(stage)]
+                inputs = [Action(i, kind, plan.micro_batch_of(i, stop - 1, batch_size)) for i in makers(stage)]
                 before = (Action(stage, Kind.FORWARD, number), Action(stage, kind, number - 1), *inputs)
                 known = [slots[action] for action in before if action in slots]
                 slots[Action(stage, kind, number)] = max([wanted[stage][stop - 1], *known])
@@ -66,6 +67,6 @@ def nominal_slots(plan: Plan, batch_size: int) -> dict[Action, int]:
 
 def _of_samples(plan: Plan, slots: Sequence[int], batch_size: int) -> list[int]:
     """The slot of every sample of a stage, from the slots of the first group of micro-batches."""
-    length, size = period(plan), max(stage.micro_batch_size for stage in plan.stages)
-    places = (divmod(sample // size, len(slots)) for sample in range(batch_size))
+    length, largest = period(plan), stage_of_largest(plan)
+    places = (divmod(plan.micro_batch_of(largest, sample, batch_size), len(slots)) for sample in range(batch_size))
     return [group * length + slots[index] for group, index in places]

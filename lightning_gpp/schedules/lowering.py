@@ -37,9 +37,9 @@ class Part:
 def parts_of(plan: Plan, stage: int, batch_size: int) -> list[Part]:
     """All parts of a stage, or of SOURCE, by their samples; together they tile the mini-batch."""
     parts, stage = [], plan.step_stage if stage == SOURCE else stage
-    for number, interval in enumerate(plan.intervals(stage, batch_size)):
+    for number in range(len(plan.intervals(stage, batch_size))):
         for device in plan.devices_of(stage):
-            start, stop = plan.share(stage, device, interval)
+            start, stop = plan.share(stage, device, number, batch_size)
             if start < stop:
                 parts.append(Part(number, device, start, stop))
     return parts
@@ -47,7 +47,8 @@ def parts_of(plan: Plan, stage: int, batch_size: int) -> list[Part]:
 
 def samples_of(plan: Plan, stage: int, device: int, batch_size: int) -> list[int]:
     """Number of samples of every micro-batch of a stage that the replica on `device` works on; may be 0."""
-    shares = (plan.share(stage, device, interval) for interval in plan.intervals(stage, batch_size))
+    numbers = range(len(plan.intervals(stage, batch_size)))
+    shares = (plan.share(stage, device, number, batch_size) for number in numbers)
     return [stop - start for start, stop in shares]
 
 

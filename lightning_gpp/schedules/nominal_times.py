@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 from lightning_gpp.plan import Plan
@@ -74,8 +75,13 @@ def coarse_numbers(plan: Plan, batch_size: int) -> list[list[int]]:
 
     The parts of one large micro-batch share its number, and so its place in an order for micro-batches of one size.
     """
-    largest = max(stage.micro_batch_size for stage in plan.stages)
-    return [[start // largest for start, _ in plan.intervals(i, batch_size)] for i in range(len(plan.stages))]
+    number, stages = partial(plan.micro_batch_of, stage_of_largest(plan)), range(len(plan.stages))
+    return [[number(start, batch_size) for start, _ in plan.intervals(stage, batch_size)] for stage in stages]
+
+
+def stage_of_largest(plan: Plan) -> int:
+    """A stage with the largest micro-batches."""
+    return max(range(len(plan.stages)), key=lambda stage: plan.stages[stage].micro_batch_size)
 
 
 def actions(rows: TimedRows, *, weights: bool = True) -> list[list[Action]]:

@@ -261,14 +261,13 @@ class _StageTasks:
         return min(culprits, key=lambda stage: (depths[stage], stage))
 
     def _actions(self, stage: int, kind: Kind) -> list[Action]:
-        number = -(-self.batch_size // self.plan.stages[stage].micro_batch_size)
-        return [Action(stage, kind, index) for index in range(number)]
+        return [Action(stage, kind, index) for index in range(len(self.plan.intervals(stage, self.batch_size)))]
 
     def _link(self, src: int, dst: int, kind: Kind) -> None:
-        size, step = (self.plan.stages[stage].micro_batch_size for stage in (src, dst))
-        for action in self._actions(dst, kind):
-            last = min((action.micro_batch + 1) * step, self.batch_size) - 1
-            self.inputs[action].append(Action(src, kind, last // size))
+        ends = (stop for _, stop in self.plan.intervals(dst, self.batch_size))
+        for action, stop in zip(self._actions(dst, kind), ends, strict=True):
+            number = self.plan.micro_batch_of(src, stop - 1, self.batch_size)
+            self.inputs[action].append(Action(src, kind, number))
 
 
 LaneOrder = Callable[[int, int], tuple[Action, ...]]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -16,6 +17,7 @@ from lightning_gpp._compat.lightning import forget_indices
 from lightning_gpp.errors import ConfigError
 from lightning_gpp.strategy.data_state import as_before
 from lightning_gpp.training.control import Control
+from lightning_gpp.training.data_parallel import data_parallel_world, divide_samples, read_in_world
 from lightning_gpp.training.loaders import SharedLoader
 from lightning_gpp.user_code import UNKNOWN, line_of
 from lightning_gpp.wording import described
@@ -57,7 +59,8 @@ class ShadowLoader:
         forget_indices(getattr(loader, "batch_sampler", None))
 
     def __len__(self) -> int:
-        return len(self.loader)
+        with data_parallel_world(self.control.mesh):
+            return len(self.loader)
 
     def __iter__(self) -> Iterator[Placeholder]:
         if self.agreed:
@@ -79,14 +82,15 @@ class AgreedLoader:
     """
 
     def __init__(self, loader: Iterable[Any], control: Control) -> None:
-        self.loader = loader
+        self.loader, self.control = loader, control
         self.tell: Callable[[bool], object] = control.share_loaded
 
     def __len__(self) -> int:
-        return len(self.loader)  # type: ignore[arg-type]
+        with data_parallel_world(self.control.mesh):
+            return len(self.loader)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[Any]:
-        for batch in self.loader:
+        for batch in read_in_world(self.loader, self.control.mesh):
             self.tell(True)
             yield batch
         self.tell(False)
@@ -126,12 +130,19 @@ class SharedIterator(Iterator[Any]):
         return getattr(self._source, name)
 
 
-def distribute(loader: Any, control: Control, *, shared: bool = False) -> Any:
-    """The loader to use on this rank. `shared`: pipelines share its mini-batches.
+def distribute(loader: Any, control: Control, wanted: Mapping[str, int], *, shared: bool = False) -> Any:
+    """The loader to use on this rank.
+
+    Args:
+        loader: the user's.
+        control: the side channel of this rank.
+        wanted: `num_replicas` and `rank` of distributed samplers.
+        shared: pipelines share its mini-batches.
 
     Raises:
-        ConfigError: its mini-batches cannot be shared.
+        ConfigError: its mini-batches cannot be shared, or its sampler divides them among others than pipelines.
     """
+    divide_samples(loader, control.mesh, wanted)
     if shared:
         loader = SharedLoader(loader, control.pipeline, control.num_pipelines)
     stateful = _has_state(loader)
@@ -173,9 +184,10 @@ def peek(loader: Any) -> Any:
     Raises:
         ConfigError: the user's data fail there.
     """
+    world = data_parallel_world(loader.control.mesh) if isinstance(loader, AgreedLoader) else nullcontext()
     loader = _inside(loader)
     try:
-        with isolate_rng(), as_before(loader):
+        with isolate_rng(), as_before(loader), world:
             return next((batch for batch in _read(loader) if batch is not None), None)
     except Exception as error:
         line = line_of(error)

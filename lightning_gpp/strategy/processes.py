@@ -8,7 +8,7 @@ import os
 import sys
 from abc import abstractmethod
 from datetime import timedelta
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
@@ -37,6 +37,7 @@ from lightning_gpp.failure.monitor import FailureMonitor
 from lightning_gpp.failure.processes import bind_to_parent, release_from_parent
 from lightning_gpp.runtime.queues import open_queues
 from lightning_gpp.training.control import Control
+from lightning_gpp.training.data_parallel import WorldSizeReads
 from lightning_gpp.training.engine import Engine
 from lightning_gpp.training.joining import join, pipelines_of
 from lightning_gpp.training.options import Options
@@ -156,7 +157,6 @@ class JobProcesses:
     local_rank: int
     node_rank: int
     global_rank: int
-    world_size: int
     _launcher: Any
     _num_nodes: int
     _control: Control | None
@@ -189,6 +189,16 @@ class JobProcesses:
     def num_processes(self) -> int:
         """Number of processes on this machine."""
         return len(self.parallel_devices or ())
+
+    @property
+    def world_size(self) -> int:
+        """Number of processes; code of users that reads it is told once that pipelines divide data."""
+        self._world_size_reads.note("world_size")
+        return 1 if self.cluster_environment is None else self.cluster_environment.world_size()
+
+    @cached_property
+    def _world_size_reads(self) -> WorldSizeReads:
+        return WorldSizeReads()
 
     @property
     def num_pipelines(self) -> int:
@@ -242,6 +252,7 @@ class JobProcesses:
         untie_from_launcher()
         start_process_group(environment, options.process_group_backend, self.root_device, options.timeout, store)
         self._control = join(options, self.global_rank, self.world_size)
+        self._world_size_reads.begin(self._control.mesh)
         return self._control
 
     def _begin(self, phase: str) -> None:

@@ -88,7 +88,7 @@ class GPPStrategy(RanksStrategy):
         """The data loader where the user's step runs, elsewhere one of the same length without data."""
         if self._control is None:
             return dataloader
-        return distribute(dataloader, self._control, shared=self._shares)
+        return distribute(dataloader, self._control, self.distributed_sampler_kwargs, shared=self._shares)
 
     def setup(self, trainer: pl.Trainer) -> None:
         """Check the module, make a plan and place parameters (in evaluation, only at the first mini-batch)."""
@@ -149,6 +149,7 @@ class GPPStrategy(RanksStrategy):
             disconnect(self._control)
         if self._guard is not None:
             self._guard.remove(self._end)
+        self._world_size_reads.end()
         self._monitor = self._guard = None
         if isinstance(self._end, KeyboardInterrupt):
             raise SystemExit(INTERRUPTED)

@@ -116,15 +116,13 @@ _OF_ALL_SAMPLES: Final = "it reads a result of a module that depends on all samp
 def chosen_parts(session: Session, batch_size: int, turn: int) -> TwoParts | None:
     """Samples of two neighbouring micro-batches, others in each turn; None if there are none to compare."""
     plan, step = session.plan, session.pipeline.step
-    size = plan.stages[plan.step_stage].micro_batch_size
-    count = math.ceil(batch_size / size)
+    intervals = plan.intervals(plan.step_stage, batch_size)
     assert isinstance(step, UserStep)
     most = _most_samples(read_by(step))
-    if count < 2 or most == 0:
+    if len(intervals) < 2 or most == 0:
         return None
-    first = turn % (count - 1)
-    micro_batches = [range(number * size, min((number + 1) * size, batch_size)) for number in (first, first + 1)]
-    before, after = (_some(samples, most, turn) for samples in micro_batches)
+    first = turn % (len(intervals) - 1)
+    before, after = (_some(range(*interval), most, turn) for interval in intervals[first : first + 2])
     return before, after
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_gpp._compat.lightning_module import set_device
+from lightning_gpp.capture.batch import GUESSED, counting_note
 from lightning_gpp.capture.calls import StepCalls
 from lightning_gpp.capture.places import outside_kept
 from lightning_gpp.checkpoints.pretrained import pretrained_values
@@ -26,6 +27,7 @@ from lightning_gpp.errors import (
     ConfigError,
     GPPError,
     IndivisibleError,
+    MicroBatchesError,
     PlanError,
     SelfCheckError,
 )
@@ -287,6 +289,8 @@ def _plan_of_rank_0(job: Job, captured: Captured, batch: Any, machine: JobMachin
                 outcome = plan_for(subject, job.options, devices, job.known, measured, progress)
             if job.options.costs == "measured" and job.known is None and not isinstance(captured, Undivided):
                 measured()  # of given stages, too: the predicted times are made of them
+        except MicroBatchesError as error:
+            outcome = MicroBatchesError(f"{error} {counting_note(batch, job.options.batch_dims or GUESSED)}")
         except GPPError as error:
             outcome = error
     outcome = job.control.broadcast(outcome)

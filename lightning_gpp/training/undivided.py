@@ -21,6 +21,7 @@ from lightning_gpp._compat.torch import BatchNorm
 from lightning_gpp.capture.batch import GUESSED, BatchDims, slice_batch
 from lightning_gpp.capture.loss import loss_of
 from lightning_gpp.plan import Plan
+from lightning_gpp.plan_parts import even_parts
 from lightning_gpp.runtime.draws import Draws, NoShare
 from lightning_gpp.runtime.random import python_streams
 from lightning_gpp.runtime.stage import MicroBatch
@@ -190,7 +191,7 @@ class CutComparison:
     def _both(self) -> tuple[Result, Result]:
         draws = Draws(self.total)
         with draws:
-            whole, parts = self._run(draws, [(0, self.total)]), self._run(draws, self._micro_batches())
+            whole, parts = self._run(draws, [(0, self.total)]), self._run(draws, even_parts(self.total, self.size))
         if len(whole.drawn | parts.drawn) > 1:
             raise NoShare("the number of draws from Python's or NumPy's stream depends on the samples")
         return whole, parts
@@ -200,10 +201,6 @@ class CutComparison:
         draws = Draws(self.total)
         with draws:
             return self._run(draws, [(0, self.total)])
-
-    def _micro_batches(self) -> list[tuple[int, int]]:
-        starts = range(0, self.total, self.size)
-        return [(start, min(start + self.size, self.total)) for start in starts]
 
     def _run(self, draws: Draws, parts: Sequence[tuple[int, int]]) -> Result:
         self.module.zero_grad()

@@ -11,7 +11,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from lightning_gpp.capture import batch_size_of, slice_batch
-from lightning_gpp.capture.batch import cut_of, known_to_pytree
+from lightning_gpp.capture.batch import counting_note, cut_of, known_to_pytree
 from lightning_gpp.errors import ConfigError, ShapeError
 
 BOXES = [torch.zeros(n, 4) for n in (1, 3, 2, 5)]
@@ -145,3 +145,13 @@ def test_lists_that_count_samples() -> None:
     assert batch_size_of({"clouds": BOXES}) == 4
     assert batch_size_of((["a"], [torch.zeros(3, 8, 8)] * 2, [{"boxes": boxes} for boxes in BOXES[:2]])) == 2
     assert batch_size_of({"loader": [torch.zeros(4, 3), torch.zeros(4)]}) == 4
+
+
+def test_a_wrong_count_of_samples_is_told_with_the_setting() -> None:
+    frames, labels = torch.zeros(5, 16, 3), torch.zeros(16)
+    note = counting_note({"frames": frames, "labels": labels})
+    assert note.startswith("Cut into micro-batches: frames (5, 16, 3). Given to every micro-batch: labels (16,).")
+    assert note.endswith("of size 16, counts the samples, set strategy.batch_dims={'frames': 1, 'labels': 0}.")
+    assert batch_size_of({"frames": frames, "labels": labels}, {"frames": 1, "labels": 0}) == 16
+    assert counting_note(frames).endswith("If another dimension counts the samples, set strategy.batch_dims=1.")
+    assert "batch_dims" not in counting_note(labels)

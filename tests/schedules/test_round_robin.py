@@ -41,7 +41,7 @@ def test_whole_micro_batches_in_turn(num_replicas: int, batch_size: int, size: i
     intervals = plan.intervals(0)
     for device, mine in enumerate(numbers):
         for number, (start, stop) in enumerate(intervals):
-            assert plan.share(0, device, (start, stop)) == ((start, stop) if number in mine else (start, start))
+            assert plan.share(0, device, number) == ((start, stop) if number in mine else (start, start))
     assert {(part.device, part.start, part.stop) for part in parts_of(plan, 0, batch_size)} == {
         (device, *intervals[number]) for device, mine in enumerate(numbers) for number in mine
     }
@@ -200,3 +200,14 @@ def _num_shares(plan: Plan, device: int) -> int:
     """Micro-batches of which a device has samples."""
     parts = [part for stage in plan.stages_on(device) for part in parts_of(plan, stage, plan.batch_size)]
     return sum(part.device == device for part in parts)
+
+
+@given(total=st.integers(1, 60), size=st.integers(1, 20))
+def test_micro_batches_are_as_few_and_as_equal_as_possible(total: int, size: int) -> None:
+    plan = alone(1, total, size)
+    intervals = plan.intervals(0)
+    sizes = [stop - start for start, stop in intervals]
+    assert len(sizes) == -(-total // size)
+    assert max(sizes) - min(sizes) <= 1
+    assert [sample for start, stop in intervals for sample in range(start, stop)] == list(range(total))
+    assert all(plan.micro_batch_of(0, sample) == i for i, span in enumerate(intervals) for sample in range(*span))

@@ -99,13 +99,13 @@ def test_a_transfer_waits_for_its_buffer() -> None:
 
 
 def test_affine_costs_shares_and_empty_shares() -> None:
-    plan = plan_of([], (3,), 4, devices=[(0, 1)])
+    plan = plan_of([], (2,), 3, devices=[(0, 1)])
     cost = StageCost(forward=Affine(2, 1), backward=Affine(3, 0.5))
     timeline = simulate(compile_program(plan), StageCosts(stages=(cost,)))
     durations = [{str(span.action): span.stop - span.start for span in spans} for spans in timeline.devices]
     assert durations == [
         {"0F0": 3, "0B0": 3.5, "0F1": 0, "0B1": 0},
-        {"0F0": 5, "0B0": 6.5, "0F1": 3, "0B1": 3.5},
+        {"0F0": 3, "0B0": 3.5, "0F1": 3, "0B1": 3.5},
     ]
 
 
@@ -194,8 +194,7 @@ def _longest_path(program: Program, costs: StageCosts) -> float:
 
 
 def _seconds(program: Program, costs: StageCosts, device: int, action: Action) -> float:
-    interval = program.plan.intervals(action.stage, program.batch_size)[action.micro_batch]
-    start, stop = program.plan.share(action.stage, device, interval)
+    start, stop = program.plan.share(action.stage, device, action.micro_batch, program.batch_size)
     cost = costs.stages[action.stage]
     by_kind = {Kind.DATA: costs.data, Kind.FORWARD: cost.forward, Kind.BACKWARD: cost.backward}
     return by_kind[action.kind].at(stop - start) if stop > start else 0

@@ -90,8 +90,8 @@ def lower_bound(problem: Problem, seconds: float = inf) -> float:
         seconds: time limit; a bound whose computation stops early is valid, but looser.
     """
     began, problem = time.perf_counter(), replace(problem, repeats=False)
-    bounds = {size: _Bounds(problem, size) for size in problem.sizes}
-    queue = [(_bound_by_balance(problem, size), size) for size in problem.sizes]
+    bounds = {size: _Bounds(problem, size) for size in _largest_parts(problem)}
+    queue = [(_bound_by_balance(problem, size), size) for size in bounds]
     heapify(queue)
     while True:
         least, size = heappop(queue)
@@ -103,16 +103,22 @@ def lower_bound(problem: Problem, seconds: float = inf) -> float:
 def busy_bound(problem: Problem) -> float:
     """Seconds of a step with all devices busy: no schedule beats it, with any number of stages per device."""
     problem = replace(problem, repeats=False)
-    return min(_bound_by_balance(problem, size) for size in problem.sizes)
+    return min(_bound_by_balance(problem, size) for size in _largest_parts(problem))
 
 
 def bound_of_size(problem: Problem, size: int) -> float:
     """The same for plans with micro-batches of `size` samples."""
     problem = replace(problem, repeats=False)
+    (size,) = _largest_parts(replace(problem, sizes=(size,)))
     bounds, least = _Bounds(problem, size), _bound_by_balance(problem, size)
     while not bounds.complete:
         least = bounds.better(least)
     return least
+
+
+def _largest_parts(problem: Problem) -> list[int]:
+    """The samples of the largest micro-batch that each size gives, where it does not divide the mini-batch."""
+    return sorted({-(-problem.batch_size // -(-problem.batch_size // size)) for size in problem.sizes})
 
 
 def _bound_by_balance(problem: Problem, size: int) -> float:
@@ -307,9 +313,9 @@ def _with_memory(costs: Array, memory: LeastMemory, budget: float, worth: float)
 
 def _bound_by_largest_unit(problem: Problem, size: int) -> float:
     """Seconds of the unit that takes longest, shared by as many devices as possible."""
-    most = int(min(problem.max_replicas, problem.num_devices, size))
-    number = problem.batch_size // size
+    number = -(-problem.batch_size // size)
+    smallest = problem.batch_size // number
+    most = int(min(problem.max_replicas, problem.num_devices, smallest))
     kinds = range(len(problem.cluster.kinds))
-    return number * max(
-        0.0, float(np.min([problem.seconds(-(-size // most), kind).total for kind in kinds], axis=0).max(initial=0.0))
-    )
+    seconds = np.min([problem.seconds(-(-smallest // most), kind).total for kind in kinds], axis=0)
+    return number * max(0.0, float(seconds.max(initial=0.0)))

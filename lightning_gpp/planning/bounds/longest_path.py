@@ -46,7 +46,8 @@ def _longest_path(problem: Problem, size: int) -> list[int]:
 
 def _path_share(problem: Problem, size: int, fewest: int, most: int, units: list[int], weights: Array) -> PathShare:
     choice = range_costs(problem, size, fewest, most)
-    forward, backward = fastest(problem, least_share(problem, problem.batch_size % size or size, most))
+    smallest = problem.batch_size // -(-problem.batch_size // size)
+    forward, backward = fastest(problem, least_share(problem, smallest, most))
     summing = 2 * (fewest - 1) / fewest * weights / best_bandwidth(problem, fewest)
     return PathShare(
         fewest=fewest,

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from lightning_gpp.plan_parts import even_parts
 from lightning_gpp.planning.problem.problem import Array, Problem
 
 
@@ -33,10 +34,9 @@ class ReplicaRange:
 
 def range_costs(problem: Problem, size: int, fewest: int, most: int) -> ReplicaRange:
     forward, backward = fastest(problem, least_share(problem, size, most))
-    number, last = divmod(problem.batch_size, size)
-    seconds: Array = number * (forward + backward)
-    if last:
-        seconds = seconds + np.add(*fastest(problem, least_share(problem, last, most)))
+    sizes = Counter(stop - start for start, stop in even_parts(problem.batch_size, size))
+    shares = ((number, least_share(problem, samples, most)) for samples, number in sizes.items())
+    seconds: Array = np.sum([number * np.add(*fastest(problem, share)) for number, share in shares], axis=0)
     busy = seconds * size / problem.batch_size
     alone, shared = (np.add(*fastest(problem, samples)) for samples in (size, max(1, size // fewest)))
     together = np.maximum(alone, fewest * np.maximum(shared, busy))
