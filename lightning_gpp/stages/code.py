@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import count
@@ -55,6 +55,7 @@ class StageCode:
         specs: the shape and dtype of a value.
         recomputed: paths of modules; the largest modules inside of them that the stage calls as a whole keep only their
             inputs for the backward.
+        unneeded: numbers of the recorded calls that no stage runs, because nothing reads their results.
     """
 
     network: Network
@@ -64,6 +65,7 @@ class StageCode:
     wanted: list[Ref]
     specs: Callable[[Ref], TensorSpec]
     recomputed: tuple[str, ...] = ()
+    unneeded: Set[int] = frozenset()
     lines: list[str] = field(default_factory=list)
     names: dict[str, Any] = field(default_factory=dict)
     used_states: set[str] = field(default_factory=set)
@@ -130,7 +132,7 @@ class StageCode:
 
     def _emit_module(self, call: ModuleCall) -> None:
         inside = set(range(call.first, call.last))
-        if inside <= self.mine and not self._has_recomputed(call.path) and self._whole(call, inside):
+        if inside <= self.mine | self.unneeded and not self._has_recomputed(call.path) and self._whole(call, inside):
             self._call_module(call, inside)
         else:
             self._check_cut(call)
