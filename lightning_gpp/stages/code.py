@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.attention import sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from lightning_gpp._compat.torch import pytree
@@ -146,6 +147,8 @@ class StageCode:
         """
         leaves = pytree.tree_leaves((call.args, call.kwargs))
         given = {ref for ref in self._refs_of(inside) if ref.call not in inside}
+        if any(variable(ref) not in self.defined for ref in given):
+            return False  # a calculation that no stage runs reads it, and the module would
         if any(isinstance(leaf, Opaque) for leaf in leaves) or given - {leaf for leaf in leaves if _is_ref(leaf)}:
             return False
         returned = {leaf for leaf in pytree.tree_leaves(call.result) if isinstance(leaf, Ref)}
@@ -298,7 +301,7 @@ class StageCode:
 
     def _shape_of(self, ref: Ref) -> str:
         """A value that nothing reads, of which a module may ask the shape."""
-        return f"{self._name('unread', functools.partial(_shaped, self.specs(ref)))}(values, b)"
+        return f"{self._name('unread', _Shaped(self.specs(ref)))}(values, b)"
 
     def _container(self, value: Any) -> str:
         if type(value) is slice:
@@ -336,10 +339,17 @@ class StageCode:
         return f"out_{self.temporaries}"
 
 
-def _shaped(spec: TensorSpec, values: dict[str, torch.Tensor], num_samples: int) -> torch.Tensor:
-    """A tensor that takes no memory, on the device of the stage."""
-    device = next((value.device for value in values.values()), None)
-    return torch.zeros((), dtype=getattr(torch, spec.dtype), device=device).expand(spec.sizes(num_samples))
+class _Shaped:
+    """Makes tensors of a shape that take no memory, on the device of the stage, from a zero that it keeps."""
+
+    def __init__(self, spec: TensorSpec) -> None:
+        self._spec, self._zero = spec, torch.zeros((), dtype=getattr(torch, spec.dtype))
+
+    def __call__(self, values: dict[str, torch.Tensor], num_samples: int) -> torch.Tensor:
+        device = next((value.device for value in values.values()), self._zero.device)
+        if self._zero.device != device:
+            self._zero = self._zero.to(device)
+        return self._zero.expand(self._spec.sizes(num_samples))
 
 
 def _is_ref(leaf: Any) -> bool:
@@ -352,10 +362,12 @@ def _is_name(text: str) -> bool:
 
 @contextmanager
 def _modes(context: CallModes, ambient: CallModes) -> Any:
-    """Enter the grad and autocast modes that the user's code set when a call was recorded."""
+    """Enter the modes that the user's code set when a call was recorded: grad, kernels of attention, and autocast."""
     with ExitStack() as stack:
         if context.grad != ambient.grad:
             stack.enter_context(torch.set_grad_enabled(context.grad))
+        if context.attention != ambient.attention:
+            stack.enter_context(sdpa_kernel(list(context.attention)))
         for (device, enabled, dtype), before in zip(context.autocast, ambient.autocast, strict=True):
             if (device, enabled, dtype) != before and (device == "cpu" or torch.cuda.is_available()):
                 manager: AbstractContextManager[Any] = torch.autocast(device, enabled=enabled, dtype=dtype)
