@@ -103,25 +103,25 @@ class KnownValues(TorchDispatchMode):
     def _is_computable(
         self, func: Any, tensors: Sequence[Tensor], made: Sequence[Tensor], args: Any, kwargs: Any
     ) -> bool:
-        """True if a call of torch can be computed: its operands are known, or of no account."""
+        """True if a call can be computed: the values of its operands are known, or of no account."""
         packet, tags = getattr(func, "overloadpacket", None), getattr(func, "tags", ())
         if getattr(func, "namespace", "") != "aten" or packet in _EMPTY or torch.Tag.nondeterministic_seeded in tags:
             return False
         if packet in _LITERAL:
             return type(tensors[0]) is Tensor
-        if packet not in _OF_A_SHAPE:
-            if len(made) < len(tensors):
-                return False
-            if func.is_view:
-                return True  # a view of an unknown tensor is as unknown
-            if not all(map(self.knows, made)):
-                return False
-            if not _UNFORESEEABLE.isdisjoint(tags):
-                self._read()
-                return True
-            if _writes(func):
-                return True
-        return _is_small(self._outlined(func, args, kwargs))
+        if packet in _OF_A_SHAPE:
+            return _is_small(self._outlined(func, args, kwargs))
+        if len(made) < len(tensors):
+            return False
+        if func.is_view or torch.Tag.inplace_view in tags:
+            return True  # a view of an unknown tensor is as unknown
+        return all(map(self.knows, made)) and self._may_compute(func, args, kwargs)
+
+    def _may_compute(self, func: Any, args: Any, kwargs: Any) -> bool:
+        if not _UNFORESEEABLE.isdisjoint(func.tags):
+            self._read()
+            return True
+        return _writes(func) or _is_small(self._outlined(func, args, kwargs))
 
     def _read(self) -> None:
         if (on_read := self._on_read()) is not None:

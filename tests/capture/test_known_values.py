@@ -62,8 +62,8 @@ class Accumulates(Base):
 
     def forward(self, x: Tensor) -> Tensor:
         h, out = self.a(x).tanh(), torch.zeros(x.shape, dtype=x.dtype)
-        row = out[:, 0]
         out[:, 2:] = h[:, 2:]
+        row = out.unsqueeze_(1).squeeze_(1)[:, 0]
         row += h[:, 1]
         out[:, 1].copy_(row * 2)
         return self.b(out.index_add(1, torch.arange(2), h[:, :2])) + out
