@@ -138,7 +138,7 @@ def record(
             seed_streams(run_time.global_step)
             for number, leaf in enumerate(pytree.tree_leaves(fake)):
                 if isinstance(leaf, torch.Tensor):
-                    recorder.batch_tensor(leaf, number if number in uniform else None)
+                    recorder.batch_tensor(leaf, number if type(leaf) is torch.Tensor else None)
             watch, versions, switches = MadeWatch(replica), _versions(fake), Switches(replica)
             with nullcontext() if recorder.reads_between_calls else iterators_unread(replica, step):
                 _run(replica, _called(replica, step, run_time, function), fake, recorder, notes)
@@ -365,7 +365,10 @@ def _fake_batch(
         values[id(made)] = leaf
         return made
 
-    return pytree.tree_map(fake, map_samples(batch, total, sized, listed, dims)), values
+    resized = map_samples(batch, total, sized, listed, dims)
+    if len(pytree.tree_leaves(resized)) != len(pytree.tree_leaves(batch)):
+        uniform = ()  # with another number of samples in lists, leaves have other numbers
+    return pytree.tree_map(fake, resized), values
 
 
 @contextmanager

@@ -31,7 +31,9 @@ def values_at(batch: Any, numbers: Iterable[int]) -> dict[int, int | None]:
 
 
 def _value(tensor: Tensor) -> int | None:
-    if tensor.dtype not in _WHOLE or tensor.is_meta or not 0 < tensor.numel() <= MOST_NUMBERS:
+    if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.dtype not in _WHOLE:
+        return None
+    if tensor.is_meta or not 0 < tensor.numel() <= MOST_NUMBERS:
         return None
     least, most = torch.stack([tensor.min(), tensor.max()]).tolist()
     return int(least) if least == most else None
