@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -17,6 +17,7 @@ from lightning_gpp.capture.attributes import Attribute
 from lightning_gpp.capture.batch import GUESSED, BatchDims, batch_size_of, cut_note, cut_of
 from lightning_gpp.capture.decisive import around, decisive, set_values, with_values
 from lightning_gpp.capture.isolate import add_sizes, caches_of_functions, forgotten
+from lightning_gpp.capture.known_values import is_present
 from lightning_gpp.capture.left_tensors import without_fake_tensors
 from lightning_gpp.capture.loss import loss_of, trained_loss
 from lightning_gpp.capture.merge import input_specs, merge
@@ -27,6 +28,7 @@ from lightning_gpp.capture.places import outside_kept
 from lightning_gpp.capture.record import RunTime, StepFunction, record, step_arguments
 from lightning_gpp.capture.recording import Ref
 from lightning_gpp.capture.shared_objects import Holder, holders
+from lightning_gpp.capture.uniform import uniform_values
 from lightning_gpp.errors import CaptureError
 from lightning_gpp.graph import Operator, OperatorGraph, TensorSpec
 from lightning_gpp.plan import STEP
@@ -48,8 +50,9 @@ class Capture:
 
     `uncut`: reasons why modules are called whole and never cut, by path. `opened`: reasons why the forwards of modules
     run as parts of the step, by path. `cut`: the parts of the batch that are cut into micro-batches, and those that
-    every micro-batch gets. `dims`: what the user said about the dimensions that count samples. `function`: what was
-    captured, if it is not the step.
+    every micro-batch gets. `decided`: the values of uniform tensors of the batch by which forwards have decided, by
+    number; batches with others there need another capture, see `capture/uniform.py`. `dims`: what the user said about
+    the dimensions that count samples. `function`: what was captured, if it is not the step.
     """
 
     graph: OperatorGraph
@@ -61,6 +64,7 @@ class Capture:
     uncut: Mapping[str, str] = field(default_factory=dict)
     opened: Mapping[str, str] = field(default_factory=dict)
     cut: tuple[list[str], list[str]] = field(default_factory=lambda: ([], []))
+    decided: Mapping[int, int] = field(default_factory=dict)
     dims: BatchDims = field(default_factory=dict)
     function: StepFunction | None = None
 
@@ -118,6 +122,7 @@ def capture_step(
     function: StepFunction | None = None,
     dims: BatchDims | None = None,
     uncut: Mapping[str, str] = {},
+    general: bool = False,
 ) -> Capture:
     """Capture the computation of `module.<step>(batch, batch_idx)`.
 
@@ -136,6 +141,7 @@ def capture_step(
         function: called with the module and the batch instead of the step.
         dims: the dimension of parts of the batch that counts samples, see `batch_dims` in the options.
         uncut: paths of modules that become one operator anyway, with the reasons.
+        general: whether the capture is for all values of the batch; otherwise see `Capture.decided`.
 
     Raises:
         CaptureError: something cannot be captured; names the line, the reason and the ways out.
@@ -144,7 +150,28 @@ def capture_step(
         _check_module(module, step)
     where, known = torch.device(device), dims or GUESSED
     attempt = partial(_capture, module, batch, step, batch_idx, context, where, known, function)
-    return attempted(module, attempt, opens=function is None, uncut=uncut)
+    captured = lambda known: attempted(module, partial(attempt, known), opens=function is None, uncut=uncut)  # noqa: E731
+    uniform = {} if general or function is not None or not is_present(where) else uniform_values(batch)
+    return _captured_for(uniform, captured)
+
+
+def _captured_for(uniform: Mapping[int, int], captured: Callable[[Mapping[int, int]], Capture]) -> Capture:
+    """The capture for mini-batches with these values, if the network reads them and other values need no other cuts.
+
+    `captured`: captures with values that the recordings know.
+    """
+    special = None
+    if uniform:
+        with suppress(CaptureError):
+            special = captured(uniform)
+    if special is not None and not special.decided:
+        return special
+    general = captured({})
+    return special if special is not None and _cut_alike(special, general) else general
+
+
+def _cut_alike(one: Capture, other: Capture) -> bool:
+    return one.uncut.keys() == other.uncut.keys() and one.opened.keys() == other.opened.keys()
 
 
 def attempted(
@@ -223,6 +250,7 @@ def _capture(
     device: torch.device,
     dims: BatchDims,
     function: StepFunction | None,
+    uniform: Mapping[int, int],
     changes: Changes,
 ) -> Capture:
     total = batch_size_of(batch, dims)
@@ -248,6 +276,7 @@ def _capture(
                 uncut=changes.uncut,
                 opened=changes.opened,
                 refuted=changes.refuted,
+                uniform=uniform,
                 function=function,
                 prepare=lambda replica, recorder: set_values(replica, values),
             )
@@ -276,6 +305,7 @@ def _capture(
         uncut=changes.uncut,
         opened=changes.opened,
         cut=cut_of(batch, dims),
+        decided={leaf: uniform[leaf] for leaf in base.recording.decided_by() | other_size.recording.decided_by()},
         dims=dims,
         function=function,
     )

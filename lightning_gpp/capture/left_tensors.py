@@ -8,7 +8,6 @@ from typing import Any, Final
 
 from torch import Tensor
 
-from lightning_gpp._compat.torch import FakeTensor
 from lightning_gpp.capture.attributes import is_plain
 from lightning_gpp.capture.shared_objects import DICTS, SEQUENCES, Holder
 from lightning_gpp.user_code import own_attributes
@@ -69,7 +68,7 @@ def _new(holder: Holder, known: Any) -> list[Any]:
 
 def _holds_fake(value: Any, depth: int = 0) -> bool:
     if isinstance(value, Tensor):
-        return isinstance(value, FakeTensor)
+        return True
     if depth > _DEEPEST:
         return False
     return any(_holds_fake(inner, depth + 1) for inner in _parts(value))

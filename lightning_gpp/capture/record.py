@@ -101,6 +101,7 @@ def record(
     uncut: Mapping[str, str],
     opened: Mapping[str, str] = {},
     refuted: Collection[int] = (),
+    uniform: Collection[int] = (),
     dims: BatchDims = GUESSED,
     function: StepFunction | None = None,
     prepare: Callable[[nn.Module, Recorder], None] = lambda replica, recorder: None,
@@ -108,7 +109,8 @@ def record(
     """Record `module.<step>(batch, batch_idx)` with the batch resized from `total` to `num_samples` samples.
 
     `uncut`: paths of modules that are recorded as one call; `opened`: of modules whose forward counts as a part of the
-    step. `refuted`: see `Recorder`. `function`: called with the module and the batch instead of the step. `prepare`:
+    step. `refuted`: see `Recorder`. `uniform`: numbers of the leaves of the batch whose values the recording knows,
+    because all elements are the same. `function`: called with the module and the batch instead of the step. `prepare`:
     called with the copy that is recorded, before it runs.
 
     Raises:
@@ -129,12 +131,14 @@ def record(
         _observe(replica, trainer_of(module), run_time, recorder)
         recorder.runs_rest = function is None
         prepare(replica, recorder)
-        fake, recorder.examples = _fake_batch(batch, total, num_samples, dims, mode, device, recorder.refuse_read_items)
+        fake, recorder.examples = _fake_batch(
+            batch, total, num_samples, dims, mode, device, recorder.refuse_read_items, uniform
+        )
         with _recording(recorder, mode), shared_metrics_silenced(module, replica, mode):
             seed_streams(run_time.global_step)
-            for leaf in pytree.tree_leaves(fake):
+            for number, leaf in enumerate(pytree.tree_leaves(fake)):
                 if isinstance(leaf, torch.Tensor):
-                    recorder.batch_tensor(leaf)
+                    recorder.batch_tensor(leaf, number if type(leaf) is torch.Tensor else None)
             watch, versions, switches = MadeWatch(replica), _versions(fake), Switches(replica)
             with nullcontext() if recorder.reads_between_calls else iterators_unread(replica, step):
                 _run(replica, _called(replica, step, run_time, function), fake, recorder, notes)
@@ -333,11 +337,13 @@ def _fake_batch(
     mode: FakeTensorMode,
     device: torch.device,
     on_read: Callable[[], None],
+    uniform: Collection[int],
 ) -> tuple[Any, dict[int, torch.Tensor]]:
     """The batch as fake tensors of `num_samples` samples, and the values of each, by its id.
 
-    `on_read` is called when an item of a sample is read that is no tensor.
+    `on_read` is called when an item of a sample is read that is no tensor. `uniform`: numbers of leaves that are real.
     """
+    numbers = itertools.count()
     values: dict[int, torch.Tensor] = {}
 
     def sized(tensor: torch.Tensor, dim: int) -> torch.Tensor:
@@ -349,14 +355,20 @@ def _fake_batch(
         return watched(made, on_read) if are_plain(made) else made
 
     def fake(leaf: Any) -> Any:
+        number = next(numbers)
         if not isinstance(leaf, torch.Tensor):
             return leaf
-        with mode:
+        with nullcontext() if number in uniform else mode:
             made = torch.empty(leaf.shape, dtype=leaf.dtype, device=device, requires_grad=leaf.requires_grad)
+        if number in uniform:
+            made.copy_(leaf)
         values[id(made)] = leaf
         return made
 
-    return pytree.tree_map(fake, map_samples(batch, total, sized, listed, dims)), values
+    resized = map_samples(batch, total, sized, listed, dims)
+    if len(pytree.tree_leaves(resized)) != len(pytree.tree_leaves(batch)):
+        uniform = ()  # with another number of samples in lists, leaves have other numbers
+    return pytree.tree_map(fake, resized), values
 
 
 @contextmanager
@@ -366,6 +378,7 @@ def _recording(recorder: Recorder, mode: FakeTensorMode) -> Iterator[None]:
         stack.enter_context(undisturbed())
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(mode)
+        stack.enter_context(recorder.values)
         meter = stack.enter_context(Meter(recorder))
         stack.enter_context(torch.autograd.graph.saved_tensors_hooks(meter.saved, lambda packed: packed[0]))
         stack.enter_context(autograd_function_calls(recorder.apply))

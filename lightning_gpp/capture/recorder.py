@@ -16,6 +16,7 @@ import numpy as np
 import torch
 import torchmetrics
 from torch import nn
+from torch.nn.attention import SDPBackend
 from torch.overrides import TorchFunctionMode
 
 from lightning_gpp._compat.torch import FakeTensor, buffers_of, pytree, storage_id, version
@@ -24,6 +25,7 @@ from lightning_gpp.capture.differentiated import differentiates
 from lightning_gpp.capture.fillings import Arrived, CallArguments, answer, containers
 from lightning_gpp.capture.isolate import names_of
 from lightning_gpp.capture.items import is_watched
+from lightning_gpp.capture.known_values import KnownValues
 from lightning_gpp.capture.recording import (
     CallModes,
     ChangeInPlace,
@@ -43,6 +45,13 @@ BATCH = "batch"
 
 _READS = {"item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "__array__", "is_nonzero"}
 
+_ATTENTION = (
+    (SDPBackend.FLASH_ATTENTION, torch.backends.cuda.flash_sdp_enabled),
+    (SDPBackend.EFFICIENT_ATTENTION, torch.backends.cuda.mem_efficient_sdp_enabled),
+    (SDPBackend.MATH, torch.backends.cuda.math_sdp_enabled),
+    (SDPBackend.CUDNN_ATTENTION, torch.backends.cuda.cudnn_sdp_enabled),
+)
+
 _GRADIENT_HOOKS = {"register_hook", "retain_grad"}
 
 
@@ -59,7 +68,8 @@ class FunctionApply:
 def current_context() -> CallModes:
     devices = ("cpu", "cuda")
     cast = tuple((d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in devices)
-    return CallModes(torch.is_grad_enabled(), cast)
+    attention = tuple(kernel for kernel, allowed in _ATTENTION if allowed())
+    return CallModes(torch.is_grad_enabled(), cast, attention)
 
 
 class Recorder(TorchFunctionMode):
@@ -89,6 +99,7 @@ class Recorder(TorchFunctionMode):
         super().__init__()
         self.opened, self._refuted, self._number = opened, refuted, number
         self.recording = Recording(num_samples, current_context())
+        self.values = KnownValues(on_read=self._note_read_by_call)
         self.current: Recorded | None = None
         self._values: dict[int, Ref] = {}
         self._states: dict[int, str] = {}
@@ -246,8 +257,10 @@ class Recorder(TorchFunctionMode):
         name = getattr(func, "__name__", str(func))
         if self._paused:
             return func(*args, **kwargs)
-        if name in _READS and isinstance(args[0], FakeTensor):
+        if name in _READS and self.values.is_unknown(args[0]):
             return self._read(name, args[0])
+        if name in _READS:
+            self._note_known_read(self.refs(args))
         if name in _GRADIENT_HOOKS:
             self._note_gradient_hook(name)
         return self.record(func, target_of(func, name), args, kwargs, functools.partial(func, *args, **kwargs))
@@ -341,9 +354,13 @@ class Recorder(TorchFunctionMode):
             self._storages.setdefault(storage_id(tensor), []).append(tensor)
         self._values[id(tensor)] = Ref(call.index, number)
 
-    def batch_tensor(self, tensor: torch.Tensor) -> None:
+    def batch_tensor(self, tensor: torch.Tensor, uniform: int | None = None) -> None:
+        """Take a tensor for an input. `uniform`: its number among the leaves of the batch, if its values are known."""
         call = self._begin(_no_function, BATCH, (), {})
         self._finish(call, tensor, [])
+        if uniform is not None:
+            self.values.add(tensor)
+            self.recording.uniform[call.index] = uniform
 
     def refuse_read_items(self) -> None:
         """Refuse that a forward reads items of samples that are no tensors; the step may."""
@@ -396,8 +413,10 @@ class Recorder(TorchFunctionMode):
 
     def _same_memory(self, tensor: torch.Tensor) -> Ref | None:
         """The value that a tensor unknown to torch's functions represents, as `nn.Buffer(tensor)` makes them."""
-        form = (tensor.shape, tensor.dtype, tensor.storage_offset()) if isinstance(tensor, FakeTensor) else None
-        for known in reversed(self._storages.get(storage_id(tensor), ()) if form else ()):
+        if tensor.layout is not torch.strided:
+            return None
+        form = tensor.shape, tensor.dtype, tensor.storage_offset()
+        for known in reversed(self._storages.get(storage_id(tensor), ())):
             if (known.shape, known.dtype, known.storage_offset()) == form and known.stride() == tensor.stride():
                 return self._values[id(known)]
         return None
@@ -431,6 +450,24 @@ class Recorder(TorchFunctionMode):
             self.recording.value_reads.append((len(self.recording.modules), line))
         value = _plausible(name, tensor, self._number)
         return self._truth(line) if isinstance(value, bool) else value
+
+    def _note_known_read(self, read: Any) -> None:
+        """Note from which uniform tensors of the batch the values come that are being read."""
+        leaves = self._uniform_behind(read)
+        self.recording.decisions += [(leaf, self.scope, len(self.recording.modules)) for leaf in leaves]
+
+    def _note_read_by_call(self) -> None:
+        if self.current is not None:
+            self._note_known_read((self.current.args, self.current.kwargs))
+
+    def _uniform_behind(self, read: Any) -> set[int]:
+        """The uniform tensors of the batch that values depend on, as numbers of leaves."""
+        recording = self.recording
+        wanted = {ref.call for ref in pytree.tree_leaves(read) if isinstance(ref, Ref)} if recording.uniform else set()
+        for call in reversed(recording.calls) if wanted else ():
+            if call.index in wanted:
+                wanted.update(ref.call for ref in call.refs())
+        return {leaf for index, leaf in recording.uniform.items() if index in wanted}
 
     def _note_gradient_hook(self, name: str) -> None:
         """Note that the gradient of a value is asked for, which is another tensor's where stages compute the value."""

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch.nn.attention import SDPBackend
+
 from lightning_gpp._compat.torch import pytree
 from lightning_gpp.capture.attributes import Attribute
 from lightning_gpp.capture.fillings import Filling
@@ -49,6 +51,8 @@ class CallModes:
     grad: bool
     autocast: tuple[tuple[str, bool, Any], ...]
     """(device type, enabled, dtype)"""
+    attention: tuple[SDPBackend, ...]
+    """The kernels that may compute attention."""
 
 
 @dataclass(slots=True)
@@ -134,8 +138,10 @@ class Recording:
     ambient: CallModes
     calls: list[Recorded] = field(default_factory=list)
     modules: list[ModuleCall] = field(default_factory=list)
-    batch_refs: dict[Ref, int] = field(default_factory=dict)
-    """References that represent tensors of the batch (calls without a function)."""
+    uniform: dict[int, int] = field(default_factory=dict)
+    """Numbers of the leaves of the batch whose values are known, by the index of the call that represents them."""
+    decisions: list[tuple[int, int, int]] = field(default_factory=list)
+    """Reads of their values: (number of the leaf, scope, number of module calls before)."""
     result: Any = None
     """The result of the step, with references instead of tensors."""
     returned: Any = None
@@ -191,6 +197,11 @@ class Recording:
         """Places of the metrics that the step updates before its last call of a module."""
         last = self._last_network_call()
         return sorted({place for place, num_modules in self.metric_updates if num_modules <= last})
+
+    def decided_by(self) -> set[int]:
+        """Numbers of the leaves of the batch by whose values forwards decide, and the step before its network ends."""
+        last = self._last_network_call()
+        return {leaf for leaf, scope, num_modules in self.decisions if scope != -1 or num_modules <= last}
 
     def _last_network_call(self) -> int:
         return max((call.number for call in self.modules if call.parent == -1), default=-1)

@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_gpp._compat.torch import FakeTensor, pytree, unset_fake_temporarily, without_saved_hooks
+from lightning_gpp._compat.torch import pytree, without_saved_hooks
 from lightning_gpp.capture.attributes import CONTAINERS, OF_EVERY_MODULE
 from lightning_gpp.capture.isolate import private_copy
+from lightning_gpp.capture.known_values import for_real
 from lightning_gpp.capture.recorder import Recorder, register_dataclasses
 from lightning_gpp.capture.refusal import refusal
 from lightning_gpp.capture.scripted import not_scripted, scripted_in
@@ -80,7 +81,7 @@ class _Uncut:
         """The result on made-up values, as fake tensors of its shapes."""
         devices = [leaf.device for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         device = devices[0] if devices else torch.device("cpu")
-        with unset_fake_temporarily():
+        with for_real():
             seed_streams(0)  # shapes may depend on values, and have to be the same in every capture
             module = _with_values(self._original, _existing(device)).train(self._part.training)
             self._recorder.add_states(module)
@@ -101,7 +102,8 @@ class _Uncut:
         """Values of an argument: of the example batch if it is a part of it."""
         known = self._recorder.examples.get(id(leaf))
         if known is None or known.is_meta:
-            return _made_up(leaf, device)
+            unknown = isinstance(leaf, Tensor) and self._recorder.values.is_unknown(leaf)
+            return _made_up(leaf, device) if unknown else leaf
         return known.detach().to(device, copy=True).requires_grad_(known.requires_grad)
 
     def _check(self, result: Any) -> None:
@@ -182,10 +184,8 @@ def _with_values(module: nn.Module, device: torch.device) -> nn.Module:
     return private_copy(module, memo)
 
 
-def _made_up(leaf: Any, device: torch.device) -> Any:
+def _made_up(leaf: Tensor, device: torch.device) -> Tensor:
     """Values that most modules accept: normally distributed numbers; ones, which are indices and lengths."""
-    if not isinstance(leaf, FakeTensor):
-        return leaf
     if leaf.is_floating_point():
         return torch.randn(leaf.shape).to(device, leaf.dtype).requires_grad_(leaf.requires_grad)
     return torch.ones(leaf.shape, dtype=leaf.dtype, device=device)

@@ -195,11 +195,12 @@ def _stage(
     wanted = list(dict.fromkeys([*sent, *answers]))
     specs = lambda ref: _spec(capture, (name_of(ref.call, capture.network), ref.output))  # noqa: E731
     blocks = plan.stages[index].recomputed_blocks
-    code = StageCode(capture.network, module, mine, list(received), wanted, specs, blocks)
+    unneeded = _unneeded(capture, assignment)
+    code = StageCode(capture.network, module, mine, list(received), wanted, specs, blocks, unneeded)
     forward = code.compile()
     if holds_step and (tail := tail_of(code, answers)) is not None:
         step.tail, known = tail, list(dict.fromkeys([*wanted, *tail.read]))
-        code = StageCode(capture.network, module, mine, list(received), known, specs, blocks)
+        code = StageCode(capture.network, module, mine, list(received), known, specs, blocks, unneeded)
         forward = code.compile()
     states = code.used_states | {name for op in operators.values() for name in (*op.parameters, *op.buffers)}
     parameters = tuple(name for name in capture.graph.parameter_sizes if name in states)
@@ -223,6 +224,13 @@ def _parts(module: nn.Module, paths: Sequence[str], states: Sequence[str]) -> tu
     whole = [part for path in paths for part in module.get_submodule(path).modules()]
     owners = [module.get_submodule(name.rpartition(".")[0]) for name in states]
     return tuple(dict.fromkeys([*whole, *owners]))
+
+
+def _unneeded(capture: Capture, assignment: Assignment) -> frozenset[int]:
+    """Numbers of the recorded calls that no stage runs; those that use parameters need a stage that has them."""
+    names = (name for name, stages in assignment.items() if not stages)
+    operators = (capture.graph[name] for name in names)
+    return frozenset(_number(each.name) for each in operators if not (each.parameters or each.buffers))
 
 
 def _number(operator: str) -> int:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import count
@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.attention import sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from lightning_gpp._compat.torch import pytree
@@ -55,6 +56,7 @@ class StageCode:
         specs: the shape and dtype of a value.
         recomputed: paths of modules; the largest modules inside of them that the stage calls as a whole keep only their
             inputs for the backward.
+        unneeded: numbers of the recorded calls that no stage runs, because nothing reads their results.
     """
 
     network: Network
@@ -64,6 +66,7 @@ class StageCode:
     wanted: list[Ref]
     specs: Callable[[Ref], TensorSpec]
     recomputed: tuple[str, ...] = ()
+    unneeded: Set[int] = frozenset()
     lines: list[str] = field(default_factory=list)
     names: dict[str, Any] = field(default_factory=dict)
     used_states: set[str] = field(default_factory=set)
@@ -130,7 +133,7 @@ class StageCode:
 
     def _emit_module(self, call: ModuleCall) -> None:
         inside = set(range(call.first, call.last))
-        if inside <= self.mine and not self._has_recomputed(call.path) and self._whole(call, inside):
+        if inside <= self.mine | self.unneeded and not self._has_recomputed(call.path) and self._whole(call, inside):
             self._call_module(call, inside)
         else:
             self._check_cut(call)
@@ -144,6 +147,8 @@ class StageCode:
         """
         leaves = pytree.tree_leaves((call.args, call.kwargs))
         given = {ref for ref in self._refs_of(inside) if ref.call not in inside}
+        if any(variable(ref) not in self.defined for ref in given):
+            return False  # a calculation that no stage runs reads it, and the module would
         if any(isinstance(leaf, Opaque) for leaf in leaves) or given - {leaf for leaf in leaves if _is_ref(leaf)}:
             return False
         returned = {leaf for leaf in pytree.tree_leaves(call.result) if isinstance(leaf, Ref)}
@@ -296,7 +301,7 @@ class StageCode:
 
     def _shape_of(self, ref: Ref) -> str:
         """A value that nothing reads, of which a module may ask the shape."""
-        return f"{self._name('unread', functools.partial(_shaped, self.specs(ref)))}(values, b)"
+        return f"{self._name('unread', _Shaped(self.specs(ref)))}(values, b)"
 
     def _container(self, value: Any) -> str:
         if type(value) is slice:
@@ -334,10 +339,17 @@ class StageCode:
         return f"out_{self.temporaries}"
 
 
-def _shaped(spec: TensorSpec, values: dict[str, torch.Tensor], num_samples: int) -> torch.Tensor:
-    """A tensor that takes no memory, on the device of the stage."""
-    device = next((value.device for value in values.values()), None)
-    return torch.zeros((), dtype=getattr(torch, spec.dtype), device=device).expand(spec.sizes(num_samples))
+class _Shaped:
+    """Makes tensors of a shape that take no memory, on the device of the stage, from a zero that it keeps."""
+
+    def __init__(self, spec: TensorSpec) -> None:
+        self._spec, self._zero = spec, torch.zeros((), dtype=getattr(torch, spec.dtype))
+
+    def __call__(self, values: dict[str, torch.Tensor], num_samples: int) -> torch.Tensor:
+        device = next((value.device for value in values.values()), self._zero.device)
+        if self._zero.device != device:
+            self._zero = self._zero.to(device)
+        return self._zero.expand(self._spec.sizes(num_samples))
 
 
 def _is_ref(leaf: Any) -> bool:
@@ -350,10 +362,12 @@ def _is_name(text: str) -> bool:
 
 @contextmanager
 def _modes(context: CallModes, ambient: CallModes) -> Any:
-    """Enter the grad and autocast modes that the user's code set when a call was recorded."""
+    """Enter the modes that the user's code set when a call was recorded: grad, kernels of attention, and autocast."""
     with ExitStack() as stack:
         if context.grad != ambient.grad:
             stack.enter_context(torch.set_grad_enabled(context.grad))
+        if context.attention != ambient.attention:
+            stack.enter_context(sdpa_kernel(list(context.attention)))
         for (device, enabled, dtype), before in zip(context.autocast, ambient.autocast, strict=True):
             if (device, enabled, dtype) != before and (device == "cpu" or torch.cuda.is_available()):
                 manager: AbstractContextManager[Any] = torch.autocast(device, enabled=enabled, dtype=dtype)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
 from torch import nn
 
 from lightning_gpp.capture.batch import GUESSED, BatchDims, samples_in
+from lightning_gpp.capture.uniform import values_at
 from lightning_gpp.training.batches import outer_form, signature
 from lightning_gpp.training.control import Control
 from lightning_gpp.training.feed import Feed
@@ -21,6 +22,8 @@ _MOST_FORMS: Final = 1000
 """Forms of mini-batches that are kept, for sequences of many lengths."""
 
 _UNKNOWN: Final = (-1, -1)
+_OTHERS: Final = 1 << 61
+"""Marks the form of a mini-batch with other values than those on which captures of its form depend."""
 _ANEW, _THAWED = 1, 2
 """Flags of an announcement: it replaces earlier ones; parameters were frozen or unfrozen since the last one."""
 
@@ -36,6 +39,8 @@ class Incoming:
         facts: its facts, and those of the known mini-batches after it.
         feed: has the number of mini-batches to announce before their turn and, on the rank that runs the step, these.
         anew: whether the latest mini-batch replaces others that were announced before.
+        has_others: whether it has other values than those on which captures of its form depend; known where the step
+            runs.
     """
 
     def __init__(self, module: nn.Module, control: Control, dims: BatchDims | None = None) -> None:
@@ -44,9 +49,10 @@ class Incoming:
         self.frozen = FrozenAttributes(module)
         self.facts: list[Facts] = []
         self.feed = Feed()
-        self.anew = False
+        self.anew = self.has_others = False
         self._upcoming: list[tuple[Any, tuple[int, int]]] = []
         self._known: dict[Hashable, tuple[int, int]] = {}
+        self._decided: dict[int, dict[int, int]] = {}
         self.follow()
 
     def follow(self) -> None:
@@ -116,7 +122,22 @@ class Incoming:
         described = [seen.get(id(batch)) or self._described(batch) for batch in batches]
         self._upcoming = list(zip(batches[1:], described[1:], strict=True))
         trained = _fingerprint(self._announced)
-        return [(size, form ^ trained) for size, form in described]
+        others = [self._has_others(batch, form) for batch, (_, form) in zip(batches, described, strict=True)]
+        self.has_others = others[0]
+        return [
+            (size, form ^ trained ^ (_OTHERS * other)) for (size, form), other in zip(described, others, strict=True)
+        ]
+
+    def depend_on(self, decided: Mapping[int, int], batch: Any) -> None:
+        """Note that a capture is valid only for batches of this form that have these values, see `Capture.decided`."""
+        known = self._decided.setdefault(signature(batch, self._dims), {}) if decided else {}
+        for leaf, value in decided.items():
+            known.setdefault(leaf, value)
+
+    def _has_others(self, batch: Any, form: int) -> bool:
+        """True if a batch has other values than those on which captures of its form depend."""
+        decided = self._decided.get(form)
+        return decided is not None and values_at(batch, decided) != decided
 
     def trained(self) -> bytes:
         """A byte per parameter of the module: 1 if it requires a gradient, otherwise 0."""

@@ -49,10 +49,12 @@ def captured_step(
     device: torch.device,
     known: Plan | None = None,
     uncut: Mapping[str, str] = {},
+    general: bool = False,
 ) -> Capture | Declared:
     """The computation of a step, captured or declared by the user.
 
-    `known`: the plan of the run, if there is one. `uncut`: modules that are called whole, with the reasons.
+    `known`: the plan of the run, if there is one. `uncut`: modules that are called whole, with the reasons. `general`:
+    see `capture_step`.
 
     Raises:
         CaptureError, PlanError: see `capture` and `declare`.
@@ -61,7 +63,14 @@ def captured_step(
     if is_declared(stages) and isinstance(stages, Sequence):
         return declare(module, batch, [dict(entry) for entry in stages], step=step, dims=options.batch_dims)
     captured = capture_step(
-        module, batch, step=step, context=context, device=device, dims=options.batch_dims, uncut=uncut
+        module,
+        batch,
+        step=step,
+        context=context,
+        device=device,
+        dims=options.batch_dims,
+        uncut=uncut,
+        general=general,
     )
     plan = known or options.plan
     if plan is None and stages is None and step == TRAINING:

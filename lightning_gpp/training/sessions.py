@@ -144,13 +144,16 @@ class Sessions:
                 return self.captured
         if control.runs_step and control.num_devices > 1:
             check_shared(changed)
-        facts = (outline(batch), incoming.trained(), changed) if control.runs_step else None
-        example, trained, changed = control.share_object(facts)
+        facts = (outline(batch), incoming.trained(), changed, incoming.has_others) if control.runs_step else None
+        example, trained, changed, general = control.share_object(facts)
         incoming.train_as(trained)  # user code may have changed it only where the step runs
         adopt(module, changed)
         with self.job.shown(), without_shards(module), self.job.made.as_at_set_up(module):
             try:
-                return capture_of(self.job, step, example, self.layout.plan)
+                captured = capture_of(self.job, step, example, self.layout.plan, general=general)
+                if isinstance(captured, Capture):
+                    incoming.depend_on(captured.decided, example)
+                return captured
             except CaptureError as error:
                 if not changed:
                     raise
@@ -185,7 +188,7 @@ def check_shared(changed: Mapping[Attribute, Any]) -> None:
             ) from error
 
 
-def capture_of(job: Job, step: str, example: Any, known: Plan | None) -> Captured:
+def capture_of(job: Job, step: str, example: Any, known: Plan | None, *, general: bool = False) -> Captured:
     """The captured step of a job, from a mini-batch without memory, or the declared one.
 
     Args:
@@ -193,9 +196,11 @@ def capture_of(job: Job, step: str, example: Any, known: Plan | None) -> Capture
         step: the name of the method.
         example: the mini-batch.
         known: the plan of the run, if there is one.
+        general: see `capture_step`.
     """
     context, parallel = job.host.context(step), job.parallel
-    record = partial(captured_step, job.module, example, step, job.options, context, job.device, known)
+    options, device = job.options, job.device
+    record = partial(captured_step, job.module, example, step, options, context, device, known, general=general)
     try:
         agreed = partial(agreed_regions, job.control)
         return captured_apart(record, parallel, job.module, context, job.control.num_devices, agreed)

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_gpp._compat.lightning_module import set_device
+from lightning_gpp.capture import Capture
 from lightning_gpp.capture.batch import GUESSED, counting_note
 from lightning_gpp.capture.calls import StepCalls
 from lightning_gpp.capture.places import outside_kept
@@ -169,6 +170,8 @@ def _set_up(
     job.made.note(captured)
     job = as_captured(job, step, captured, optimizers)
     form = NO_FORM if job.whole else incoming.form_of(example)
+    if isinstance(captured, Capture):
+        incoming.depend_on(captured.decided, example)
     batch = job.in_device(batch) if job.control.rank == 0 else batch
     machine = JobMachine(job, footprint or Footprint(), captured)
     found = noted_whole(_plan_of_rank_0(job, captured, batch, machine), job.whole)
