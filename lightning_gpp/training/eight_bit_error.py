@@ -96,7 +96,7 @@ def _refusal(plan: Plan) -> str:
 
 def _run(job: Job, step: str, session: Session, part: Any, samples: int) -> None:
     function = getattr(job.module, step)
-    invoke = Invocation(function=function, rest=step_arguments(function, 0), around=job.around(step, alone=True))
+    invoke = Invocation(function=function, rest=step_arguments(function, 0), around=job.host.around(step))
     session.run(part, invoke, samples, loss_weight=1.0, step=0)
 
 

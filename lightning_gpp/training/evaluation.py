@@ -178,7 +178,7 @@ class EvaluationSteps:
         with nullcontext() if self._lending is None else self._lending.to_first(), on_one_rank():
             if not job.control.runs_step:
                 return None
-            with job.around(step)(self._incoming.batch_size):
+            with job.host.around(step)(self._incoming.batch_size):
                 return getattr(job.module, step)(*arguments)
 
     def _run_whole(self, step: str, arguments: Sequence[Any]) -> Any:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Set
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Set
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -125,19 +125,6 @@ class Job:
     def in_device(self, tree: Any) -> Any:
         """A structure of tensors that only the first member of a device has, such as a mini-batch, on all members."""
         return Mirror(self.control, self.device).in_device(tree)
-
-    def around(
-        self, step: str, batch: int | None = None, *, alone: bool = False
-    ) -> Callable[[int], AbstractContextManager[Any]]:
-        """What the host enters around a run of the user's step; `alone`: the other pipelines do not run it."""
-        around = self.host.around(step, batch)
-
-        @contextmanager
-        def run(num_samples: int) -> Iterator[None]:
-            with self.control.mesh.peers(alone=alone), around(num_samples):
-                yield
-
-        return run
 
     def shown(self) -> AbstractContextManager[None]:
         """Inside, tensors of which this process has a part are DTensors in the module."""

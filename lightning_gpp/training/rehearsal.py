@@ -108,7 +108,7 @@ def _rehearse(job: Job, session: Session, step: UserStep, batch: Any, batch_size
     again = step.with_module(copied)
     assert isinstance(session.capture, Capture)
     function, rest = session.capture.called_on(copied)
-    around = job.around(session.capture.step, NO_MINI_BATCH, alone=True)
+    around = job.host.around(session.capture.step, NO_MINI_BATCH)
     again.begin(batch, Invocation(function=function, rest=rest, around=around), 0, batch_size)
     values = {variable(ref): _made_up(step.spec_of(ref), batch_size, job.device) for ref in step.network.needed}
     try:

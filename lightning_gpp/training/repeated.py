@@ -300,7 +300,7 @@ class StepAgain:
         total, copied = sum(map(len, parts)), copy_for(self.job, self.step)
         again = self.step.with_module(copied)
         samples = samples_of_parts(self.batch, self.batch_size, parts, self.step.dims)
-        around = self.job.around(TRAINING, NO_MINI_BATCH, alone=True)
+        around = self.job.host.around(TRAINING, NO_MINI_BATCH)
         invocation = Invocation(function=getattr(copied, TRAINING), rest=self.rest, around=around)
         again.begin(samples, invocation, 0, total)
         try:

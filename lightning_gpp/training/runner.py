@@ -193,7 +193,8 @@ class Runner:
 
     def _invocation(self, session: Session, rest: Sequence[Any], number: int) -> Invocation:
         step, trains = session.capture.step, session.training
-        around, function = self._job.around(step, number if trains else None), getattr(self._job.module, step)
+        host = self._job.host
+        around, function = host.around(step, number if trains else None), getattr(self._job.module, step)
         return Invocation(function=function, rest=rest, around=around, sums=self.sums and trains)
 
     def _train_ahead(

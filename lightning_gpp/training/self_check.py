@@ -192,7 +192,7 @@ class Expected:
 
 def _invocation(job: Job, captured: Capture | Declared, module: nn.Module) -> Invocation:
     function, rest = captured.called_on(module)
-    return Invocation(function=function, rest=rest, around=job.around(TRAINING, alone=True))
+    return Invocation(function=function, rest=rest, around=job.host.around(TRAINING))
 
 
 def _unsplit_or_failure(

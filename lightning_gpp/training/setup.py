@@ -180,7 +180,7 @@ def _set_up(
         batch = comparison(job, found_calls, captured.batch_size) if step == TRAINING else None
     compared = found_calls is None or batch is not None
     equalise(job.module, job.control)
-    with job.host.unheard():
+    with job.host.unheard(), job.control.mesh.peers(alone=True):
         warned = compared and check_first(job, captured, plan, batch, transport)
     if not (job.whole and job.control.num_processes == 1):
         for optimizer in optimizers:
