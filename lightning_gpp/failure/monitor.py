@@ -148,7 +148,7 @@ class FailureMonitor:
         That is so if it is the first cause of the job's end, and if all other ranks raise exceptions of their own at
         about the same time: then each handles its own, and the watch goes on. An error that may only follow from the
         end of another rank waits for that cause. If another rank failed first, this process ends here; likewise after
-        `sys.exit(0)`, which would pass for success.
+        `sys.exit(0)` on some ranks only, which would pass for success.
 
         Returns:
             True if all ranks have raised it at the same point of the program, so that they can go on to communicate.
@@ -164,7 +164,7 @@ class FailureMonitor:
         if verdict is Verdict.ENDS:
             FailureMonitor._ended_by = watcher.cause
         torchrun.record(error)
-        if isinstance(error, SystemExit) and not error.code:
+        if isinstance(error, SystemExit) and not error.code and verdict is Verdict.ENDS:
             exit_now(EXIT_CODE)
         return verdict is Verdict.TOGETHER
 

@@ -45,6 +45,9 @@ class Mesh:
         members: number of processes of each device; None if all have one.
         timeout: timeout of the process groups; None keeps the backend's default.
 
+    Attributes:
+        stand_in: inside of `peers`, the group that stands for all processes; else None.
+
     Raises:
         ConfigError: the number of processes is another one.
     """
@@ -72,6 +75,7 @@ class Mesh:
         self._timeout = timeout
         self._background: dist.ProcessGroup | None = None
         self._alone: dist.ProcessGroup | None = None
+        self.stand_in: dist.ProcessGroup | None = None
         self._device_meshes: dict[str, DeviceMesh] = {}
         self._tags = itertools.count(1)
         self._groups: dict[tuple[str, tuple[int, ...], str | None], dist.ProcessGroup] = {}
@@ -215,16 +219,19 @@ class Mesh:
         Args:
             alone: the other pipelines do not run this code, so this process stands for all.
         """
-        with _default_group(self._only_this() if alone and self.num_pipelines > 1 else self.replica_group):
-            yield
+        before, group = self.stand_in, self._only_this() if alone and self.num_pipelines > 1 else self.replica_group
+        self.stand_in = group
+        try:
+            with _default_group(group):
+                yield
+        finally:
+            self.stand_in = before
 
     def _only_this(self) -> dist.ProcessGroup:
         """A group of this process, which the others need not know."""
         if self._alone is None:
             with without_splits(), _default_group(self.everyone):
-                self._alone = dist.new_group(
-                    [self.own_process], timeout=self._timeout, use_local_synchronization=True
-                )
+                self._alone = dist.new_group([self.own_process], timeout=self._timeout, use_local_synchronization=True)
         return self._alone
 
     def another_world(self) -> dist.ProcessGroup:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -116,9 +117,13 @@ class RanksStrategy(JobProcesses, ParallelStrategy):
 
     @property
     def _alone(self) -> bool:
-        """True if no other rank would answer: before there are processes, and in user code that runs on one rank."""
-        inside = self._run is not None and self._run.steps.host.user_code.running
-        return self._control is None or inside or self._failed
+        """True if no other rank would answer: before there are processes, and after a failure."""
+        return self._control is None or self._failed
+
+    @property
+    def _peers(self) -> dist.ProcessGroup | None:
+        """In the user's step, the same device of all pipelines: which ranks of a pipeline run it does not matter."""
+        return None if self._control is None or self._alone else self._control.mesh.stand_in
 
     def _with_others(self) -> Control | None:
         """The way to the other ranks, if they would answer."""
@@ -133,13 +138,19 @@ class RanksStrategy(JobProcesses, ParallelStrategy):
             self._engine.lending.meet()
 
     def barrier(self, name: str | None = None) -> None:
-        """Wait for all ranks; inside the user's step, which only one rank runs, do nothing."""
+        """Wait for all ranks; in the user's step, for the other pipelines."""
+        if (peers := self._peers) is not None:
+            return dist.barrier(group=peers) if peers.size() > 1 else None
         control = self._with_others()
-        if control is not None:
-            control.barrier()
+        return None if control is None else control.barrier()
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Broadcast `obj` from rank `src`. Inside the user's step, which only one rank runs, returns `obj`."""
+        """Broadcast `obj` from rank `src`; in the user's step, from a pipeline."""
+        if (peers := self._peers) is not None:
+            values = [obj]
+            if peers.size() > 1:
+                dist.broadcast_object_list(values, group_src=src, group=peers)
+            return values[0]
         control = self._with_others()
         return obj if control is None else control.broadcast(obj, src)
 
@@ -158,7 +169,12 @@ class RanksStrategy(JobProcesses, ParallelStrategy):
             self._with_others()
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """True if all ranks (or any rank) decided yes."""
+        """True if all ranks (or any rank) decided yes; in the user's step, all pipelines."""
+        if (peers := self._peers) is not None:
+            decisions: list[bool] = [decision] * peers.size()
+            if peers.size() > 1:
+                dist.all_gather_object(decisions, decision, group=peers)
+            return min(decisions) if all else max(decisions)
         control = self._with_others()
         return decision if control is None else control.unanimous(decision, everyone=all)
 

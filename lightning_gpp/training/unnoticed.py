@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack, redirect_stdout
 from io import StringIO
+
 import torch
 from torch import nn
 from torch.random import fork_rng

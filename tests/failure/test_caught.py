@@ -190,22 +190,38 @@ def test_a_run_after_a_caught_exception(tmp_path: Path, how: str) -> None:
 # --- hooks that fail on one rank
 
 
-class FullDisk(harness.TwoTowers):
-    """Its hook fails on a rank that has no results of the step, but not for lack of them."""
+HOOKS = "on_train_batch_start", "on_train_batch_end", "on_train_epoch_end", "on_fit_end"
 
-    def on_train_epoch_end(self) -> None:
-        super().on_train_epoch_end()
+
+class Failing(harness.TwoTowers):
+    """A hook fails on a rank that has no results of the step, but not for lack of them."""
+
+    def fail(self, error: Exception, *_: Any, **__: Any) -> None:
         if self.global_rank == 1:
-            raise OSError("the disk of rank 1 is full")
+            raise error
 
 
-def fit_with_a_full_disk(rank: int) -> None:
-    harness.trainer(harness.strategy(), 2).fit(FullDisk().double(), harness.loader())
+def fit_with_a_failing_hook(rank: int, error: Exception, hook: str) -> None:
+    kind = type("Failing", (Failing,), {hook: lambda self, *args: self.fail(error)})
+    harness.trainer(harness.strategy(), 2).fit(kind().double(), harness.loader())
 
 
-def test_a_hook_that_fails_for_another_reason_than_missing_results_ends_the_run() -> None:
-    with pytest.raises(AssertionError, match="OSError: the disk of rank 1 is full"):
-        harness.run(2, fit_with_a_full_disk)
+@pytest.mark.parametrize(
+    ("error", "hook"),
+    zip(
+        (
+            ValueError("a"),
+            torch.OutOfMemoryError("b"),
+            RuntimeError("CUDA error: an illegal memory access"),
+            KeyError("c"),
+        ),
+        HOOKS,
+        strict=True,
+    ),
+)
+def test_an_error_in_a_hook_of_one_rank_ends_the_run(error: Exception, hook: str) -> None:
+    with pytest.raises(AssertionError, match=re.escape(f"{type(error).__name__}: {error}")):
+        harness.run(2, fit_with_a_failing_hook, error, hook)
 
 
 def test_the_log_has_what_is_said(caplog: pytest.LogCaptureFixture) -> None:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import re
+import warnings
+from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import _functional_collectives as functional
 
+from tests.failure.pipeline_rank import processes_running
 from tests.strategy import harness
 
 
@@ -71,6 +75,21 @@ class Communicating(harness.TwoTowers):
         self.losses.append(float(outputs["loss"]))
 
 
+class Lonely(harness.TwoTowers):
+    """A hook in which one rank calls what all have to call."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__()
+        self.path = path
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.trainer.is_global_zero and batch_idx == 1:
+            if self.path:
+                self.trainer.save_checkpoint(self.path)
+            else:
+                dist.barrier()
+
+
 def fitted(strategy: Any, size: int = 8) -> dict[str, Any]:
     torch.manual_seed(0)
     module = Communicating().double()
@@ -112,3 +131,20 @@ def test_with_several_pipelines_they_go_over_these() -> None:
     first, other = harness.run(2, on_two_pipelines)
     assert [value.tolist() for value in first["weights"]] == [value.tolist() for value in other["weights"]]
     assert first["seen"] and all(found == [4, 4] for found in first["seen"]), first["seen"]
+
+
+def alone(rank: int, world_size: int, port: int, path: str) -> None:
+    os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0", WORLD_SIZE=str(world_size), MASTER_PORT=str(port))
+    os.environ.update(MASTER_ADDR="127.0.0.1", RANK=str(rank), LOCAL_WORLD_SIZE=str(world_size), GROUP_RANK="0")
+    os.environ.update(TORCHELASTIC_RUN_ID="test")
+    warnings.simplefilter("ignore")
+    harness.trainer(harness.strategy(timeout=600.0), 2).fit(Lonely(path).double(), harness.loader())
+
+
+@pytest.mark.parametrize("what", ["save_checkpoint", "barrier"])
+def test_a_call_of_one_rank_alone_is_told_with_its_line(tmp_path: Path, what: str) -> None:
+    path = str(tmp_path / "saved.ckpt") if what == "save_checkpoint" else ""
+    with processes_running(tmp_path, 2, alone, path) as running:
+        running.wait(100)
+    assert running.codes == [1, 1], running.output()
+    assert re.search(rf"waits in {what} at \S*test_collectives.py:\d+ for rank 1, which does not", running.output(0))

@@ -13,7 +13,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-from lightning_gpp.strategy.logs import LogRecorder, UserCode
+from lightning_gpp.strategy.logs import LogRecorder
 from lightning_gpp.strategy.steps import Steps
 from lightning_gpp.training.control import Control
 
@@ -43,7 +43,7 @@ class SharedHooks:
         self._attached = []
 
     def _shared(self, name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
-        recorder, logs = LogRecorder(self.module, UserCode()), self.steps.logs
+        recorder, logs = LogRecorder(self.module), self.steps.logs
 
         @functools.wraps(plain)
         def hook(*args: Any, **kwargs: Any) -> Any:
