@@ -1,4 +1,4 @@
-"""Calls that only some ranks make: a rank that waits in a user's collective for ranks that wait for it, or have finished.
+"""Calls that only some ranks make: a rank waits in a user's collective for ranks that wait for it, or have finished.
 
 Such a job waits until a time limit, and the error then names any rank. A look at the main threads tells it at once: a
 rank is in a collective that a line of the user's code began, every other one waits, too, and none of them moves.

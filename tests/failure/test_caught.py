@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import re
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from lightning_gpp.errors import GPPError
 from lightning_gpp.failure.monitor import FailureMonitor
 from lightning_gpp.failure.processes import say
-from tests.failure.pipeline_rank import Rank, job
+from tests.failure.pipeline_rank import Rank, job, processes_running
 from tests.strategy import harness
 
 # --- the watch
@@ -191,6 +193,12 @@ def test_a_run_after_a_caught_exception(tmp_path: Path, how: str) -> None:
 
 
 HOOKS = "on_train_batch_start", "on_train_batch_end", "on_train_epoch_end", "on_fit_end"
+ERRORS = (
+    ValueError("a"),
+    torch.OutOfMemoryError("b"),
+    RuntimeError("CUDA error: an illegal memory access"),
+    IndexError("c"),
+)
 
 
 class Failing(harness.TwoTowers):
@@ -201,27 +209,35 @@ class Failing(harness.TwoTowers):
             raise error
 
 
-def fit_with_a_failing_hook(rank: int, error: Exception, hook: str) -> None:
+def fit_with_a_failing_hook(rank: int, world_size: int, port: int, error: Exception, hook: str) -> None:
+    harness.enter(rank, world_size, port)
     kind = type("Failing", (Failing,), {hook: lambda self, *args: self.fail(error)})
     harness.trainer(harness.strategy(), 2).fit(kind().double(), harness.loader())
 
 
-@pytest.mark.parametrize(
-    ("error", "hook"),
-    zip(
-        (
-            ValueError("a"),
-            torch.OutOfMemoryError("b"),
-            RuntimeError("CUDA error: an illegal memory access"),
-            KeyError("c"),
-        ),
-        HOOKS,
-        strict=True,
-    ),
-)
-def test_an_error_in_a_hook_of_one_rank_ends_the_run(error: Exception, hook: str) -> None:
-    with pytest.raises(AssertionError, match=re.escape(f"{type(error).__name__}: {error}")):
-        harness.run(2, fit_with_a_failing_hook, error, hook)
+@pytest.mark.parametrize(("error", "hook"), list(zip(ERRORS, HOOKS, strict=True)))
+def test_an_error_in_a_hook_of_one_rank_ends_the_run(tmp_path: Path, error: Exception, hook: str) -> None:
+    with processes_running(tmp_path, 2, fit_with_a_failing_hook, error, hook) as running:
+        running.wait(60)
+    assert running.codes == [1, 1], running.output()
+    assert re.search(rf"rank 1 .* raised {type(error).__name__}: {error}", running.output(0)), running.output()
+
+
+def leave(rank: int, world_size: int, port: int, leaving: tuple[int, ...]) -> None:
+    class Leaving(harness.TwoTowers):
+        def on_train_batch_end(self, *_: Any) -> None:
+            if self.global_rank in leaving:
+                sys.exit(0)
+
+    harness.enter(rank, world_size, port)
+    harness.trainer(harness.strategy(), 2).fit(Leaving().double(), harness.loader())
+
+
+@pytest.mark.parametrize(("leaving", "code"), [((0, 1), 0), ((1,), 1)])
+def test_all_ranks_may_leave_together(tmp_path: Path, leaving: tuple[int, ...], code: int) -> None:
+    with processes_running(tmp_path, 2, leave, leaving) as running:
+        running.wait(60)
+    assert running.codes == [code, code], running.output()
 
 
 def test_the_log_has_what_is_said(caplog: pytest.LogCaptureFixture) -> None:
