@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import os
 import re
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -192,12 +194,11 @@ def test_a_run_after_a_caught_exception(tmp_path: Path, how: str) -> None:
 # --- hooks that fail on one rank
 
 
-HOOKS = "on_train_batch_start", "on_train_batch_end", "on_train_epoch_end", "on_fit_end"
+HOOKS = "on_train_batch_start", "on_train_batch_end", "on_train_epoch_end"
 ERRORS = (
     ValueError("a"),
     torch.OutOfMemoryError("b"),
     RuntimeError("CUDA error: an illegal memory access"),
-    IndexError("c"),
 )
 
 
@@ -221,6 +222,22 @@ def test_an_error_in_a_hook_of_one_rank_ends_the_run(tmp_path: Path, error: Exce
         running.wait(60)
     assert running.codes == [1, 1], running.output()
     assert re.search(rf"rank 1 .* raised {type(error).__name__}: {error}", running.output(0)), running.output()
+
+
+def test_an_error_after_the_run_is_the_exit_code_of_the_job(tmp_path: Path) -> None:
+    script = tmp_path / "late.py"
+    script.write_text(
+        "from tests.strategy import harness\n"
+        "class Late(harness.TwoTowers):\n"
+        "    def on_fit_end(self):\n"
+        "        if self.global_rank == 1: raise ValueError('late')\n"
+        "harness.trainer(harness.strategy(self_check=False), 2, max_epochs=1).fit(Late().double(), harness.loader(8))\n"
+    )
+    paths = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": paths}
+    ended = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=150)
+    assert ended.returncode == 1, ended.stderr
+    assert "ValueError: late" in ended.stderr
 
 
 def leave(rank: int, world_size: int, port: int, leaving: tuple[int, ...]) -> None:
