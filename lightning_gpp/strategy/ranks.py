@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
-import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -120,11 +119,6 @@ class RanksStrategy(JobProcesses, ParallelStrategy):
         """True if no other rank would answer: before there are processes, and after a failure."""
         return self._control is None or self._failed
 
-    @property
-    def _peers(self) -> dist.ProcessGroup | None:
-        """In the user's step, the same device of all pipelines: which ranks of a pipeline run it does not matter."""
-        return None if self._control is None or self._alone else self._control.mesh.stand_in
-
     def _with_others(self) -> Control | None:
         """The way to the other ranks, if they would answer."""
         if self._control is None or self._alone:
@@ -137,23 +131,6 @@ class RanksStrategy(JobProcesses, ParallelStrategy):
         if self._engine is not None and self._engine.lending is not None:
             self._engine.lending.meet()
 
-    def barrier(self, name: str | None = None) -> None:
-        """Wait for all ranks; in the user's step, for the other pipelines."""
-        if (peers := self._peers) is not None:
-            return dist.barrier(group=peers) if peers.size() > 1 else None
-        control = self._with_others()
-        return None if control is None else control.barrier()
-
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Broadcast `obj` from rank `src`; in the user's step, from a pipeline."""
-        if (peers := self._peers) is not None:
-            values = [obj]
-            if peers.size() > 1:
-                dist.broadcast_object_list(values, group_src=src, group=peers)
-            return values[0]
-        control = self._with_others()
-        return obj if control is None else control.broadcast(obj, src)
-
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduce over the pipelines: stages of one pipeline hold parts of one computation, not copies of it."""
         self._meet_over_pipelines()
@@ -165,18 +142,8 @@ class RanksStrategy(JobProcesses, ParallelStrategy):
         return super().all_gather(tensor, group, sync_grads)
 
     def _meet_over_pipelines(self) -> None:
-        if self._control is not None and self._control.num_pipelines > 1:
+        if self._control is not None and self._control.num_pipelines > 1 and self._control.mesh.stand_in is None:
             self._with_others()
-
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """True if all ranks (or any rank) decided yes; in the user's step, all pipelines."""
-        if (peers := self._peers) is not None:
-            decisions: list[bool] = [decision] * peers.size()
-            if peers.size() > 1:
-                dist.all_gather_object(decisions, decision, group=peers)
-            return min(decisions) if all else max(decisions)
-        control = self._with_others()
-        return decision if control is None else control.unanimous(decision, everyone=all)
 
     @property
     def _engine(self) -> Engine | None:
