@@ -22,7 +22,10 @@ from lightning_gpp.failure.stacks import is_of_user, outwards
 STUCK: Final = 10.0
 """Seconds without a move after which ranks that wait for each other are stuck: numbers between them arrive at once."""
 _TORCH: Final = str(Path(torch.__file__).parent)
-_DISTRIBUTED: Final = str(Path(_TORCH, "distributed"))
+_COLLECTIVES: Final = tuple(
+    str(Path(_TORCH, "distributed", file)) for file in ("distributed_c10d.py", "_functional_collectives.py")
+)
+"""The files of torch's collectives; other parts of torch.distributed also read and write files."""
 _RUN: Final = "_run_stage"
 """The function of Lightning's trainer around everything that all ranks do: what called it is no call of one rank."""
 _PAIRWISE: Final = ("send", "recv", "isend", "irecv", "send_object_list", "recv_object_list", "batch_isend_irecv")
@@ -78,7 +81,7 @@ def _standstill(frame: FrameType, wait: Wait | None) -> Standstill | None:
     """The place of a main thread in a frame; None if it waits for no rank."""
     frames = list(outwards(frame))
     inside = next((n for n, each in enumerate(frames) if not each.f_code.co_filename.startswith(_TORCH)), len(frames))
-    calls = [each.f_code.co_name for each in frames[:inside] if each.f_code.co_filename.startswith(_DISTRIBUTED)]
+    calls = [each.f_code.co_name for each in frames[:inside] if each.f_code.co_filename in _COLLECTIVES]
     if not calls and wait is None:
         return None
     ranks = () if wait is None else wait.ranks
