@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -68,13 +68,16 @@ class Standing:
         self._place: tuple[int, int] | None = None
         self._since = 0.0
 
-    def look(self, wait: Wait | None, now: float) -> Standstill | None:
-        """Where the main thread has waited for `STUCK` seconds without a move; None if it may go on by itself."""
+    def look(self, wait: Callable[[], Wait | None], now: float) -> Standstill | None:
+        """Where the main thread has waited for `STUCK` seconds without a move; None if it may go on by itself.
+
+        `wait` tells what it waits for, and is asked only of a thread that stands.
+        """
         frame = sys._current_frames().get(threading.main_thread().ident or 0)
         place = None if frame is None else (id(frame), frame.f_lasti)
         if frame is None or place != self._place:
             self._place, self._since = place, now
-        return None if frame is None or now - self._since < STUCK else _standstill(frame, wait)
+        return None if frame is None or now - self._since < STUCK else _standstill(frame, wait())
 
 
 def _standstill(frame: FrameType, wait: Wait | None) -> Standstill | None:

@@ -182,7 +182,7 @@ class Watcher(threading.Thread):
 
     def _hear(self, link: PeerLink, message: PeerMessage) -> None:
         if "action" in message:
-            link.action, place = message["action"], message["place"]
+            link.action, place = message["action"], message.get("place")
             link.place = None if place is None else Standstill.of(place)
         link.done = link.done or "done" in message
         self.stop_signal = self.stop_signal or message.get("stop", 0)
@@ -212,7 +212,7 @@ class Watcher(threading.Thread):
         self._last_tick = now
         if self.cause is None:
             action = self._action()
-            place = self._standing.look(self._wait(), now)
+            place = self._standing.look(self._wait, now)
             for link in self._links.values():
                 link.send({"action": action, "place": None if place is None else asdict(place)})
             self._look_for_hangs(action, now)
