@@ -113,7 +113,7 @@ class WholeStep:
         if self._replicas is None or self._hooks is None:
             raise GPPError("The engine was set up to evaluate, so it cannot train.")
         self._replicas.begin(last=True)
-        with self._hooks.waiting(), self._summed(self._replicas):
+        with self._job.control.mesh.peers(), self._hooks.waiting(), self._summed(self._replicas):
             yield
         self._hooks.run()
         if (norms := current()) is not None and (found := self._replicas.known_norms()) is not None:
