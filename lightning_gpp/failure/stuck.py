@@ -53,7 +53,7 @@ class Standstill:
         return cls(**{**message, "ranks": tuple(message["ranks"])})
 
     def __str__(self) -> str:
-        return f"{self.call} at {self.line}" if self.line else self.what or self.call
+        return f"in {self.call} at {self.line}" if self.line else self.what or f"in {self.call}"
 
     @property
     def is_shared(self) -> bool:
@@ -114,10 +114,10 @@ def lonely_call(places: Mapping[int, Standstill | None], finished: frozenset[int
         return None
     missing = [rank for rank in sorted(places) if rank not in there]
     elsewhere = "; ".join(
-        f"rank {rank} " + ("has finished" if rank in finished else f"is in {waiting[rank]}") for rank in missing
+        f"rank {rank} " + ("has finished" if rank in finished else f"is {waiting[rank]}") for rank in missing
     )
     return first, (
-        f"waits in {waiting[first]} for {named(missing)}, which {'does' if len(missing) == 1 else 'do'} not make this "
+        f"waits {waiting[first]} for {named(missing)}, which {'does' if len(missing) == 1 else 'do'} not make this "
         f"call ({elsewhere}). Let every rank call it: conditions such as `trainer.is_global_zero` belong around what "
         "does not communicate"
     )

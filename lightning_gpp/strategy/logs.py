@@ -133,7 +133,6 @@ class Record:
         return [*dict.fromkeys(names)]
 
 
-@dataclass(slots=True)
 class LogRecorder:
     """Records a module's logs instead of logging them. A run of user code counts only if it ended normally.
 
