@@ -43,7 +43,7 @@ class Communicating(harness.TwoTowers):
     def common(self, batch: Any) -> Tensor:
         a, b, y = batch
         count = torch.tensor(float(len(y)), dtype=torch.float64)
-        features = self.all_gather(self.left(a), sync_grads=True).reshape(-1, 6)[: len(y)]
+        features = self.all_gather(self.left(a), sync_grads=True).reshape(-1, len(y), 6).mean(0)
         logits = self.head(torch.cat([features, self.right[:2](b)], dim=1))
         if dist.is_initialized():
             dist.barrier()
