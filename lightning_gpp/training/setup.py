@@ -85,9 +85,10 @@ NO_FORM: Final = -1
 def set_up(job: Job, incoming: Incoming, batch: Any, *, step: str = TRAINING, **given: Any) -> Engine:
     """Build the engine of a run, see `_set_up`; if the step cannot run on micro-batches, for one as a whole.
 
-    All ranks call this together. What runs of the step change outside of the module is undone.
+    All ranks call this together. What runs of the step change outside of the module is undone, and their collectives
+    mean this process: some ranks run it alone.
     """
-    with outside_kept(job.module):
+    with outside_kept(job.module), job.control.mesh.peers(alone=True):
         return _built(job, incoming, batch, step=step, **given)
 
 
@@ -180,7 +181,7 @@ def _set_up(
         batch = comparison(job, found_calls, captured.batch_size) if step == TRAINING else None
     compared = found_calls is None or batch is not None
     equalise(job.module, job.control)
-    with job.host.unheard(), job.control.mesh.peers(alone=True):
+    with job.host.unheard():
         warned = compared and check_first(job, captured, plan, batch, transport)
     if not (job.whole and job.control.num_processes == 1):
         for optimizer in optimizers:

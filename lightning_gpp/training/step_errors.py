@@ -102,8 +102,7 @@ def _is_meta(module: nn.Module) -> bool:
 
 
 def _failure(job: Job, step: str, batch: Any) -> Exception | None:
-    with job.control.mesh.peers(alone=True):
-        return _failure_of(job.module, step, job.in_device(batch), job.host.context(step), job.device)
+    return _failure_of(job.module, step, job.in_device(batch), job.host.context(step), job.device)
 
 
 def _failure_of(module: nn.Module, step: str, batch: Any, context: Context, device: torch.device) -> Exception | None:
