@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import functools
 import os
+import subprocess
+import sys
+from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
 
 LAUNCHER: Final = "GPP_LAUNCHER_PID"
 """Environment variable with the parent's process id, for processes that the launcher started."""
+_LAST: Final = 60.0
+"""Seconds for which the first process waits at its end for each one that it has started."""
 
 
 def subprocess_launcher(environment: Any, num_processes: int, num_nodes: int) -> Any:
@@ -27,6 +34,17 @@ def _call_children(launcher: Any) -> None:
         type(launcher)._call_children_scripts(launcher)
     finally:
         del os.environ[LAUNCHER]
+    atexit.register(_end_as_they_do, launcher.procs)
+
+
+def _end_as_they_do(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Take the exit code of a process that has failed after the run, when nobody watches; Lightning ignores them."""
+    for process in processes:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            if code := process.wait(_LAST):
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(max(code, 1))
 
 
 def multiprocessing_launcher(strategy: Any, method: str) -> Any:

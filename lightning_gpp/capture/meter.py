@@ -11,6 +11,8 @@ import torch
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from lightning_gpp._compat.torch import FLASH_ATTENTION_FOR_CPU, TorchDispatchMode, pytree, storage_id
+from lightning_gpp.capture.refusal import refusal
+from lightning_gpp.user_code import user_line
 
 if TYPE_CHECKING:
     from lightning_gpp.capture.recorder import Recorder
@@ -35,12 +37,24 @@ class Meter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func.namespace == "c10d" and self._recorder.scope != -1 and not self._recorder.paused:
+            self._refuse(func)
         result = func(*args, **kwargs)
         call = self._recorder.current
         if call is not None:
             call.flops += _flops(func, args, kwargs, result)
             call.random = call.random or torch.Tag.nondeterministic_seeded in func.tags
         return result
+
+    def _refuse(self, func: Any) -> None:
+        """Refuse collectives that change tensors in place inside of forwards, which cannot be seen, nor replayed."""
+        if "barrier" not in func.name():
+            raise refusal(
+                user_line(),
+                f"the forward communicates ({func.name()}), which would be left out where it is cut",
+                "put it into the forward of a module of its own, which is then never cut",
+                self._recorder.recording.called(self._recorder.scope),
+            )
 
     def saved(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """Hook for tensors that autograd keeps: notes their memory, except for states and in checkpointed regions.

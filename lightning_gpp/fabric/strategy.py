@@ -191,22 +191,9 @@ class GPPFabricStrategy(JobProcesses, ParallelStrategy):
 
     # -- what ranks tell each other -----------------------------------------------------------------------------------
 
-    def barrier(self, name: str | None = None) -> None:
-        """Wait for all ranks."""
-        if self._control is not None:
-            self._control.barrier()
-
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Broadcast `obj` from rank `src`."""
-        return obj if self._control is None else self._control.broadcast(obj, src)
-
     def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduce over the pipelines: the ranks of one pipeline have equal values."""
         return self._reduced(tensor, group, reduce_op)
-
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """True if all ranks (or any rank) decided yes."""
-        return decision if self._control is None else self._control.unanimous(decision, everyone=all)
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 

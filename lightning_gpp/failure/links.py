@@ -13,6 +13,7 @@ import time
 from typing import Any, Final
 
 from lightning_gpp.failure.processes import ProcessIdentity
+from lightning_gpp.failure.stuck import Standstill
 
 PeerMessage = dict[str, Any]
 
@@ -34,6 +35,8 @@ class PeerLink:
         """Time of the last message of the peer."""
         self.action = ""
         """The last activity that the peer reported."""
+        self.place: Standstill | None = None
+        """Where the peer waits without a move, since its last word; None if it may go on."""
         self.done = False
         """True after the peer said that it has finished and may close the connection."""
         self._unsent = b""

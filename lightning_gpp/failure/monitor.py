@@ -32,7 +32,7 @@ from lightning_gpp.failure.hangs import Activity, HangReports
 from lightning_gpp.failure.links import PeerLink
 from lightning_gpp.failure.processes import ProcessIdentity, exit_now, show_crashes
 from lightning_gpp.failure.watch import Watcher
-from lightning_gpp.user_code import UNKNOWN, is_own_code, line_of
+from lightning_gpp.user_code import UNKNOWN, is_own_code, is_user_code, line_of
 
 INTERRUPTED: Final = 130
 """The exit code after Ctrl-C."""
@@ -148,7 +148,7 @@ class FailureMonitor:
         That is so if it is the first cause of the job's end, and if all other ranks raise exceptions of their own at
         about the same time: then each handles its own, and the watch goes on. An error that may only follow from the
         end of another rank waits for that cause. If another rank failed first, this process ends here; likewise after
-        `sys.exit(0)`, which would pass for success.
+        `sys.exit(0)` on some ranks only, which would pass for success.
 
         Returns:
             True if all ranks have raised it at the same point of the program, so that they can go on to communicate.
@@ -164,7 +164,7 @@ class FailureMonitor:
         if verdict is Verdict.ENDS:
             FailureMonitor._ended_by = watcher.cause
         torchrun.record(error)
-        if isinstance(error, SystemExit) and not error.code:
+        if isinstance(error, SystemExit) and not error.code and verdict is Verdict.ENDS:
             exit_now(EXIT_CODE)
         return verdict is Verdict.TOGETHER
 
@@ -329,6 +329,12 @@ def _short_trace(error: BaseException) -> str:
     return "".join(told.format())
 
 
+def _is_of_communication(error: BaseException) -> bool:
+    """True if torch or this library has raised an error, and not the user's code, which may use the same words."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return not frames or not is_user_code(frames[-1].f_code.co_filename)
+
+
 def _is_consequence(error: BaseException | None) -> bool:
     """True if an error may only follow from a broken connection with another rank."""
     if error is None:
@@ -336,4 +342,4 @@ def _is_consequence(error: BaseException | None) -> bool:
     if isinstance(error, (dist.DistError, ConnectionError, PeerFailure)):
         return True
     told = isinstance(error, RuntimeError) and any(sign in str(error) for sign in _CONSEQUENCES)
-    return told or _is_consequence(error.__cause__ or error.__context__)
+    return (told and _is_of_communication(error)) or _is_consequence(error.__cause__ or error.__context__)

@@ -26,18 +26,20 @@ _LIGHTNING: Final = tuple(
 def main_thread() -> str:
     """The innermost line of the main thread, and its innermost line in user code, if that is another one."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    frames = list(_outwards(frame))
-    chosen = [*frames[:1], *[each for each in frames if _is_of_user(each.f_code.co_filename)][:1]]
+    frames = list(outwards(frame))
+    chosen = [*frames[:1], *[each for each in frames if is_of_user(each.f_code.co_filename)][:1]]
     return ", called from ".join(dict.fromkeys(map(_line, chosen)))
 
 
-def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
+def outwards(frame: FrameType | None) -> Iterator[FrameType]:
+    """A frame and those around it, the innermost first."""
     while frame is not None:
         yield frame
         frame = frame.f_back
 
 
-def _is_of_user(path: str) -> bool:
+def is_of_user(path: str) -> bool:
+    """True for a file of the user's code, or of a package that it uses."""
     if path.startswith((_HERE, _TORCH, *_LIGHTNING, "<")):
         return False
     return path.startswith(_INSTALLED) or not path.startswith(_STANDARD)

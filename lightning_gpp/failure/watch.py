@@ -18,7 +18,8 @@ from lightning_gpp.failure.cause import EXIT_CODE, Cause
 from lightning_gpp.failure.exceptions import Exceptions, Verdict
 from lightning_gpp.failure.hangs import Activity, HangReports
 from lightning_gpp.failure.links import PeerLink, PeerMessage
-from lightning_gpp.failure.processes import exit_now, forget_in_workers, say
+from lightning_gpp.failure.processes import ProcessIdentity, exit_now, forget_in_workers, say
+from lightning_gpp.failure.stuck import Standing, Standstill, lonely_call
 
 _OTHERS_GRACE: Final = 1.0
 """Seconds for other ranks to end by themselves before rank 0 kills those on its host and ends, too."""
@@ -68,11 +69,12 @@ class Watcher(threading.Thread):
         """On rank 0 True if any rank wants the job to end regularly."""
         self._links = links
         self._timeout = timeout
-        self._describe, self._hangs = activity.describe, hangs
+        self._describe, self._wait, self._hangs = activity.describe, activity.wait, hangs
+        self._standing = Standing()
         self._exit_grace = exit_grace
         self._interval = min(max(timeout / 8, 0.05), 0.5)
         self._submitted: Cause | None = None
-        self._exceptions = Exceptions(world_size)
+        self._exceptions, self._world_size = Exceptions(world_size), world_size
         self._end_by = float("inf")
         self._last_tick = time.monotonic() - self._interval  # the first one is due
         self._open()
@@ -179,7 +181,9 @@ class Watcher(threading.Thread):
             self._lose(link)
 
     def _hear(self, link: PeerLink, message: PeerMessage) -> None:
-        link.action = message.get("action", link.action)
+        if "action" in message:
+            link.action, place = message["action"], message.get("place")
+            link.place = None if place is None else Standstill.of(place)
         link.done = link.done or "done" in message
         self.stop_signal = self.stop_signal or message.get("stop", 0)
         self.asked_to_finish = self.asked_to_finish or "finish" in message
@@ -208,9 +212,11 @@ class Watcher(threading.Thread):
         self._last_tick = now
         if self.cause is None:
             action = self._action()
+            place = self._standing.look(self._wait, now)
             for link in self._links.values():
-                link.send({"action": action})
+                link.send({"action": action, "place": None if place is None else asdict(place)})
             self._look_for_hangs(action, now)
+            self._look_for_lonely_calls(place)
         if self._timeout:
             self._judge(now)
 
@@ -250,6 +256,18 @@ class Watcher(threading.Thread):
             elif self._links:
                 self._links[0].send({"hangs": self.rank})
         self._hangs.conclude_if_due(now)
+
+    def _look_for_lonely_calls(self, place: Standstill | None) -> None:
+        """On rank 0, end the job if a rank is in a collective that others will never call."""
+        if self.rank != 0 or place is None and not any(link.place for link in self._links.values()):
+            return
+        places = {0: place, **{rank: link.place for rank, link in self._links.items()}}
+        found = lonely_call(places, frozenset(rank for rank, link in self._links.items() if link.done))
+        if found is not None and len(places) == self._world_size:
+            rank, event = found
+            process = ProcessIdentity.current() if rank == 0 else self._links[rank].process
+            action = self._action() if rank == 0 else self._links[rank].action
+            self._adopt(Cause(rank=rank, process=process, action=action, event=event, reported=True))
 
     def _hear_of_hangs(self, message: PeerMessage) -> None:
         now = time.monotonic()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Iterable, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Final
 
@@ -45,6 +45,9 @@ class Mesh:
         members: number of processes of each device; None if all have one.
         timeout: timeout of the process groups; None keeps the backend's default.
 
+    Attributes:
+        stand_in: inside of `peers`, the group that stands for all processes; else None.
+
     Raises:
         ConfigError: the number of processes is another one.
     """
@@ -71,6 +74,8 @@ class Mesh:
         self.everyone = dist.group.WORLD
         self._timeout = timeout
         self._background: dist.ProcessGroup | None = None
+        self._alone: dist.ProcessGroup | None = None
+        self.stand_in: dist.ProcessGroup | None = None
         self._device_meshes: dict[str, DeviceMesh] = {}
         self._tags = itertools.count(1)
         self._groups: dict[tuple[str, tuple[int, ...], str | None], dist.ProcessGroup] = {}
@@ -186,7 +191,7 @@ class Mesh:
 
     def _new(self, processes: Sequence[int], backend: str | None) -> dist.ProcessGroup:
         kind = self.backend if backend is None else backend
-        with without_splits() if kind == CONTROL_BACKEND else nullcontext():
+        with without_splits() if kind == CONTROL_BACKEND else nullcontext(), _default_group(self.everyone):
             group: dist.ProcessGroup = dist.new_group(list(processes), timeout=self._timeout, backend=backend)
         return group
 
@@ -203,6 +208,31 @@ class Mesh:
             groups, names = [alone, self.member_group or alone], ("data_parallel", "tensor_parallel")
             self._device_meshes[kind] = DeviceMesh.from_group(groups, kind, mesh=[self.members], mesh_dim_names=names)
         return self._device_meshes[kind]
+
+    @contextmanager
+    def peers(self, *, alone: bool = False) -> Iterator[None]:
+        """Inside, users' code runs that knows data parallelism only: all of `torch.distributed` means the pipelines.
+
+        So what a step sums over all ranks, and divides by their number, is a mean over mini-batches; with one pipeline
+        it is that of one process. It does not matter which ranks of the pipeline run the step.
+
+        Args:
+            alone: the other pipelines do not run this code, so this process stands for all.
+        """
+        before, group = self.stand_in, self._only_this() if alone and self.num_pipelines > 1 else self.replica_group
+        self.stand_in = group
+        try:
+            with _default_group(group):
+                yield
+        finally:
+            self.stand_in = before
+
+    def _only_this(self) -> dist.ProcessGroup:
+        """A group of this process, which the others need not know."""
+        if self._alone is None:
+            with without_splits(), _default_group(self.everyone):
+                self._alone = dist.new_group([self.own_process], timeout=self._timeout, use_local_synchronization=True)
+        return self._alone
 
     def another_world(self) -> dist.ProcessGroup:
         """Another group of all processes, for a thread; made once. All processes call this together."""
@@ -233,6 +263,16 @@ class Mesh:
         if self.backend == CONTROL_BACKEND:
             return group, group
         return group, self.process_groups("members", devices, CONTROL_BACKEND).get(tuple(self.members))
+
+
+@contextmanager
+def _default_group(group: dist.ProcessGroup | None) -> Iterator[None]:
+    """Inside, `torch.distributed` uses this group where none is given."""
+    before, dist.group.WORLD = dist.group.WORLD, group
+    try:
+        yield
+    finally:
+        dist.group.WORLD = before
 
 
 def _check_world_size(members: Sequence[int], num_pipelines: int) -> None:

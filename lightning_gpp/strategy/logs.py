@@ -133,13 +133,6 @@ class Record:
         return [*dict.fromkeys(names)]
 
 
-@dataclass(slots=True)
-class UserCode:
-    """Flag of user code that other ranks do not run: inside it, no rank would answer a collective."""
-
-    running: bool = False
-
-
 class LogRecorder:
     """Records a module's logs instead of logging them. A run of user code counts only if it ended normally.
 
@@ -148,8 +141,8 @@ class LogRecorder:
         averaged: names of sums, maxima and minima over batches that are means over micro-batches.
     """
 
-    def __init__(self, module: pl.LightningModule, user_code: UserCode) -> None:
-        self.module, self._user_code = module, user_code
+    def __init__(self, module: pl.LightningModule) -> None:
+        self.module = module
         self.record = Record()
         self.averaged: Set[str] = frozenset()
         self._early: dict[int, Record] = {}
@@ -198,7 +191,6 @@ class LogRecorder:
         `batch`: number of the mini-batch in training; None for the one whose turn it is.
         """
         self._run = []
-        before, self._user_code.running = self._user_code.running, True
         replaced = Replaced()
         for owner in self._owners:
             replaced.put(owner, "log", self._log)
@@ -206,7 +198,6 @@ class LogRecorder:
             with context():
                 yield
         finally:
-            self._user_code.running = before
             replaced.restore()
         record = self.record if batch is None else self._early.setdefault(batch, Record())
         record.add(self._run, num_samples)

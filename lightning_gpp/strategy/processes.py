@@ -274,15 +274,60 @@ class JobProcesses:
             return self._engine.wait()
         return None if self._control is None else self._control.wait
 
+    def _with_others(self) -> Control | None:
+        """The way to the other ranks, if they would answer."""
+        return self._control
+
+    @property
+    def _peers(self) -> dist.ProcessGroup | None:
+        """In the user's step, the same device of all pipelines: which ranks of a pipeline run it does not matter."""
+        return None if self._control is None else self._control.mesh.stand_in
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait for all ranks; in the user's step, for the other pipelines."""
+        peers = self._peers
+        if peers is None and (control := self._with_others()) is not None:
+            control.barrier()
+        elif peers is not None and peers.size() > 1:
+            dist.barrier(group=peers)
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Broadcast `obj` from rank `src`; in the user's step, from a pipeline."""
+        peers, values = self._peers, [obj]
+        if peers is None:
+            control = self._with_others()
+            return obj if control is None else control.broadcast(obj, src)
+        if peers.size() > 1:
+            dist.broadcast_object_list(values, group_src=src, group=peers)
+        return values[0]
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """True if all ranks (or any rank) decided yes; in the user's step, all pipelines."""
+        peers = self._peers
+        if peers is None:
+            control = self._with_others()
+            return decision if control is None else control.unanimous(decision, everyone=all)
+        decisions = [decision] * peers.size()
+        if peers.size() > 1:
+            dist.all_gather_object(decisions, decision, group=peers)
+        return min(decisions) if all else max(decisions)
+
+    def _over_pipelines(self) -> dist.ProcessGroup | None:
+        """The group of the pipelines, of which a check runs one alone; None if there is one."""
+        group = None if self._control is None else self._peers or self._control.mesh.replica_group
+        return None if group is None or group.size() == 1 else group
+
     def _reduced(self, tensor: Any, group: Any, reduce_op: Any) -> Any:
         """Reduce over the pipelines: stages of one pipeline hold parts of one computation, not copies of it."""
-        if self._control is None or self._control.num_pipelines == 1 or not isinstance(tensor, Tensor):
+        pipelines = self._over_pipelines()
+        if pipelines is None or not isinstance(tensor, Tensor):
             return tensor
-        return reduce_over(tensor, group or self._control.mesh.replica_group, reduce_op)
+        return reduce_over(tensor, group or pipelines, reduce_op)
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         """Stack the tensors of all pipelines; with one pipeline, return the tensor itself."""
-        if self._control is None or self._control.num_pipelines == 1:
+        pipelines = self._over_pipelines()
+        if pipelines is None:
             return tensor
         everyone = group is None or group is dist.group.WORLD
-        return gather_over(tensor, self._control.mesh.replica_group if everyone else group, sync_grads)
+        return gather_over(tensor, pipelines if everyone else group, sync_grads)

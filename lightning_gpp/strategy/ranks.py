@@ -117,9 +117,8 @@ class RanksStrategy(JobProcesses, ParallelStrategy):
 
     @property
     def _alone(self) -> bool:
-        """True if no other rank would answer: before there are processes, and in user code that runs on one rank."""
-        inside = self._run is not None and self._run.steps.host.user_code.running
-        return self._control is None or inside or self._failed
+        """True if no other rank would answer: before there are processes, and after a failure."""
+        return self._control is None or self._failed
 
     def _with_others(self) -> Control | None:
         """The way to the other ranks, if they would answer."""
@@ -133,17 +132,6 @@ class RanksStrategy(JobProcesses, ParallelStrategy):
         if self._engine is not None and self._engine.lending is not None:
             self._engine.lending.meet()
 
-    def barrier(self, name: str | None = None) -> None:
-        """Wait for all ranks; inside the user's step, which only one rank runs, do nothing."""
-        control = self._with_others()
-        if control is not None:
-            control.barrier()
-
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Broadcast `obj` from rank `src`. Inside the user's step, which only one rank runs, returns `obj`."""
-        control = self._with_others()
-        return obj if control is None else control.broadcast(obj, src)
-
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduce over the pipelines: stages of one pipeline hold parts of one computation, not copies of it."""
         self._meet_over_pipelines()
@@ -155,13 +143,8 @@ class RanksStrategy(JobProcesses, ParallelStrategy):
         return super().all_gather(tensor, group, sync_grads)
 
     def _meet_over_pipelines(self) -> None:
-        if self._control is not None and self._control.num_pipelines > 1:
+        if self._control is not None and self._control.num_pipelines > 1 and self._control.mesh.stand_in is None:
             self._with_others()
-
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """True if all ranks (or any rank) decided yes."""
-        control = self._with_others()
-        return decision if control is None else control.unanimous(decision, everyone=all)
 
     @property
     def _engine(self) -> Engine | None:

@@ -25,7 +25,7 @@ from lightning_gpp.strategy.hooks.attributes import AttributesForHooks
 from lightning_gpp.strategy.hooks.counted import CountedCalls
 from lightning_gpp.strategy.hooks.kept import ReadByHooks
 from lightning_gpp.strategy.hooks.readers import ATTRIBUTES, METRICS, RESULT, BatchReaders
-from lightning_gpp.strategy.logs import LogExchange, LogRecorder, UserCode
+from lightning_gpp.strategy.logs import LogExchange, LogRecorder
 from lightning_gpp.strategy.messages import inform
 from lightning_gpp.strategy.metrics import MetricStates
 from lightning_gpp.training.control import Control
@@ -56,7 +56,6 @@ class LightningHost(Host):
 
     Attributes:
         recorder: recorder of the logs of the user's step.
-        user_code: flag of the user's step or a hook.
         scaler: the precision plugin's scaler of the loss, if it has one.
     """
 
@@ -64,8 +63,7 @@ class LightningHost(Host):
         super().__init__(precision=_TYPES.get(str(plugin.precision).split("-")[0]))
         self._module, self._plugin, self._kept = module, plugin, kept
         self.scaler = getattr(plugin, "scaler", None)
-        self.user_code = UserCode()
-        self.recorder = LogRecorder(module, self.user_code)
+        self.recorder = LogRecorder(module)
         self._aggregates = Aggregates(module)
         self._finds_sizes = not alone and finds_sizes(module.trainer)
 

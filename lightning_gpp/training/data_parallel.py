@@ -29,13 +29,12 @@ def data_parallel_world(mesh: Mesh) -> Iterator[None]:
 
     Workers of data loaders keep the world in which they start.
     """
-    before, whole = dist.group.WORLD, {name: os.environ.get(name) for name in _VARIABLES}
-    dist.group.WORLD = mesh.replica_group
+    whole = {name: os.environ.get(name) for name in _VARIABLES}
     os.environ.update(zip(_VARIABLES, (str(mesh.pipeline), str(mesh.num_pipelines)), strict=True))
     try:
-        yield
+        with mesh.peers():
+            yield
     finally:
-        dist.group.WORLD = before
         for name, value in whole.items():
             if value is None:
                 os.environ.pop(name, None)

@@ -304,7 +304,7 @@ class Engine:
         weight = scale / accumulated
         if not self._runner.sums:
             weight /= self._incoming.batch_size * self.control.num_pipelines
-        with self._surrounded(accumulates=accumulated > 1 or not last):
+        with self.control.mesh.peers(), self._surrounded(accumulates=accumulated > 1 or not last):
             outputs = self._runner.train(arguments, weight, accumulated, self.num_steps)
         if not last:
             self._mask_gradients()
@@ -371,7 +371,7 @@ class Engine:
 
     def run(self, step: str, arguments: Sequence[Any]) -> Any:
         """Run an evaluation step on the announced mini-batch. Returns its result where it ran."""
-        with self.pruning.applied():
+        with self.control.mesh.peers(), self.pruning.applied():
             return self._evaluation.run(step, arguments)
 
     @property

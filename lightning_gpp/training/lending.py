@@ -129,7 +129,7 @@ class Lending:
         return [name for name, tensor in tensors_of(self._module).items() if id(tensor) in inside]
 
     @contextmanager
-    def in_hook(self, named: Set[str] = frozenset(), *, shared: bool = False) -> Iterator[None]:
+    def in_hook(self, named: Set[str] = frozenset()) -> Iterator[None]:
         """Inside, all ranks run a hook, in which each may call modules whose values are elsewhere, or read values.
 
         A hook that is called in another one belongs to that.
@@ -138,7 +138,6 @@ class Lending:
             named: names in the hook's code; small buffers with such names are lent from the beginning, as hooks read
                 them outside of modules (the noise levels of a diffusion). So are all single numbers, by which hooks
                 decide, and which they count on: ranks that have them would do so before others have read them.
-            shared: whether an error of one rank alone may be left out; then ranks meet after an error, too.
         """
         if self._active:
             yield
@@ -152,11 +151,6 @@ class Lending:
         try:
             with self._answers.given(), self._changes:
                 yield
-        except Exception:
-            if shared:
-                self._lend_others()
-            raise
-        else:
             self._lend_others()
         finally:
             lender.reset(token)

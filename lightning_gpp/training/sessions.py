@@ -203,7 +203,8 @@ def capture_of(job: Job, step: str, example: Any, known: Plan | None, *, general
     record = partial(captured_step, job.module, example, step, options, context, device, known, general=general)
     try:
         agreed = partial(agreed_regions, job.control)
-        return captured_apart(record, parallel, job.module, context, job.control.num_devices, agreed)
+        with job.control.mesh.peers():
+            return captured_apart(record, parallel, job.module, context, job.control.num_devices, agreed)
     except (CaptureError, ShapeError) as error:
         return uncaptured(job, step, example, error)
 

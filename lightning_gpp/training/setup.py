@@ -88,9 +88,10 @@ NO_FORM: Final = -1
 def set_up(job: Job, incoming: Incoming, batch: Any, *, step: str = TRAINING, **given: Any) -> Engine:
     """Build the engine of a run, see `_set_up`; if the step cannot run on micro-batches, for one as a whole.
 
-    All ranks call this together. What runs of the step change outside of the module is undone.
+    All ranks call this together. What runs of the step change outside of the module is undone, and their collectives
+    mean this process: some ranks run it alone.
     """
-    with outside_kept(job.module):
+    with outside_kept(job.module), job.control.mesh.peers(alone=True):
         return _built(job, incoming, batch, step=step, **given)
 
 

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from contextlib import ExitStack, redirect_stdout
 from io import StringIO
-from typing import Any
 
 import torch
 from torch import nn
 from torch.random import fork_rng
 
-from lightning_gpp._compat.torch import TorchDispatchMode
 from lightning_gpp.capture.places import outside_kept
 from lightning_gpp.runtime.neutral import Neutral
 from lightning_gpp.runtime.random import undisturbed
@@ -22,17 +20,8 @@ NO_MINI_BATCH = -1
 """The number under which the host records these runs of the step, which are forgotten."""
 
 
-class Alone(TorchDispatchMode):
-    """Refuses collectives, in which no other rank would take part."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace in ("c10d", "_c10d_functional"):
-            raise RuntimeError(f"the step communicates ({func.name()})")
-        return func(*args, **(kwargs or {}))
-
-
 def unnoticed(job: Job) -> ExitStack:
-    """A context without gradients, communication, output and logs.
+    """A context without gradients, output, logs, and communication with others.
 
     Random streams, and what steps change outside of the module, are as before afterwards.
     """
@@ -45,7 +34,7 @@ def unnoticed(job: Job) -> ExitStack:
     # torch.compile does not work under a dispatch mode, and remembers that for functions compiled there
     stack.enter_context(torch.compiler.set_stance("force_eager"))
     stack.enter_context(torch.no_grad())
-    stack.enter_context(Alone())  # type: ignore[no-untyped-call]
+    stack.enter_context(job.control.mesh.peers(alone=True))
     stack.enter_context(Neutral())  # type: ignore[no-untyped-call]
     return stack
 

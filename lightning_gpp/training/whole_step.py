@@ -96,7 +96,7 @@ class WholeStep:
         self._mirror.streams()
         self._calls.at_end = self._at_end()
         norms = known(KnownNorms({})) if self._reads_norms else nullcontext()
-        with norms, self._calls.answered(number):
+        with norms, self._job.control.mesh.peers(), self._calls.answered(number):
             yield
 
     @cached_property
@@ -113,7 +113,7 @@ class WholeStep:
         if self._replicas is None or self._hooks is None:
             raise GPPError("The engine was set up to evaluate, so it cannot train.")
         self._replicas.begin(last=True)
-        with self._hooks.waiting(), self._summed(self._replicas):
+        with self._job.control.mesh.peers(), self._hooks.waiting(), self._summed(self._replicas):
             yield
         self._hooks.run()
         if (norms := current()) is not None and (found := self._replicas.known_norms()) is not None:
@@ -195,15 +195,16 @@ def calls_of(job: Job, example: Any, step: str) -> StepCalls:
     Raises:
         CaptureError: see `capture_whole`.
     """
-    return find_calls(
-        job.module,
-        example,
-        context=job.host.context(step),
-        device=job.device,
-        stand_ins=job.host.stand_ins,
-        step=step,
-        divided=job.control.num_devices > 1,
-    )
+    with job.control.mesh.peers():
+        return find_calls(
+            job.module,
+            example,
+            context=job.host.context(step),
+            device=job.device,
+            stand_ins=job.host.stand_ins,
+            step=step,
+            divided=job.control.num_devices > 1,
+        )
 
 
 def capture_found(

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
@@ -468,3 +469,36 @@ def test_other_scripted_modules_are_refused() -> None:
         capture_step(Chain(Within(torch.jit.script(linear()))).double(), zoo.batch())
     with pytest.raises(CaptureError, match=r"'middle': this .*ScriptModule is called by the step.*\n.*the nn\.Module"):
         capture_step(CallsScript(torch.jit.script(Clipped())).double(), zoo.batch())
+
+
+class Summing(nn.Module):
+    """Sums over ranks between its layers, in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        statistics = hidden.detach().mean(0)
+        dist.all_reduce(statistics)
+        return self.second(hidden - statistics)
+
+
+class WithSums(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.summing, self.head = Summing(), nn.Linear(4, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.head(self.summing(batch)).mean()
+
+
+def test_forwards_that_communicate_are_never_cut(tmp_path: Any) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        captured = capture_step(WithSums(), torch.randn(4, 4))
+    finally:
+        dist.destroy_process_group()
+    assert list(captured.uncut) == ["summing"]
+    assert "communicates (c10d::allreduce_)" in captured.uncut["summing"]

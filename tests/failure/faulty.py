@@ -26,14 +26,13 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_gpp import GPPStrategy
 from lightning_gpp.cli.resume import resuming_by_itself
 from tests.failure import preempted
+from tests.failure.fit_script import own_rank
 
 WORLD_SIZE: Final = 3
 MICRO_BATCHES: Final = 4
 BATCHES: Final = 8
 EPOCHS: Final = 2
 FAILURE_TIMEOUT: Final = 10.0
-RANKS: Final = ("RANK", "SLURM_PROCID", "LOCAL_RANK")
-"""Variables with the rank of a process, of torchrun, srun and Lightning's launcher."""
 STEADY: Final = 10
 """The mini-batch of training in whose forward or backward a fault happens, in the second epoch; two steps after a
 checkpoint."""
@@ -104,7 +103,7 @@ class Point(nn.Module):
         fault = self.fault
         if fault is None or type(x) is not Tensor or not dist.is_initialized():
             return x
-        rank = dist.get_rank()
+        rank = own_rank()
         if not self.training:
             fault.at("validation", rank)
             return x
@@ -164,7 +163,7 @@ def fit(folder: str) -> None:
     os.chdir(folder)
     fault = Fault.of_environment()
     if fault is not None:
-        fault.at("import", int(next((os.environ[name] for name in RANKS if os.environ.get(name)), "0")))
+        fault.at("import", own_rank())
     torch.manual_seed(1)
     nodes = int(os.environ.get("SLURM_NNODES", "1"))
     trainer = L.Trainer(

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import functools
+import os
+import re
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -15,7 +19,7 @@ from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from lightning_gpp.errors import GPPError
 from lightning_gpp.failure.monitor import FailureMonitor
 from lightning_gpp.failure.processes import say
-from tests.failure.pipeline_rank import Rank, job
+from tests.failure.pipeline_rank import Rank, job, processes_running
 from tests.strategy import harness
 
 # --- the watch
@@ -190,22 +194,67 @@ def test_a_run_after_a_caught_exception(tmp_path: Path, how: str) -> None:
 # --- hooks that fail on one rank
 
 
-class FullDisk(harness.TwoTowers):
-    """Its hook fails on a rank that has no results of the step, but not for lack of them."""
+HOOKS = "on_train_batch_start", "on_train_batch_end", "on_train_epoch_end"
+ERRORS = (
+    ValueError("a"),
+    torch.OutOfMemoryError("b"),
+    RuntimeError("CUDA error: an illegal memory access"),
+)
 
-    def on_train_epoch_end(self) -> None:
-        super().on_train_epoch_end()
+
+class Failing(harness.TwoTowers):
+    """A hook fails on a rank that has no results of the step, but not for lack of them."""
+
+    def fail(self, error: Exception, *_: Any, **__: Any) -> None:
         if self.global_rank == 1:
-            raise OSError("the disk of rank 1 is full")
+            raise error
 
 
-def fit_with_a_full_disk(rank: int) -> None:
-    harness.trainer(harness.strategy(), 2).fit(FullDisk().double(), harness.loader())
+def fit_with_a_failing_hook(rank: int, world_size: int, port: int, error: Exception, hook: str) -> None:
+    harness.enter(rank, world_size, port)
+    kind = type("Failing", (Failing,), {hook: lambda self, *args: self.fail(error)})
+    harness.trainer(harness.strategy(), 2).fit(kind().double(), harness.loader())
 
 
-def test_a_hook_that_fails_for_another_reason_than_missing_results_ends_the_run() -> None:
-    with pytest.raises(AssertionError, match="OSError: the disk of rank 1 is full"):
-        harness.run(2, fit_with_a_full_disk)
+@pytest.mark.parametrize(("error", "hook"), list(zip(ERRORS, HOOKS, strict=True)))
+def test_an_error_in_a_hook_of_one_rank_ends_the_run(tmp_path: Path, error: Exception, hook: str) -> None:
+    with processes_running(tmp_path, 2, fit_with_a_failing_hook, error, hook) as running:
+        running.wait(60)
+    assert running.codes == [1, 1], running.output()
+    assert re.search(rf"rank 1 .* raised {type(error).__name__}: {error}", running.output(0)), running.output()
+
+
+def test_an_error_after_the_run_is_the_exit_code_of_the_job(tmp_path: Path) -> None:
+    script = tmp_path / "late.py"
+    script.write_text(
+        "from tests.strategy import harness\n"
+        "class Late(harness.TwoTowers):\n"
+        "    def on_fit_end(self):\n"
+        "        if self.global_rank == 1: raise ValueError('late')\n"
+        "harness.trainer(harness.strategy(self_check=False), 2, max_epochs=1).fit(Late().double(), harness.loader(8))\n"
+    )
+    paths = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": paths}
+    ended = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=150)
+    assert ended.returncode == 1, ended.stderr
+    assert "ValueError: late" in ended.stderr
+
+
+def leave(rank: int, world_size: int, port: int, leaving: tuple[int, ...]) -> None:
+    class Leaving(harness.TwoTowers):
+        def on_train_batch_end(self, *_: Any) -> None:
+            if self.global_rank in leaving:
+                sys.exit(0)
+
+    harness.enter(rank, world_size, port)
+    harness.trainer(harness.strategy(), 2).fit(Leaving().double(), harness.loader())
+
+
+@pytest.mark.parametrize(("leaving", "code"), [((0, 1), 0), ((1,), 1)])
+def test_all_ranks_may_leave_together(tmp_path: Path, leaving: tuple[int, ...], code: int) -> None:
+    with processes_running(tmp_path, 2, leave, leaving) as running:
+        running.wait(60)
+    assert running.codes == [code, code], running.output()
 
 
 def test_the_log_has_what_is_said(caplog: pytest.LogCaptureFixture) -> None:

@@ -176,6 +176,12 @@ def test_consequences_are_told_from_causes(error: Exception, expected: bool) -> 
     assert _is_consequence(error) is expected
 
 
+def test_words_of_users_are_no_consequence() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        raise RuntimeError("the gloo backend is not supported by this layer")
+    assert not _is_consequence(caught.value)
+
+
 # --- the start
 
 

@@ -126,6 +126,14 @@ def run(world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 55
     return distributed.run_distributed(world_size, _in_environment, world_size, fn, args, timeout=timeout)
 
 
+def enter(rank: int, world_size: int, port: int) -> None:
+    """Take part in a job as torchrun's processes do."""
+    os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0", WORLD_SIZE=str(world_size), MASTER_PORT=str(port))
+    os.environ.update(MASTER_ADDR="127.0.0.1", RANK=str(rank), LOCAL_WORLD_SIZE=str(world_size), GROUP_RANK="0")
+    os.environ.update(TORCHELASTIC_RUN_ID="test")
+    warnings.simplefilter("ignore")
+
+
 def _in_environment(rank: int, world_size: int, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0", WORLD_SIZE=str(world_size))
     warnings.simplefilter("ignore")

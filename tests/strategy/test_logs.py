@@ -7,20 +7,20 @@ import torch
 from torchmetrics import MeanMetric
 
 from lightning_gpp import ConfigError
-from lightning_gpp.strategy.logs import LogRecorder, UserCode
+from lightning_gpp.strategy.logs import LogRecorder
 from tests.strategy.harness import TwoTowers, make_module
 
 
 def test_a_metric_that_is_no_attribute() -> None:
     module = make_module()
-    recorder = LogRecorder(module, UserCode())
+    recorder = LogRecorder(module)
     with recorder.run(1), pytest.raises(ConfigError, match="MeanMetric that is not an attribute of the module"):
         module.log("mean", MeanMetric())
 
 
 def test_logged_values_combine_as_they_reduce() -> None:
     module = make_module()
-    recorder = LogRecorder(module, UserCode())
+    recorder = LogRecorder(module)
     for samples, value in ((2, 1.0), (6, 3.0)):
         with recorder.run(samples):
             module.log("mean", value)
@@ -45,7 +45,7 @@ def test_logged_values_combine_as_they_reduce() -> None:
 
 def test_means_that_only_some_runs_logged() -> None:
     module = make_module()
-    recorder = LogRecorder(module, UserCode())
+    recorder = LogRecorder(module)
     for number in range(2):
         with recorder.run(4):
             module.log("all", 1.0)

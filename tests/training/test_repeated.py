@@ -18,7 +18,6 @@ from lightning_gpp.runtime.stage import MicroBatch
 from lightning_gpp.training.copies import step_copy
 from lightning_gpp.training.repeated import KeptResults, Losses, _most_samples, _some, samples_of_parts
 from lightning_gpp.training.runner import ComparisonTurns
-from lightning_gpp.training.unnoticed import Alone
 
 SAMPLES = TensorSpec(shape=(Affine(1, 0), Affine(0, 3)), dtype="float64")
 SCALAR = TensorSpec(shape=(), dtype="float64")
@@ -91,15 +90,6 @@ def test_parts_turn_and_are_small() -> None:
     paired = TensorSpec(shape=(Affine(1, 0), Affine(1, 0)), dtype="float32")
     sizes = [_most_samples({"v": spec}) for spec in (SAMPLES, large, huge, paired, SCALAR)]
     assert sizes == [16, 1, 0, 0, 0]
-
-
-def test_collectives_are_refused_without_waiting_for_others(tmp_path: Any) -> None:
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        with pytest.raises(RuntimeError, match="the step communicates"), Alone():
-            torch.distributed.all_reduce(torch.ones(2))
-    finally:
-        torch.distributed.destroy_process_group()
 
 
 class Average:

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_gpp import Options, initialize
@@ -32,12 +31,12 @@ class Messages(logging.Handler):
 class Slow(nn.Module):
     """A layer that takes longer on a chosen rank than anybody could know."""
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, slow: bool) -> None:
         super().__init__()
-        self.linear, self.rank = nn.Linear(64, 64), rank
+        self.linear, self.slow = nn.Linear(64, 64), slow
 
     def forward(self, x: Tensor) -> Tensor:
-        if type(x) is Tensor and dist.get_rank() == self.rank:
+        if type(x) is Tensor and self.slow:
             time.sleep(0.02)
         return self.linear(x)
 
@@ -49,7 +48,7 @@ def train(rank: int, slow: int) -> list[str]:
     torch.manual_seed(1)
     model = nn.Sequential()
     for name in STAGES:
-        model.add_module(name, Slow(slow))
+        model.add_module(name, Slow(slow == rank))
     optimizer, batch = torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(8, 64)
     step: Any = lambda module, batch: module(batch).square().mean()  # noqa: E731
     options = Options(stages=STAGES, num_micro_batches=2, self_check=False)

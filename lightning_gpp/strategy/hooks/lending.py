@@ -10,7 +10,6 @@ import lightning.pytorch as pl
 
 from lightning_gpp.replaced import Around, Replaced
 from lightning_gpp.strategy.hooks.found import LOOPS, UserHook, names_in, user_hooks
-from lightning_gpp.strategy.hooks.shared import NAMES as SHARED
 from lightning_gpp.training.lending import Lending
 
 _HOOKS: Final = (
@@ -40,10 +39,9 @@ class LendingHooks:
 
     def _lent(self, found: UserHook) -> Around:
         named = names_in(found, self._trainer)
-        shared = found.owner is self._trainer.lightning_module and found.name in SHARED
 
         def around() -> AbstractContextManager[None]:
             lending = self._lending()
-            return nullcontext() if lending is None else lending.in_hook(named, shared=shared)
+            return nullcontext() if lending is None else lending.in_hook(named)
 
         return around

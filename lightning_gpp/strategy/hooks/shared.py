@@ -1,25 +1,21 @@
 """The module's hooks around batches and at the end of epochs, which may read attributes that the step set.
 
 They run on every rank, because they may change the module (a temperature, a frozen layer). Their logs count only where
-the step runs; the other ranks replay them. If a hook fails only on ranks that have no results of the step, the outcome
-on the step's rank counts.
+the step runs; the other ranks replay them. An error of any rank ends the run.
 """
 
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, Final
+from typing import Any
 
 import lightning.pytorch as pl
 
 from lightning_gpp.strategy.logs import LogRecorder
 from lightning_gpp.strategy.steps import Steps
 from lightning_gpp.training.control import Control
-
-log = logging.getLogger(__name__)
 
 NAMES = (
     *(f"on_{mode}_batch_{when}" for mode in ("train", "validation", "test", "predict") for when in ("start", "end")),
@@ -32,7 +28,6 @@ class SharedHooks:
 
     def __init__(self, module: pl.LightningModule, control: Control, steps: Steps) -> None:
         self.module, self.control, self.steps = module, control, steps
-        self._warned: set[str] = set()
         self._attached: list[str] = []
 
     def attach(self) -> None:
@@ -48,55 +43,21 @@ class SharedHooks:
         self._attached = []
 
     def _shared(self, name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
-        recorder, logs = LogRecorder(self.module, self.steps.host.user_code), self.steps.logs
+        recorder, logs = LogRecorder(self.module), self.steps.logs
 
         @functools.wraps(plain)
         def hook(*args: Any, **kwargs: Any) -> Any:
             recorder.reset()
-            result, error = None, None
-            try:
-                with recorder.run(1 if name.endswith("epoch_end") else self.steps.incoming.batch_size):
-                    result = plain(*args, **kwargs)
-            except Exception as raised:
-                error = raised
-            facts = float(result == -1), float(self.module.trainer.should_stop), float(error is not None)
+            with recorder.run(1 if name.endswith("epoch_end") else self.steps.incoming.batch_size):
+                result = plain(*args, **kwargs)
+            facts = float(result == -1), float(self.module.trainer.should_stop)
             calls, values = logs.exchange(recorder if self.control.runs_step else None, facts)
-            self._raise(name, error, everywhere=bool(values[2]))
-            logs.replay(self.module, calls, values[3:])
+            logs.replay(self.module, calls, values[2:])
             if values[1]:
                 self.module.trainer.should_stop = True
             return -1 if values[0] else None
 
         return hook
-
-    def _raise(self, name: str, error: Exception | None, *, everywhere: bool) -> None:
-        """Raise a hook's error, unless it only follows from missing results of the step. `everywhere`: they are there,
-        and the hook failed where they are, too.
-        """
-        if error is None:
-            return
-        if everywhere or not isinstance(error, _FOLLOWING):
-            raise error
-        self._explain(name, error)
-
-    def _explain(self, name: str, error: Exception) -> None:
-        if name in self._warned:
-            return
-        self._warned.add(name)
-        log.warning(
-            "%s.%s raised %r on rank %d, and not on rank %d. Only the latter runs the step, so attributes that the "
-            "hook reads may exist only there. The hook's values are taken from there; its other effects are missing "
-            "here.",
-            type(self.module).__name__,
-            name,
-            error,
-            self.control.mesh.own_process,
-            self.control.mesh.process(self.control.step_rank),
-        )
-
-
-_FOLLOWING: Final = (AttributeError, LookupError, TypeError, ValueError, ArithmeticError, RuntimeError)
-"""Errors that may follow from missing results: a full disk, or an assertion, does not."""
 
 
 class SharedToggles:
