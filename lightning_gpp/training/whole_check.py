@@ -32,7 +32,7 @@ def comparison(job: Job, found: StepCalls, batch: Any, num_samples: int) -> Any:
         except Exception as error:  # user code, without what training makes for it
             failure = f"{type(error).__name__}: {error}"
             job.host.inform(f"The self-check (strategy.self_check) is skipped: on a copy of the module, {failure}.")
-    return None if job.control.broadcast(given is None) else given
+    return None if job.control.broadcast(given is None) else given or {}
 
 
 def _is_meta(module: nn.Module) -> bool:
