@@ -18,7 +18,7 @@ import networkx as nx
 import torch
 from torch import Tensor, nn
 
-from lightning_gpp._compat.torch import pytree
+from lightning_gpp._compat.torch import FakeTensor, pytree
 from lightning_gpp.capture.batch import map_samples, samples_in
 from lightning_gpp.capture.captured import Capture, Changes, attempted, capture_step
 from lightning_gpp.capture.differentiated import refuse_cut_graphs
@@ -278,10 +278,15 @@ def capture_calls(
 
 def joint_loss(module: nn.Module, batch: Mapping[str, Any]) -> Tensor:
     """A loss of all results, a mean over samples, for comparisons: nobody trains by it."""
-    leaves = pytree.tree_leaves(call_networks(module, batch))
+    leaves = pytree.tree_leaves(call_networks(module, pytree.tree_map_only(Tensor, _changeable, batch)))
     numbers = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
     loss = torch.stack([number.square().mean() for number in numbers]).sum()
     return loss if loss.requires_grad else loss.detach().requires_grad_()  # of a frozen network
+
+
+def _changeable(tensor: Tensor) -> Tensor:
+    """A tensor that a module may change in place, unlike a leaf that needs a gradient, or a view of it."""
+    return tensor if isinstance(tensor, FakeTensor) or not tensor.requires_grad else tensor.clone()
 
 
 def capture_joint(module: nn.Module, batch: Mapping[str, Any], *, context: Entered, device: torch.device) -> Capture:

@@ -351,8 +351,9 @@ def _fake_batch(
     def fake(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
             return leaf
-        with mode:
+        with mode, torch.enable_grad():
             made = torch.empty(leaf.shape, dtype=leaf.dtype, device=device, requires_grad=leaf.requires_grad)
+            made = made.clone() if leaf.requires_grad else made  # which modules may change in place, unlike a leaf
         values[id(made)] = leaf
         return made
 

@@ -108,7 +108,7 @@ KINDS = {kind.__name__: kind for kind in (Relu, Arithmetic, Places, BothUses, By
 CUT = {"first": 1, "second.0": 1, "second.1": 1, "second.2": 0, "second.3": 0}
 SETTINGS: dict[str, dict[str, Any]] = {
     "split": {},
-    "recomputed": {"recompute": ["first", "second"]},
+    "recomputed": {"recompute": ["first"]},
     "zero bubble": {"schedule": "zb_h1"},
     "whole": {"step": "whole"},
 }

@@ -128,9 +128,9 @@ def check(kind: str, settings: dict[str, Any]) -> list[str]:
     return list(found["warned"])
 
 
-@pytest.mark.parametrize("kind", ["Prompt", "Scale"])
-def test_parameters_outside_of_a_frozen_network_are_trained(kind: str) -> None:
-    check(kind, {})
+@pytest.mark.parametrize(("kind", "settings"), [("Prompt", {}), ("Scale", {}), ("Scale", {"step": "whole"})])
+def test_parameters_outside_of_a_frozen_network_are_trained(kind: str, settings: dict[str, Any]) -> None:
+    check(kind, settings)
 
 
 def test_rows_of_samples_are_never_silently_wrong_and_the_named_remedy_works() -> None:
