@@ -18,7 +18,7 @@ import networkx as nx
 import torch
 from torch import Tensor, nn
 
-from lightning_gpp._compat.torch import pytree
+from lightning_gpp._compat.torch import FakeTensor, pytree
 from lightning_gpp.capture.batch import map_samples, samples_in
 from lightning_gpp.capture.captured import Capture, Changes, attempted, capture_step
 from lightning_gpp.capture.differentiated import refuse_cut_graphs
@@ -278,9 +278,15 @@ def capture_calls(
 
 def joint_loss(module: nn.Module, batch: Mapping[str, Any]) -> Tensor:
     """A loss of all results, a mean over samples, for comparisons: nobody trains by it."""
-    leaves = pytree.tree_leaves(call_networks(module, batch))
+    leaves = pytree.tree_leaves(call_networks(module, pytree.tree_map_only(Tensor, _changeable, batch)))
     numbers = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
-    return torch.stack([number.square().mean() for number in numbers]).sum()
+    loss = torch.stack([number.square().mean() for number in numbers]).sum()
+    return loss if loss.requires_grad else loss.detach().requires_grad_()  # of a frozen network
+
+
+def _changeable(tensor: Tensor) -> Tensor:
+    """A tensor that a module may change in place, unlike a leaf that needs a gradient, or a view of it."""
+    return tensor if isinstance(tensor, FakeTensor) or not tensor.requires_grad else tensor.clone()
 
 
 def capture_joint(module: nn.Module, batch: Mapping[str, Any], *, context: Entered, device: torch.device) -> Capture:
@@ -292,31 +298,17 @@ def capture_joint(module: nn.Module, batch: Mapping[str, Any], *, context: Enter
     return capture_step(module, batch, context=context, device=device, function=joint_loss, dims=_COUNTED)
 
 
-def made_up(batch: Any, device: torch.device) -> Any:
-    """A batch with values that most modules accept: normally distributed numbers; ones, which are indices."""
-
-    def value(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
-            return leaf
-        if leaf.is_floating_point():
-            return torch.randn(leaf.shape, dtype=leaf.dtype, device=device)
-        return torch.ones(leaf.shape, dtype=leaf.dtype, device=device)
-
-    return pytree.tree_map(value, batch)
-
-
-def joint_batch(found: StepCalls, num_samples: int) -> dict[str, Any]:
-    """The batch of all calls of a step, each with the same number of samples."""
+def joint_batch(arguments: Mapping[str, CallArguments], num_samples: int) -> dict[str, Any]:
+    """The batch of all calls of a step, each with the same number of samples, of which some come again."""
 
     def resized(entry: Any) -> Any:
         def tensor(sample: Tensor, dim: int) -> Tensor:
-            shape = [*sample.shape]
-            shape[dim] = num_samples
-            return sample.new_empty(shape).requires_grad_(sample.requires_grad)
+            places = torch.arange(num_samples, device=sample.device) % sample.shape[dim]
+            return sample.detach().index_select(dim, places).requires_grad_(sample.requires_grad)
 
         def listed(items: Any) -> Any:
             return type(items)(items[i % len(items)] for i in range(num_samples))
 
         return map_samples(entry, samples_in(entry), tensor, listed)
 
-    return _batch({path: resized(_entry(arguments)) for path, arguments in found.arguments.items()}, num_samples)
+    return _batch({path: resized(_entry(given)) for path, given in arguments.items()}, num_samples)

@@ -5,6 +5,7 @@ Everything before it belongs to the source, everything after it to the step; bot
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -38,6 +39,8 @@ class Network:
     step_targets: list[str]
     """Calls of the step itself on network values, before its last network call."""
     recording: Recording
+    overwritten: frozenset[Ref] = frozenset()
+    """Values of the network that the step changes in place."""
 
     def network_calls(self) -> list[ModuleCall]:
         return [call for call in self.modules if call.parent == -1]
@@ -90,7 +93,16 @@ class _Extraction:
             step_saved_bytes=Affine(0, sum(self._newly_saved(call) for call in self._behind_result(after))),
             step_targets=[call.target for call in self._step_calls()],
             recording=self.recording,
+            overwritten=frozenset(self._overwritten()),
         )
+
+    def _overwritten(self) -> Iterator[Ref]:
+        for call in self.recording.calls:
+            yield from (
+                Ref(self.number[ref.call], ref.output)
+                for ref in call.overwritten
+                if call.scope == -1 and ref.call in self.number
+            )
 
     def _step_calls(self) -> list[Recorded]:
         """Calls at the level of the step that read a network value, up to the last network call, in order."""

@@ -358,8 +358,9 @@ def _fake_batch(
         number = next(numbers)
         if not isinstance(leaf, torch.Tensor):
             return leaf
-        with nullcontext() if number in uniform else mode:
+        with nullcontext() if number in uniform else mode, torch.enable_grad():
             made = torch.empty(leaf.shape, dtype=leaf.dtype, device=device, requires_grad=leaf.requires_grad)
+            made = made.clone() if leaf.requires_grad else made  # which modules may change in place, unlike a leaf
         if number in uniform:
             made.copy_(leaf)
         values[id(made)] = leaf

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -171,6 +171,7 @@ class ComputeForward(Compute):
                 leaf = inputs[slot.name] = _as_received(tensor, border)
                 if saved is not None and (tensor.requires_grad if border.edge.dynamic else slot.spec.requires_grad):
                     saved.leaves[slot.name] = leaf.requires_grad_()
+                    inputs[slot.name] = _Result.apply(leaf)  # type: ignore[no-untyped-call]
         return inputs
 
     def _save(self, saved: Saved, outputs: Mapping[str, Tensor]) -> None:
@@ -191,6 +192,18 @@ def _as_received(tensor: Tensor, border: EdgeTensors) -> Tensor:
     Slices of a stage, which are always on one device, hand on memory that they fill together.
     """
     return tensor.detach() if border.of_slices else tensor.detach().contiguous()
+
+
+class _Result(torch.autograd.Function):
+    """A received tensor as the result of a module, which may be changed in place, unlike a leaf and views of it."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor) -> Tensor:
+        return leaf.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
 
 
 def _checked_loss(loss: Tensor | None, owner: str) -> Tensor:

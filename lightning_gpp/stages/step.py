@@ -381,7 +381,9 @@ class UserStep(StepRunner):
 
         def value(ref: Ref) -> torch.Tensor:
             known = values.get(self._names[ref])
-            return self._hole(ref, micro_batch.num_samples, holes) if known is None else known
+            if known is None:
+                return self._hole(ref, micro_batch.num_samples, holes)
+            return known.clone() if ref in self.network.overwritten else known  # others may read it, or run again on it
 
         def answer(number: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return self._result(self._expect(number, module), (args, kwargs), value)

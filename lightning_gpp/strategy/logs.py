@@ -11,7 +11,7 @@ import hashlib
 import inspect
 import itertools
 import pickle
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -138,13 +138,13 @@ class LogRecorder:
 
     Attributes:
         record: that of the mini-batch whose turn it is.
-        averaged: names of sums, maxima and minima over batches that are means over micro-batches.
+        combined: how the values of micro-batches are combined, by name, if not as those of batches are.
     """
 
     def __init__(self, module: pl.LightningModule) -> None:
         self.module = module
         self.record = Record()
-        self.averaged: Set[str] = frozenset()
+        self.combined: dict[str, str] = {}
         self._early: dict[int, Record] = {}
         self._counts = set[str]()
         self._metric_paths = {id(part): path for path, part in module.named_modules() if isinstance(part, Metric)}
@@ -163,7 +163,8 @@ class LogRecorder:
 
     def reduction(self, call: Call) -> str:
         """The reduction of the micro-batches' values of a call."""
-        return "mean" if call.reduction in REDUCTIONS and call.name in self.averaged else call.reduction
+        known = call.reduction == "mean" or call.reduction in REDUCTIONS
+        return self.combined.get(call.name, call.reduction) if known else call.reduction
 
     def turn(self, batch: int) -> None:
         """Take up what was recorded for this mini-batch of training, some perhaps before its turn."""

@@ -115,8 +115,8 @@ class LightningHost(Host):
     def reads_data(self, step: str) -> bool:
         return reads_data(self._module, step)
 
-    def average(self, names: Set[str]) -> None:
-        self.recorder.averaged |= names
+    def combine(self, reductions: Mapping[str, str]) -> None:
+        self.recorder.combined.update(reductions)
 
     def reduce(self, numbers: Mapping[tuple[str, int], str]) -> None:
         self._aggregates.reductions |= numbers

@@ -23,7 +23,6 @@ from lightning_gpp.planning.assignment.assign import assign, make_plan
 from lightning_gpp.planning.assignment.rebuild import separated
 from lightning_gpp.runtime.phases import KeptForwards, PhasedExecutor
 from lightning_gpp.runtime.random import RandomStreams
-from lightning_gpp.runtime.stage import MicroBatch, StageModule, StageWrapper
 from lightning_gpp.runtime.transport import Transport
 from lightning_gpp.schedules import compile_program
 from lightning_gpp.slices import unsliced
@@ -34,24 +33,6 @@ from lightning_gpp.training.mirror import Mirror
 from lightning_gpp.training.parameters import Placement
 from lightning_gpp.training.planner import TRAINING
 from lightning_gpp.training.session import InContext, check_placement
-
-Leaves = dict[str, Tensor]
-"""Inputs of the network that collect gradients, by slot."""
-
-
-@dataclass(slots=True, eq=False)
-class InputLeaves(StageWrapper):
-    """A stage that notes which of its inputs come from the step and collect gradients, by their samples."""
-
-    names: frozenset[str]
-    found: dict[tuple[int, int, int], Leaves]
-    number: int
-
-    def forward(self, values: Mapping[str, Tensor], micro_batch: MicroBatch) -> dict[str, Tensor]:
-        """The wrapped stage's results."""
-        leaves = {name: values[name] for name in self.names & values.keys() if values[name].requires_grad}
-        self.found[self.number, micro_batch.start, micro_batch.stop] = leaves
-        return self.stage.forward(values, micro_batch)
 
 
 class _Seeds:
@@ -107,8 +88,9 @@ class CallSession:
         self.is_cut = any(stage.micro_batch_size < WHOLE for stage in self.plan.stages if STEP not in stage.modules)
         self.pipeline = build(captured, self.plan, job.module)
         check_placement(self.pipeline, self.plan, placement, captured.step)
-        self.leaves: dict[tuple[int, int, int], Leaves] = {}
-        self._stages = list(self._wrapped(captured))
+        self.input_specs = dict(zip(_slot_names(captured), captured.inputs, strict=True))
+        context = job.host.context(TRAINING)
+        self._stages = [InContext(stage, context) for stage in self.pipeline.stages]
         self._executors: dict[tuple[int, bool], PhasedExecutor] = {}
         (call,) = captured.network.network_calls()
         self._tree, self.fillings, self._captured = call.result, call.fillings, captured
@@ -116,13 +98,6 @@ class CallSession:
         self._specs = [captured.specs[ref.call][ref.output] for ref in self._refs]
         self.needs_grad = [spec.requires_grad for spec in self._specs]
         self.differentiable = any(self.needs_grad)
-
-    def _wrapped(self, captured: Capture) -> Iterator[StageModule]:
-        inputs = self.input_specs = dict(zip(_slot_names(captured), captured.inputs, strict=True))
-        names = frozenset(name for name, spec in inputs.items() if spec.requires_grad)
-        context = self.job.host.context(TRAINING)
-        for number, stage in enumerate(self.pipeline.stages):
-            yield InContext(InputLeaves(stage, names, self.leaves, number), context)
 
     def executor(self, batch_size: int, training: bool) -> PhasedExecutor:
         """The executor for mini-batches of this size, cached. `training`: with backwards."""
@@ -141,6 +116,11 @@ class CallSession:
                 pipeline=control.pipeline,
             )
         return self._executors[key]
+
+    def samples_of(self, stage: int, micro_batch: int, batch_size: int) -> tuple[int, int]:
+        """The samples that this rank computes of a stage's micro-batch."""
+        whole = self.plan.intervals(stage, batch_size)[micro_batch]
+        return self.plan.share(stage, self.job.control.device, whole)
 
     def buffers(self, batch_size: int) -> list[Tensor]:
         """Empty tensors for the results, in the order of `made`."""
@@ -220,7 +200,6 @@ class NetworkRun:
     mirror: Mirror
     differentiable: bool
     _kept: KeptForwards | None = None
-    _leaves: dict[tuple[int, int, int], Leaves] = field(default_factory=dict)
     _seeds: _Seeds = field(default_factory=_Seeds)
 
     def __post_init__(self) -> None:
@@ -235,15 +214,13 @@ class NetworkRun:
         executor, step = session.executor(self._size, self.differentiable), session.pipeline.step
         if control.runs_step:
             step.begin(self.batch, Invocation(function=self._invoke), seed=session.job.seed + self.number)
-        session.leaves.clear()
         try:
             kept = executor.forward(self.number)
             results = session.made(step.outputs[0][1]["result"]) if control.runs_step else None
         finally:
             step.end()
         if self.differentiable:
-            self._kept, self._leaves = kept, dict(session.leaves)
-        session.leaves.clear()
+            self._kept = kept
         if results is None:
             return [self.mirror.tensor(buffer) for buffer in session.buffers(self._size)]
         return [self.mirror.tensor(result.detach().contiguous()) for result in results]
@@ -277,9 +254,9 @@ class NetworkRun:
         executor = self.session.executor(self._size, True)
         with nullcontext() if with_parameters else self._untouched_parameters():
             executor.backward(self._kept, self.number, again=again)
-        found = self._input_gradients()
+        found = self._input_gradients(self._kept)
         if not again:
-            self._kept, self._leaves = None, {}
+            self._kept = None
         return found
 
     @contextmanager
@@ -293,11 +270,12 @@ class NetworkRun:
         for parameter, gradient in zip(parameters, before, strict=True):
             parameter.grad = gradient
 
-    def _input_gradients(self) -> list[Tensor | None]:
+    def _input_gradients(self, kept: KeptForwards) -> list[Tensor | None]:
         """The gradients of all tensors among the arguments: sums over the stages and ranks that read them."""
         wanted = {self.session.argument_of(name): name for name in sorted(self._needed_inputs())}
         total: dict[int, Tensor] = {place: torch.zeros_like(self._arguments[place]) for place in wanted}
-        for (_, start, stop), leaves in self._leaves.items():
+        for (stage, number), (leaves, _, _) in kept.graphs.items():
+            start, stop = self.session.samples_of(stage, number, self._size)
             for place, name in wanted.items():
                 gradient = leaves[name].grad if name in leaves else None
                 if gradient is not None:

@@ -372,6 +372,9 @@ _IN_HOOK: Final = (
     "Hooks run on every rank, each on what it holds. Do this in a step, or in a hook outside of mini-batches "
     "(on_train_epoch_end), in which ranks lend each other values."
 )
+_NOT_FINITE: Final = (
+    " Optimizer steps with gradients that are not finite are left out by strategy.on_nonfinite=skip, without a hook."
+)
 _IN_LENDING_HOOK: Final = (
     "Ranks lend each other values in this hook, but not for this operation: use others, such as `copy_` and `add_` on "
     "single tensors."
@@ -385,7 +388,8 @@ def _refusal(name: str, tensors: Sequence[Any]) -> ForeignTensorError:
     origins = dict.fromkeys(origin for tensor in tensors for origin in tensor.origins)
     named = some([*map(str, origins)], most=2)
     earlier = any(isinstance(tensor, Foreign) and is_gone(tensor.recipe) for tensor in tensors)
-    where = _IN_STEP if alone.get() else _IN_HOOK if lender.get() is None else _IN_LENDING_HOOK
+    in_hook = f"{_IN_HOOK}{_NOT_FINITE if name == '__bool__' else ''}" if lender.get() is None else _IN_LENDING_HOOK
+    where = _IN_STEP if alone.get() else in_hook
     return ForeignTensorError(
         f"`{name}` needs values of {named}, which this rank does not hold. {where}"
         f"{_LENT_BEFORE if earlier else ''} Keep parameters that meet (an average of other weights) on one device: put "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -72,8 +72,8 @@ class Host:
         """True if a step reads its mini-batches by itself; it runs as a whole."""
         return False
 
-    def average(self, names: Set[str]) -> None:
-        """Combine the micro-batches' logged values of these names by their mean, not as those of batches."""
+    def combine(self, reductions: Mapping[str, str]) -> None:
+        """Combine the micro-batches' logged values of these names by a reduction, not as those of batches."""
 
     def reduce(self, numbers: Mapping[tuple[str, int], str]) -> None:
         """Combine micro-batches' numbers given to these aggregators, at these calls, by a reduction, not the mean."""

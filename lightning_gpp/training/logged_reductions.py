@@ -91,6 +91,19 @@ def averaged_values(whole: LoggedReductions, parts: LoggedReductions, near: Call
     return found
 
 
+def summed_values(whole: LoggedReductions, parts: LoggedReductions, near: Callable[[float, float], bool]) -> set[str]:
+    """The names of logged means whose undivided value is the sum of those of micro-batches: a loss, a number of rows.
+
+    Zeros are both, and stay means.
+    """
+    pairs = ((name, values, whole.means.get(name, [])) for name, values in parts.means.items())
+    return {
+        name
+        for name, values, given in pairs
+        if len(given) == 1 and near(sum(values), given[0]) and not near(sum(values) / len(values), given[0])
+    }
+
+
 def reduced_numbers(
     whole: LoggedReductions, parts: LoggedReductions, sizes: Sequence[int], near: Callable[[float, float], bool]
 ) -> dict[tuple[str, int], str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from torch import Tensor, nn
@@ -25,8 +25,31 @@ MIXED_DRAWS: Final = (
     "micro-batches was not compared with that of the same samples undivided (strategy.self_check). It draws anew for "
     "each micro-batch, from the samples of that one; strategy.step=whole gives it the undivided mini-batch."
 )
+WHOLE: Final = "strategy.step=whole"
+UNCUT: Final = "strategy.num_micro_batches=1"
+"""Options that give the step, or its network calls, undivided mini-batches."""
 _SMALL: Final = 1 << 20
 """Elements of a tensor that is looked at for changes."""
+
+
+def tried(message: str, works: Callable[[], bool]) -> str:
+    """The message, which names a step as a whole only if that `works` on this model, otherwise a single micro-batch."""
+    return message if WHOLE not in message or works() else message.replace(WHOLE, UNCUT)
+
+
+def untried(message: str) -> str:
+    """The message of a run, in which a step as a whole cannot be tried any more."""
+    return message.replace(WHOLE, f"{UNCUT} (or {WHOLE}, which set-up compares with one device)")
+
+
+def calls_differ(samples: int, size: int) -> str:
+    """The warning of network calls whose results depend on the micro-batches in which they are computed."""
+    return (
+        f"The network calls of the step, which runs as a whole, have other results for {samples} samples at once than "
+        f"for micro-batches of {size}: an argument has another number of rows than samples (several images per sample "
+        f"in one tensor), or a module combines samples. {UNLIKE_ONE_DEVICE} {UNCUT} leaves network calls undivided. "
+        f"{OFF}"
+    )
 
 
 def other_reduction(sums: bool) -> str:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -30,7 +30,14 @@ from lightning_gpp.stages.step import Invocation, UserStep
 from lightning_gpp.training.host import Job
 from lightning_gpp.training.logged_reductions import LoggedReductions, unlike_means
 from lightning_gpp.training.planner import TRAINING
-from lightning_gpp.training.remedies import DEPENDENT, OFF, UNLIKE_ONE_DEVICE, logged_otherwise, other_reduction
+from lightning_gpp.training.remedies import (
+    DEPENDENT,
+    OFF,
+    UNLIKE_ONE_DEVICE,
+    logged_otherwise,
+    other_reduction,
+    untried,
+)
 from lightning_gpp.training.session import Session
 from lightning_gpp.training.tolerances import TOLERANCES, least_precise
 from lightning_gpp.training.unnoticed import NO_MINI_BATCH, copy_for, unnoticed
@@ -53,13 +60,14 @@ class RepeatedComparison:
 
     Args:
         job: the job of the run.
+        combined: the names of logged values that are not combined by their mean.
 
     Attributes:
         ended: whether it has warned, so that there is nothing more to say.
     """
 
-    def __init__(self, job: Job) -> None:
-        self._job, self._turn, self.ended = job, 0, False
+    def __init__(self, job: Job, combined: Container[str] = ()) -> None:
+        self._job, self._combined, self._turn, self.ended = job, combined, 0, False
         self._told_of_logs = False
 
     def during(
@@ -78,7 +86,7 @@ class RepeatedComparison:
             step.watcher = None
         if text := self._difference(session, step, kept, batch, rest, batch_size, number):
             self.ended = True
-            self._job.control.warn(text)
+            self._job.control.warn(untried(text))
         return result
 
     def _difference(
@@ -104,9 +112,10 @@ class RepeatedComparison:
             return ""
         tolerance = TOLERANCES[least_precise(job, capture, losses.dtype)]
         text = losses.warning(number, tolerance, job.options.loss_reduction == "sum")
-        if not text and not self._told_of_logs and (names := again.unlike_means(tolerance)):
+        names = [] if text or self._told_of_logs else again.unlike_means(tolerance)
+        if names := [name for name in names if name not in self._combined]:
             self._told_of_logs = True
-            job.control.warn(logged_otherwise(names))
+            job.control.warn(untried(logged_otherwise(names)))
         return text
 
 

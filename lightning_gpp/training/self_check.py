@@ -12,8 +12,9 @@ stages; the time is that of a micro-batch on the pipeline, and of one and two sm
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from torch.random import fork_rng
 from lightning_gpp._compat.torch import BatchNorm
 from lightning_gpp.capture import Capture, slice_batch
 from lightning_gpp.capture.batch import cut_note, cut_of
+from lightning_gpp.capture.calls import joint_batch
 from lightning_gpp.capture.loss import loss_of, trained_loss
 from lightning_gpp.capture.places import outside_kept
 from lightning_gpp.errors import GPPError, IndivisibleError, SelfCheckError
@@ -35,17 +37,22 @@ from lightning_gpp.runtime.stage import MicroBatch
 from lightning_gpp.runtime.transport import Transport
 from lightning_gpp.stages import build
 from lightning_gpp.stages.declared import Declared
-from lightning_gpp.stages.step import Invocation
+from lightning_gpp.stages.step import Invocation, StepRunner
 from lightning_gpp.stages.undivided import Captured, Undivided
+from lightning_gpp.training.batches import outline
 from lightning_gpp.training.control import Control
 from lightning_gpp.training.copies import silent_copy
 from lightning_gpp.training.host import Job
 from lightning_gpp.training.parameters import Placement, bytes_of, place, tensors_of
 from lightning_gpp.training.planner import TRAINING
 from lightning_gpp.training.projections import differing, forget_vectors, norms, projections
+from lightning_gpp.training.remedies import tried
 from lightning_gpp.training.session import DATA_STREAM, Session
 from lightning_gpp.training.tolerances import TOLERANCES, least_precise
 from lightning_gpp.training.undivided import CutComparison, difference, few_samples
+from lightning_gpp.training.unnoticed import unnoticed
+from lightning_gpp.training.whole_check import given_arguments
+from lightning_gpp.training.whole_step import capture_whole, check_whole
 from lightning_gpp.user_code import line_of
 
 log = logging.getLogger(__name__)
@@ -65,19 +72,19 @@ def refuses_check(job: Job, plan: Plan) -> str:
     return ""
 
 
-def check_first(job: Job, captured: Captured, plan: Plan, batch: Any, transport: Transport) -> bool:
+def check_first(job: Job, captured: Captured, plan: Plan, batch: Any, transport: Transport) -> Findings:
     """Compare split and unsplit model on the first pipeline if the user wants it and it is possible. All ranks call
     this.
 
     Returns:
-        Whether it warned of a loss that is another one in micro-batches.
+        What was found on the rank that runs the step, on all ranks.
 
     Raises:
         IndivisibleError: on all ranks of all pipelines.
         SelfCheckError: see `self_check`.
     """
     if captured.step != TRAINING or isinstance(captured, Undivided) or not _wanted(job, plan):
-        return False
+        return Findings()
     outcome: Findings | IndivisibleError = Findings()
     if job.control.pipeline == 0:
         with undisturbed(), fork_rng([] if job.device.type == "cpu" else [job.device]):
@@ -89,9 +96,9 @@ def check_first(job: Job, captured: Captured, plan: Plan, batch: Any, transport:
     outcome = job.control.broadcast(outcome)
     if isinstance(outcome, IndivisibleError):
         raise outcome
-    job.host.average(outcome.averaged)
+    job.host.combine(outcome.combined)
     job.host.reduce(outcome.reduced)
-    return outcome.warned
+    return outcome
 
 
 def _wanted(job: Job, plan: Plan) -> bool:
@@ -121,11 +128,12 @@ def samples_of(plan: Plan, batch_size: int) -> int:
 class Findings:
     """The findings of a self-check that are no errors.
 
-    `averaged`: names of logged sums, maxima and minima that are means over micro-batches. `reduced`: how
-    numbers given to aggregators follow from those of micro-batches, if not as means. `warned`: whether it warned.
+    `combined`: how logged values follow from those of micro-batches, if not as those of batches do, by name. `reduced`:
+    how numbers given to aggregators follow from those of micro-batches, if not as means. `warned`: whether it warned of
+    a loss that is another one in micro-batches.
     """
 
-    averaged: Set[str] = frozenset()
+    combined: Mapping[str, str] = field(default_factory=dict)
     reduced: Mapping[tuple[str, int], str] = field(default_factory=dict)
     warned: bool = False
 
@@ -152,6 +160,7 @@ def self_check(job: Job, captured: Capture | Declared, plan: Plan, batch: Any, t
     control, samples = job.control, samples_of(plan, captured.batch_size)
     part = slice_batch(batch, 0, samples, captured.batch_size, captured.dims) if control.runs_step else None
     expected, warning, failure, findings = Expected(), "", "", Findings()
+    told: list[str] = []
     # torch.compile does not work under a dispatch mode, and remembers that for functions compiled there
     with torch.compiler.set_stance("force_eager"), Neutral():  # type: ignore[no-untyped-call]
         if control.runs_step:
@@ -160,16 +169,22 @@ def self_check(job: Job, captured: Capture | Declared, plan: Plan, batch: Any, t
                 expected, failure = _unsplit_or_failure(job, whole, captured, plan, part, samples)
             if not failure:
                 with outside_kept(job.module):
-                    warning, findings = _undivided(job, whole, captured, plan, batch, expected.dtype)
+                    step = build(captured, plan, whole).step
+                    if (comparison := _comparison(job, step, captured, plan, batch, expected.dtype)) is not None:
+                        warning = difference(comparison, told.append)
+                        findings = Findings(comparison.combined, comparison.reduced)
             del whole
         if failure := _anywhere(control, failure):
             raise IndivisibleError(failure)
         with outside_kept(job.module):
             actual, stages = _split(job, captured, plan, transport, part, samples)
-    difference = _compare(job, stages, expected, actual, TOLERANCES[least_precise(job, captured, expected.dtype)])
-    if warning and not difference:
-        control.warn(warning)
-    if verdict := _anywhere(control, difference):
+    found = _compare(job, stages, expected, actual, TOLERANCES[least_precise(job, captured, expected.dtype)])
+    works = partial(_whole_works, job, plan, batch, expected.dtype)
+    if warning and not found:
+        control.warn(tried(warning, works))
+    for text in told:
+        (job.host.inform if control.first else log.info)(tried(text, works))
+    if verdict := _anywhere(control, found):
         raise SelfCheckError(verdict)
     return replace(findings, warned=bool(warning))
 
@@ -222,27 +237,47 @@ def _unsplit(job: Job, whole: nn.Module, captured: Capture | Declared, plan: Pla
     return Expected(loss.item(), projections(whole), norms(whole), loss.dtype)
 
 
-def _undivided(
-    job: Job, whole: nn.Module, captured: Capture | Declared, plan: Plan, batch: Any, dtype: torch.dtype
-) -> tuple[str, Findings]:
+def _comparison(
+    job: Job, step: StepRunner, captured: Capture | Declared, plan: Plan, batch: Any, dtype: torch.dtype
+) -> CutComparison | None:
     if job.whole and captured.graph.mixes_samples:  # then network calls are not cut
-        return "", Findings()
+        return None
     samples, total, size = few_samples(plan, batch, captured.batch_size, captured.dims)
     precision = least_precise(job, captured, dtype)
-    comparison = CutComparison(
-        module=whole,
-        step=build(captured, plan, whole).step,
-        invocation=_invocation(job, captured, whole),
+    return CutComparison(
+        module=step.module,
+        step=step,
+        invocation=_invocation(job, captured, step.module),
         batch=samples,
         total=total,
         size=size,
         sums=job.options.loss_reduction == "sum" and not job.whole,
         tolerance=TOLERANCES[precision],
         epsilon=torch.finfo(precision).eps,
+        of_calls=job.whole,
     )
-    inform = job.host.inform if job.control.first else log.info
-    warning = difference(comparison, inform)
-    return warning, Findings(comparison.averaged, comparison.reduced)
+
+
+def _whole_works(job: Job, plan: Plan, batch: Any, dtype: torch.dtype) -> bool:
+    """True if the step can run as a whole, and its network calls compute the same on micro-batches."""
+    if job.whole:
+        return False
+    job = replace(job, whole=True)
+    try:
+        check_whole(job.options)
+        with job.made.as_at_set_up(job.module):
+            captured, found = capture_whole(job, outline(batch))
+        used = {name for operator in captured.graph for name in (*operator.parameters, *operator.buffers)}
+        if job.control.num_devices > 1 and found.states & used:  # see check_states
+            return False
+        given = joint_batch(given_arguments(job, found, batch), captured.batch_size)
+        step = StepRunner(module=silent_copy(job.module, job.device), returns_loss=True, dims=captured.dims)
+        compared = _comparison(job, step, captured, plan, given, dtype)
+        with unnoticed(job):
+            return compared is None or compared.total <= compared.size or not compared.warning()
+    except Exception as error:  # refused, or user code on copies
+        log.info("strategy.step=whole was tried, and refused: %s", error)
+        return False
 
 
 def _split(
@@ -286,7 +321,5 @@ def _message(what: str) -> str:
         f"The split model does not compute the same as the unsplit model: {what}, for one micro-batch and the same "
         "weights. A wrong model would be trained, so training was not started. Likely causes: a forward that keeps "
         "state between calls, or draws random numbers by other means than torch. Put the module that does it into one "
-        "stage (strategy.stages); if the step itself keeps state, let it have the undivided mini-batch by "
-        "strategy.step=whole; or switch the check off with strategy.self_check=false if the difference is "
-        "intended."
+        "stage (strategy.stages), or switch the check off with strategy.self_check=false if the difference is intended."
     )

@@ -65,14 +65,14 @@ from lightning_gpp.training.parameters import equalise, move, place, settle
 from lightning_gpp.training.planner import TRAINING, part_of_member, plan_for
 from lightning_gpp.training.repeated import RepeatedComparison
 from lightning_gpp.training.replicas import Layout, Replicas, idle_sharding
-from lightning_gpp.training.self_check import check_first
+from lightning_gpp.training.self_check import Findings, check_first
 from lightning_gpp.training.sessions import Sessions
 from lightning_gpp.training.step_errors import check_step
+from lightning_gpp.training.whole_check import comparison
 from lightning_gpp.training.whole_step import (
     WholeStep,
     can_run_whole,
     check_states,
-    comparison,
     made_for_whole,
     may_evaluate_whole,
     noted_whole,
@@ -122,7 +122,7 @@ def _set_up_whole(refused: GPPError, job: Job, *arguments: Any, step: str, **giv
     try:
         engine = _set_up(replace(job, whole=True, evaluates_whole=True), *arguments, step=step, **given)
     except (UncapturedError, ConfigError, PlanError, SelfCheckError) as error:
-        log.info("The step cannot run as a whole, either: %s", error)
+        refused.args = (f"{refused} The step was tried as a whole (strategy.step=whole), and refused, too: {error}",)
     else:
         job.control.warn(why_whole(refused, step, alone=job.control.num_devices == 1))
         return engine
@@ -183,11 +183,11 @@ def _set_up(
     transport = _connect(job, plan, "training")
     if found_calls is not None:
         check_states(found_calls, build(captured, plan, job.module), plan)
-        batch = comparison(job, found_calls, captured.batch_size) if step == TRAINING else None
+        batch = comparison(job, found_calls, batch, captured.batch_size) if step == TRAINING else None
     compared = found_calls is None or batch is not None
     equalise(job.module, job.control)
     with job.host.unheard():
-        warned = compared and check_first(job, captured, plan, batch, transport)
+        findings = check_first(job, captured, plan, batch, transport) if compared else Findings()
     if not (job.whole and job.control.num_processes == 1):
         for optimizer in optimizers:
             check_first_order(optimizer)
@@ -241,7 +241,7 @@ def _set_up(
         machine=machine.look,
         num_steps=num_steps,
         hooks=hooks,
-        comparison=RepeatedComparison(job) if _compares_losses(job) and not warned else None,
+        comparison=None if findings.warned or not _compares_losses(job) else RepeatedComparison(job, findings.combined),
     )
 
 

@@ -26,13 +26,20 @@ from lightning_gpp.runtime.draws import Draws, NoShare
 from lightning_gpp.runtime.random import python_streams
 from lightning_gpp.runtime.stage import MicroBatch
 from lightning_gpp.stages.step import Invocation, StepRunner
-from lightning_gpp.training.logged_reductions import LoggedReductions, averaged_values, reduced_numbers, unlike_means
+from lightning_gpp.training.logged_reductions import (
+    LoggedReductions,
+    averaged_values,
+    reduced_numbers,
+    summed_values,
+    unlike_means,
+)
 from lightning_gpp.training.projections import differing, distance, norms, projections
 from lightning_gpp.training.remedies import (
     DEPENDENT,
     MIXED_DRAWS,
     OFF,
     UNLIKE_ONE_DEVICE,
+    calls_differ,
     changed,
     kept_state,
     logged_otherwise,
@@ -95,9 +102,11 @@ class CutComparison:
         sums: whether losses of micro-batches are added instead of averaged.
         tolerance: relative difference of the losses that rounding explains.
         epsilon: machine epsilon of the least precise type that gradients pass through.
+        of_calls: whether the step is the network calls of one that runs as a whole.
 
     Attributes:
-        averaged: names of logged sums, maxima and minima that are means of those of micro-batches (found by `warning`).
+        combined: how logged values follow from those of micro-batches, if not as those of batches do (found by
+            `warning`).
         reduced: how numbers given to aggregators that are no means follow from those of micro-batches (so, too).
     """
 
@@ -110,27 +119,33 @@ class CutComparison:
     sums: bool
     tolerance: float
     epsilon: float
-    averaged: set[str] = field(default_factory=set)
+    of_calls: bool = False
+    combined: dict[str, str] = field(default_factory=dict)
     reduced: dict[tuple[str, int], str] = field(default_factory=dict)
 
     def warning(self) -> str:
         """A warning with the difference and the remedy; empty if there is none."""
         whole, parts = self._both()
-        self.averaged.update(averaged_values(whole.logged, parts.logged, self._near))
+        self.combined.update(dict.fromkeys(averaged_values(whole.logged, parts.logged, self._near), "mean"))
+        self.combined.update(dict.fromkeys(summed_values(whole.logged, parts.logged, self._near), "sum"))
         self.reduced.update(reduced_numbers(whole.logged, parts.logged, parts.sizes, self._near))
         if self._same(whole, parts):
             return self._logged_otherwise(whole, parts)
+        cause = self._cause(whole, parts)
+        if self.of_calls and cause == DEPENDENT:
+            return calls_differ(self.total, self.size)
         rate = distance(parts.gradients, whole.gradients) / max(whole.norm, 1e-30)
         kind = "sum" if self.sums else "mean"
         return (
             f"The loss of the first {self.total} samples is {whole.sum:.6g} undivided, and {self._loss(parts):.6g} as "
             f"the {kind} over micro-batches of {self.size}; their gradients differ{_by(rate)}"
-            f"{self._most(whole, parts, rate)}. {UNLIKE_ONE_DEVICE} {self._cause(whole, parts)} {OFF}"
+            f"{self._most(whole, parts, rate)}. {UNLIKE_ONE_DEVICE} {cause} {OFF}"
         )
 
     def _logged_otherwise(self, whole: Result, parts: Result) -> str:
         """A warning of logged values that are no means over samples; those that differ anyway (times) do not count."""
-        names = unlike_means(whole.logged, parts.logged, parts.sizes, self._near)
+        unlike = unlike_means(whole.logged, parts.logged, parts.sizes, self._near)
+        names = [name for name in unlike if name not in self.combined]
         again = self._again().logged if names else whole.logged
         steady = [name for name in names if self._near(again.means[name][0], whole.logged.means[name][0])]
         return logged_otherwise(steady) if steady else ""

@@ -25,15 +25,11 @@ from lightning_gpp.capture.calls import (
     capture_joint,
     find_calls,
     joint_batch,
-    joint_loss,
-    made_up,
     tied,
 )
-from lightning_gpp.capture.isolate import private_copy
 from lightning_gpp.errors import ConfigError, GPPError
 from lightning_gpp.hook_code import names_in_hook
 from lightning_gpp.plan import Plan
-from lightning_gpp.runtime.random import undisturbed
 from lightning_gpp.runtime.transport import Transport
 from lightning_gpp.stages import Pipeline
 from lightning_gpp.stages.declared import is_declared
@@ -211,29 +207,11 @@ def capture_found(
     module: nn.Module, found: StepCalls, example: Any, options: Options, context: Context, device: torch.device
 ) -> Capture:
     """Capture the network calls that were found in a step, together; see `capture_whole`."""
-    captured = capture_joint(module, joint_batch(found, samples_in(example)), context=context, device=device)
+    captured = capture_joint(module, joint_batch(found.arguments, samples_in(example)), context=context, device=device)
     if options.stages is not None:  # they are checked afterwards
         return captured
     graph = kept_with_originals(tied(captured.graph, found.coupled), module, found.learning)
     return replace(captured, graph=graph)
-
-
-def comparison(job: Job, found: StepCalls, num_samples: int) -> Any:
-    """Made-up arguments of all network calls, for the self-check, on the ranks that run the step.
-
-    None if the modules do not accept made-up values.
-    """
-    with undisturbed():
-        batch = made_up(joint_batch(found, num_samples), job.device) if job.control.runs_step else {}
-    failure = ""
-    if job.control.rank == 0 and not any(parameter.is_meta for parameter in job.module.parameters()):
-        try:
-            with undisturbed(), torch.no_grad(), job.host.context(TRAINING)():
-                joint_loss(private_copy(job.module).to(job.device), batch)
-        except Exception as error:  # user code on values that it is not written for
-            failure = f"{type(error).__name__}: {error}"
-            job.host.inform(f"The self-check (strategy.self_check) is skipped: on made-up values, {failure}.")
-    return None if job.control.broadcast(failure) else batch
 
 
 def check_states(found: StepCalls, pipeline: Pipeline, plan: Plan) -> None:

@@ -269,7 +269,7 @@ def test_copies_that_hooks_update_are_tied_layer_by_layer(kind: type[Distilled])
 def test_copies_that_a_step_as_a_whole_calls_without_gradients_are_tied() -> None:
     module, batch, place = WithoutGrad().double(), next(iter(loader())), torch.device("cpu")
     calls = find_calls(module, batch, context=nullcontext, device=place, stand_ins=lambda _: {})
-    graph = capture_joint(module, joint_batch(calls, len(batch[0])), context=nullcontext, device=place).graph
+    graph = capture_joint(module, joint_batch(calls.arguments, len(batch[0])), context=nullcontext, device=place).graph
     tied = kept_with_originals(graph, module, calls.learning)
     found = {name: operator.cluster for operator in tied for name in operator.parameters}
     assert calls.learning == {"online", "head"}
