@@ -26,7 +26,8 @@ from lightning_gpp.capture.network import Network, extract
 from lightning_gpp.capture.own_streams import RandomSource, may_be_drawn_from, unmoved
 from lightning_gpp.capture.places import outside_kept
 from lightning_gpp.capture.record import RunTime, StepFunction, record, step_arguments
-from lightning_gpp.capture.recording import Ref
+from lightning_gpp.capture.recording import Recorded, Ref
+from lightning_gpp.capture.shared_memory import sharing_memory
 from lightning_gpp.capture.shared_objects import Holder, holders
 from lightning_gpp.capture.uniform import uniform_values
 from lightning_gpp.errors import CaptureError
@@ -336,7 +337,7 @@ def _graph(
     graph = OperatorGraph(uncalled=_uncalled({call.path for call in network.modules}))
     for number, spec in enumerate(inputs):
         graph.add(Operator(name=f"input{number}", target="input", module="@source", outputs=(spec,)))
-    names = {name for name, _ in module.named_parameters()}
+    names, groups = {name for name, _ in module.named_parameters()}, sharing_memory(network.calls)
     for call, outputs in zip(network.calls, specs, strict=True):
         states = list(dict.fromkeys(call.states()))
         path = network.modules[call.scope].path if call.scope != -1 else ""
@@ -351,7 +352,7 @@ def _graph(
                 flops=call.flops,  # type: ignore[arg-type]
                 saved_bytes=call.saved_bytes,  # type: ignore[arg-type]
                 random=call.random,
-                cluster=f"checkpoint{call.checkpoint}" if call.checkpoint is not None else "",
+                cluster=_cluster(call, groups),
                 line=call.line,
             )
         )
@@ -359,6 +360,13 @@ def _graph(
     _add_step(graph, network, names)
     add_sizes(graph, module)
     return graph
+
+
+def _cluster(call: Recorded, groups: Mapping[int, int]) -> str:
+    """What names the calls that have to be in one stage with this one; empty if it may be alone."""
+    if call.checkpoint is not None:
+        return f"checkpoint{call.checkpoint}"
+    return f"memory{groups[call.index]}" if call.index in groups else ""
 
 
 def _uncalled(called: set[str]) -> frozenset[str]:

@@ -107,7 +107,8 @@ def _distributed_samplers(loader: Any) -> Iterator[Any]:
 def _construct_anew(sampler: Any, wanted: Mapping[str, int]) -> None:
     """Give a sampler other numbers; the object stays, because its user may set its epoch."""
     epoch, settings = sampler.epoch, {name: getattr(sampler, name) for name in ("shuffle", "seed", "drop_last")}
-    DistributedSampler.__init__(sampler, sampler.dataset, **wanted, **settings)
+    numbers: dict[str, Any] = {**wanted, **settings}
+    DistributedSampler.__init__(sampler, sampler.dataset, **numbers)
     sampler.epoch = epoch
 
 
