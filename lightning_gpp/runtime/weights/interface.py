@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 from torch import Tensor
 from torch.nn import Parameter
@@ -53,7 +53,13 @@ class Weights:
 
 
 class WeightPolicy(Protocol):
-    """Policy of one device, called around every computation with weights, and around updates."""
+    """Policy of one device, called around every computation with weights, and around updates.
+
+    Attributes:
+        rewrites: whether a backward may compute with other values than its forward, if updates lie between them.
+    """
+
+    rewrites: ClassVar[bool]
 
     def begin(self, before: Callable[[int], int], first: int) -> None:
         """Start with an empty pipeline at mini-batch `first`. `before(n)`: number of updates before mini-batch n's.
@@ -103,6 +109,8 @@ class Counting:
         updates: optimizer steps before the current period: the newest version, unless a resumed run fills its pipeline.
         log: if not None, every computation appends (use, "F" or "B", version of its weights).
     """
+
+    rewrites: ClassVar[bool] = True
 
     def __init__(self, weights: Weights) -> None:
         self.weights = weights
