@@ -287,7 +287,9 @@ class Compiler:
         return made[key]
 
     def _backward(self, action: Action, micro_batch: MicroBatch) -> Operation:
-        return self._prepared(action, ComputeBackward(**self._common(action, micro_batch), saved=self._saved(action)).run)
+        return self._prepared(
+            action, ComputeBackward(**self._common(action, micro_batch), saved=self._saved(action)).run
+        )
 
     def _input_gradients(self, action: Action, micro_batch: MicroBatch) -> Operation:
         common, split = self._common(action, micro_batch), self._split(action)
