@@ -20,7 +20,7 @@ def period_text(plan: Plan, period: Period) -> str:
         f"Without a flush: {duration(period.seconds)} per mini-batch, {duration(period.fill_and_drain)} to fill "
         f"and drain; with a flush after each: {duration(period.flushed)}.",
     ]
-    lines += [_tied(plan, period, group) for group in period.tied]
+    lines += [tied_text(plan, period, group) for group in period.tied]
     if period.delays:
         lines.append("Delays, in optimizer steps between a forward and its backward:")
     for index, delay in period.delays.items():
@@ -31,7 +31,8 @@ def period_text(plan: Plan, period: Period) -> str:
     return "\n".join(lines)
 
 
-def _tied(plan: Plan, period: Period, group: Sequence[int]) -> str:
+def tied_text(plan: Plan, period: Period, group: Sequence[int]) -> str:
+    """A sentence on stages that share weights, with a remedy."""
     names = ", ".join(repr(plan.stages[stage].name) for stage in group)
     return (
         f"The stages {names} share weights, so their devices wait for each other before every update; without that a "

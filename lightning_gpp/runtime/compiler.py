@@ -287,9 +287,8 @@ class Compiler:
         return made[key]
 
     def _backward(self, action: Action, micro_batch: MicroBatch) -> Operation:
-        return self._prepared(
-            action, ComputeBackward(**self._common(action, micro_batch), saved=self._saved(action)).run
-        )
+        common, saved = self._common(action, micro_batch), self._saved(action)
+        return self._prepared(action, ComputeBackward(**common, saved=saved).run)
 
     def _input_gradients(self, action: Action, micro_batch: MicroBatch) -> Operation:
         common, split = self._common(action, micro_batch), self._split(action)

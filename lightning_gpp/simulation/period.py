@@ -162,9 +162,8 @@ def simulate_several(program: Program, number: int, costs: StageCosts) -> Timeli
 def _ends(program: Program, device: int, number: int) -> list[int]:
     """The computing actions of a device up to its update after each of a number of mini-batches."""
     rows = zip(program.devices[device], program.ahead[device], strict=True) if program.ahead else ()
-    aheads = [
-        ahead for each, ahead in rows if each.action is not None and each.action.kind not in (*COLLECTIVES, *COPIES)
-    ]
+    acting = ((each.action, ahead) for each, ahead in rows if each.action is not None)
+    aheads = [ahead for action, ahead in acting if action.kind not in (*COLLECTIVES, *COPIES)]
     periods = range(-program.lead_of(device), number)
     counts = [sum(0 <= period + ahead < number for ahead in aheads) for period in periods]
     return list(accumulate(counts))[-number:]

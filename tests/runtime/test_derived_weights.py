@@ -1,4 +1,4 @@
-"""What forwards derive from weights follows the weights until the backward, compared with a simulation in plain loops."""
+"""What forwards derive from weights follows the weights until the backward, as in a simulation in plain loops."""
 
 from __future__ import annotations
 
