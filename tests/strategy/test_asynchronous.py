@@ -200,6 +200,28 @@ def test_double_buffering_begins_after_synchronous_steps() -> None:
     assert len(run["losses"]) == 7
 
 
+class Single(Towers):
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        return super().forward(a.float(), b.float())
+
+
+def under_autocast(rank: int) -> dict[str, dict[str, Any]]:
+    settings = {"stages": CHAIN, "num_micro_batches": 1, "delayed_devices": 3}
+    trainer = {"max_epochs": 1, "precision": "bf16-mixed"}
+    found = {}
+    for policy in ("stash", "latest", "corrected"):
+        module = Single(in_line=True).float()
+        found[policy] = fit({**settings, "weights": policy}, 1, {}, trainer, module)["state"]
+    return found
+
+
+def test_weights_that_a_policy_writes_count_under_autocast() -> None:
+    """Autocast saves casts of the forward's weights."""
+    (found,) = harness.run(1, under_autocast, timeout=100)
+    assert found["stash"] != found["latest"]
+    assert found["latest"] != found["corrected"]
+
+
 CLIP = 0.2
 
 

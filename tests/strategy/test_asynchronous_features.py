@@ -17,7 +17,7 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_gpp import GPPStrategy
 from tests.strategy import harness
-from tests.strategy.test_asynchronous import CHAIN, STAGES, Towers, fit, samples
+from tests.strategy.test_asynchronous import CHAIN, STAGES, Towers, samples
 
 pytestmark = pytest.mark.timeout(150)  # a test trains several times
 
@@ -198,25 +198,3 @@ def test_everything_at_once_is_as_on_one_device() -> None:
     rates = [entry["lr-SGD"] for _, entry in accumulated["logged"] if "lr-SGD" in entry]
     assert rates == sorted(rates, reverse=True)
     assert rates[0] > rates[-1]
-
-
-class Single(Towers):
-    def forward(self, a: Tensor, b: Tensor) -> Tensor:
-        return super().forward(a.float(), b.float())
-
-
-def under_autocast(rank: int) -> dict[str, dict[str, Any]]:
-    settings = {"stages": CHAIN, "num_micro_batches": 1, "delayed_devices": 3}
-    trainer = {"max_epochs": 1, "precision": "bf16-mixed"}
-    found = {}
-    for policy in ("stash", "latest", "corrected"):
-        module = Single(in_line=True).float()
-        found[policy] = fit({**settings, "weights": policy}, 1, {}, trainer, module)["state"]
-    return found
-
-
-def test_weights_that_a_policy_writes_count_under_autocast() -> None:
-    """Autocast saves casts of the forward's weights."""
-    (found,) = harness.run(1, under_autocast, timeout=100)
-    assert found["stash"] != found["latest"]
-    assert found["latest"] != found["corrected"]
