@@ -33,7 +33,7 @@ Forward = Callable[[Mapping[str, Tensor], MicroBatch], dict[str, Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """A call of an operator; its results lie in `memory`, which is empty if it changes arguments in place."""
+    """A call of an operator; `memory` has its results, or the arguments that it changes in place."""
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
@@ -47,7 +47,8 @@ class _Step:
             generator.set_state(state)
         results = self.function(*self.args, **self.kwargs)
         for tensor, again in zip(self.memory, _tensors([results]), strict=False):
-            tensor.copy_(again)
+            if storage_id(tensor) != storage_id(again):
+                tensor.copy_(again)
 
 
 class Derived:
@@ -144,7 +145,7 @@ class _Notes(TorchDispatchMode):
         changed = [tensor for tensor in writes if storage_id(tensor) not in self._given]
         if depends and (new or changed):
             self.derived.update({storage_id(tensor): tensor.data for tensor in (*new, *changed)})
-            memory = () if writes else tuple(tensor.data for tensor in _tensors([result]))
+            memory = [tensor.data for tensor in writes or _tensors([result])]
             self.steps.append(_Step(func, _plain(args), _plain(kwargs), memory, random))
         return result
 
