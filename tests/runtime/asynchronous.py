@@ -121,6 +121,10 @@ class OfPipeline:
     policy: Counting
     first: Mapping[int, int]
 
+    @property
+    def rewrites(self) -> bool:
+        return self.policy.rewrites
+
     def enter_period(self, period: int) -> None:
         self.policy.enter_period(period)
 

@@ -65,13 +65,12 @@ class Weights:
 
 
 class WeightPolicy(Protocol):
-    """Policy of one device, called around every computation with weights, and around updates.
+    """Policy of one device, called around every computation with weights, and around updates."""
 
-    Attributes:
-        rewrites: whether a backward may compute with other values than its forward, if updates lie between them.
-    """
-
-    rewrites: ClassVar[bool]
+    @property
+    def rewrites(self) -> bool:
+        """Whether a backward may compute with other values than its forward, if updates lie between them."""
+        ...
 
     def begin(self, before: Callable[[int], int], first: int) -> None:
         """Start with an empty pipeline at mini-batch `first`. `before(n)`: number of updates before mini-batch n's.
