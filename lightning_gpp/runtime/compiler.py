@@ -253,7 +253,7 @@ class Compiler:
         return forward if derived is None else derived.noting(forward)
 
     def _derived(self, action: Action) -> Derived | None:
-        """What a forward derives from parameters; None if its backward has the same values, or runs it again."""
+        """The notes of a forward that its backward needs; None if that has the same values, or runs it again."""
         stage, key = action.stage, (action.stage, action.micro_batch)
         if stage not in self._late or self._plan.stages[stage].reruns:
             return None
