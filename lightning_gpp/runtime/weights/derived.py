@@ -1,4 +1,4 @@
-"""What a forward computes from parameters alone follows the parameters until the backward.
+"""Derived tensors: those that a forward computes from parameters alone follow the parameters until the backward.
 
 A policy that writes other values into the parameters for a backward relies on autograd's pointers into their memory.
 Autograd also saves tensors in memory of their own that were computed from parameters: autocast's casts, the weight that
@@ -98,7 +98,7 @@ class Derived:
 
 @dataclass(slots=True)
 class Derives:
-    """Whether forwards of a stage derive tensors from parameters: those of stages whose first one did not do not."""
+    """Says if forwards of a stage derive tensors from parameters; if its first one did not, later ones do not."""
 
     any: bool = True
 

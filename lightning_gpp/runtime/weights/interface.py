@@ -69,7 +69,7 @@ class WeightPolicy(Protocol):
 
     @property
     def rewrites(self) -> bool:
-        """Whether a backward may compute with other values than its forward, if updates lie between them."""
+        """True if a backward may compute with other values than its forward, where updates lie between them."""
         ...
 
     def begin(self, before: Callable[[int], int], first: int) -> None:
