@@ -79,6 +79,7 @@ def test_plans_for_double_buffering_are_at_most_one_update_late(num_devices: int
         batch_size=32,
         max_replicas=1,
         idle_devices=False,
+        num_pipelines=1,
         seconds=1.0,
         weight_copies=partial(copies_of, "double_buffer"),
     )
