@@ -119,7 +119,7 @@ class _Notes(TorchDispatchMode):
         parts = list(parts)
         given = [t for part in parts for t in _tensors((*vars(part).values(), *_members(part)))]
         trained = [p for part in parts for p in parameters_of(part).values() if p is not None and p.requires_grad]
-        self._known = {storage_id(tensor): tensor for tensor in given if _has_memory(tensor)}
+        self._known = {storage_id(tensor): tensor.untyped_storage() for tensor in given if _has_memory(tensor)}
         self._given = frozenset(self._known)
         self.derived = {storage_id(parameter): parameter.data for parameter in trained}
         self.steps: list[_Step] = []
@@ -140,8 +140,9 @@ class _Notes(TorchDispatchMode):
         is_random = depends and torch.Tag.nondeterministic_seeded in func.tags
         random = [(generator, generator.get_state()) for generator in current_generators()] if is_random else []
         result = func(*args, **kwargs)
-        new = [t for t in _tensors([result]) if _has_memory(t) and storage_id(t) not in self._known]
-        self._known.update({storage_id(tensor): tensor for tensor in new})
+        results = () if writes else _tensors([result])  # a call that changes a tensor may give it other memory (set_)
+        new = [t for t in results if _has_memory(t) and storage_id(t) not in self._known]
+        self._known.update({storage_id(tensor): tensor.untyped_storage() for tensor in new})
         changed = [tensor for tensor in writes if storage_id(tensor) not in self._given]
         if depends and (new or changed):
             self.derived.update({storage_id(tensor): tensor.data for tensor in (*new, *changed)})
