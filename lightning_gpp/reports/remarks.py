@@ -10,6 +10,7 @@ from typing import Final
 from lightning_gpp.planning import Prediction
 from lightning_gpp.reports.lanes import computes
 from lightning_gpp.reports.measured import Comparison
+from lightning_gpp.reports.period import tied_text
 from lightning_gpp.reports.units import duration, percent, rate, size
 from lightning_gpp.simulation import Timeline
 
@@ -81,6 +82,7 @@ def remarks(
     return [
         *_memory(prediction),
         *(_idle(prediction) if prediction.period is None else ()),
+        *_tied(prediction),
         *_busiest(prediction),
         *_bound(prediction),
         *_measured(comparison),
@@ -128,6 +130,12 @@ def _causes(prediction: Prediction, idle: IdleTime) -> str:
         parts.append((share, "between its own actions" if stage is None else f"waiting for {stages[stage].name}"))
     shown = sorted((part for part in parts if part[0] >= 0.005), reverse=True)
     return ", ".join(f"{percent(share)} {cause}" for share, cause in shown)
+
+
+def _tied(prediction: Prediction) -> Iterator[str]:
+    period = prediction.period
+    if period is not None and period.seconds > period.untied:
+        yield from (tied_text(prediction.plan, period, group) for group in period.tied)
 
 
 def _busiest(prediction: Prediction) -> Iterator[str]:

@@ -40,8 +40,10 @@ from lightning_gpp.runtime.sharding.interface import StageSync
 from lightning_gpp.runtime.split import SplitBackward, Splitter
 from lightning_gpp.runtime.stage import DataSource, MicroBatch, Slot, StageModule
 from lightning_gpp.runtime.transfers import DynamicReceive, DynamicSend, Inbox, Receive, Send, TransferLink
+from lightning_gpp.runtime.weights.derived import Derived, Derives
 from lightning_gpp.runtime.weights.interface import WeightPolicy
 from lightning_gpp.schedules.actions import COLLECTIVES, COMPUTING, RELEASES, Action, Kind
+from lightning_gpp.schedules.continuous import delays_of
 from lightning_gpp.schedules.program import Instruction, Message, Op, Program
 
 
@@ -62,11 +64,12 @@ class Lane:
     recomputed: dict[tuple[int, int], RecomputedForward] = field(default_factory=dict)
     splits: dict[tuple[int, int], SplitBackward] = field(default_factory=dict)
     offloaded: dict[tuple[int, int], Offloaded] = field(default_factory=dict)
+    derived: dict[tuple[int, int], Derived] = field(default_factory=dict)
 
     def clear(self) -> None:
         """Drop all tensors."""
         self.state.clear()
-        for kept in (self.saved, self.recomputed, self.splits, self.offloaded):
+        for kept in (self.saved, self.recomputed, self.splits, self.offloaded, self.derived):
             for entry in kept.values():
                 entry.clear()
 
@@ -94,6 +97,9 @@ class Compiler:
         self._streams, self._pipeline = streams, pipeline
         self._lanes, self._lane, self._sync, self._weights = lanes, lanes[0], sharding, weights
         self._gradients = gradients
+        rewritten = program.training and weights is not None and weights.rewrites
+        self._late = [stage for stage, delay in delays_of(program).items() if delay] if rewritten else []
+        self._derives: dict[int, Derives] = {}
         self._armed = _armed(program, device)
         self.splitters: dict[int, Splitter] = {}
         self._module_states: dict[int, ModuleState] = {}
@@ -229,7 +235,7 @@ class Compiler:
         common = self._common(action, micro_batch)
         training = self._program.training
         return common | {
-            "forward": self._offloading(action, self._with_stream(action)),
+            "forward": self._noting(action, self._offloading(action, self._with_stream(action))),
             "promised": promises(common["outgoing"], micro_batch.num_samples),
             "saved": self._saved(action) if training else None,
             "differentiable": _differentiable(common["outgoing"]),
@@ -239,7 +245,19 @@ class Compiler:
     def _offloading(self, action: Action, forward: StageForward) -> StageForward:
         if self.host is None or not self._plan.stages[action.stage].offload:
             return forward
-        return offloading(forward, self._offloaded(action), self._stages[action.stage].parts)
+        return offloading(forward, self._offloaded(action), self._stages[action.stage].parts, self._derived(action))
+
+    def _noting(self, action: Action, forward: StageForward) -> StageForward:
+        derived = self._derived(action)
+        return forward if derived is None else derived.noting(forward)
+
+    def _derived(self, action: Action) -> Derived | None:
+        """The notes of a forward that its backward needs; None if that has the same values, or runs it again."""
+        stage, key = action.stage, (action.stage, action.micro_batch)
+        if stage not in self._late or self._plan.stages[stage].reruns:
+            return None
+        derives = self._derives.setdefault(stage, Derives())
+        return self._lane.derived.setdefault(key, Derived(self._stages[stage], derives))
 
     def _offload(self, action: Action, micro_batch: MicroBatch) -> Operation:
         return self._offloaded(action).start
@@ -247,7 +265,9 @@ class Compiler:
     def _load(self, action: Action, micro_batch: MicroBatch) -> Operation:
         return self._offloaded(action).load
 
-    def _loaded(self, action: Action, backward: Operation) -> Operation:
+    def _prepared(self, action: Action, backward: Operation) -> Operation:
+        derived = self._derived(action)
+        backward = backward if derived is None else derived.renewing(backward)
         is_offloaded = self.host is not None and self._plan.stages[action.stage].offload
         return after(self._offloaded(action).wait, backward) if is_offloaded else backward
 
@@ -266,11 +286,12 @@ class Compiler:
         return made[key]
 
     def _backward(self, action: Action, micro_batch: MicroBatch) -> Operation:
-        return self._loaded(action, ComputeBackward(**self._common(action, micro_batch), saved=self._saved(action)).run)
+        common, saved = self._common(action, micro_batch), self._saved(action)
+        return self._prepared(action, ComputeBackward(**common, saved=saved).run)
 
     def _input_gradients(self, action: Action, micro_batch: MicroBatch) -> Operation:
         common, split = self._common(action, micro_batch), self._split(action)
-        return self._loaded(action, ComputeInput(**common, saved=self._saved(action), split=split).run)
+        return self._prepared(action, ComputeInput(**common, saved=self._saved(action), split=split).run)
 
     def _weight_gradients(self, action: Action, micro_batch: MicroBatch) -> Operation:
         return ComputeWeight(**self._common(action, micro_batch), split=self._split(action)).run

@@ -17,6 +17,7 @@ Sources: PipeOffload (Wan et al., arXiv 2503.01328) for copies hidden behind the
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -29,6 +30,7 @@ from torch.nn import Parameter
 from lightning_gpp._compat.torch import buffers_of, parameters_of, storage_id, version
 from lightning_gpp.errors import GPPError
 from lightning_gpp.runtime.stage import MicroBatch
+from lightning_gpp.runtime.weights.derived import Derived
 from lightning_gpp.schedules.work import Leaving
 
 
@@ -188,10 +190,10 @@ class Offloaded:
         self._loaded: torch.cuda.Event | None = None
 
     @contextmanager
-    def recording(self, staying: Iterable[Tensor]) -> Iterator[None]:
-        """Inside, autograd's saved tensors are noted. `staying`: tensors in whose memory nothing is copied."""
+    def recording(self, staying: Iterable[Tensor], derived: Derived | None = None) -> Iterator[None]:
+        """Inside, autograd's saved tensors are noted. Nothing is copied of the memory of `staying` and `derived`."""
         self.clear()
-        left_out = {storage_id(tensor) for tensor in staying}
+        left_out = ChainMap({storage_id(tensor): tensor for tensor in staying}, derived.memory if derived else {})
         blocks: WeakValueDictionary[int, SavedBlock] = WeakValueDictionary()
         noted = self._saved
 
@@ -261,17 +263,21 @@ def _is_dense(tensor: Tensor) -> bool:
 Forward = Callable[[Mapping[str, Tensor], MicroBatch], dict[str, Tensor]]
 
 
-def offloading(forward: Forward, offloaded: Offloaded, parts: Sequence[nn.Module]) -> Forward:
+def offloading(
+    forward: Forward, offloaded: Offloaded, parts: Sequence[nn.Module], derived: Derived | None = None
+) -> Forward:
     """A forward whose saved tensors are noted.
 
     Args:
         forward: the forward of a stage.
         offloaded: takes note of them.
         parts: the stage's modules, whose parameters and buffers stay on the device.
+        derived: what the forward computes from parameters alone, which stays there, too.
     """
 
     def run(values: Mapping[str, Tensor], micro_batch: MicroBatch) -> dict[str, Tensor]:
-        with offloaded.recording([*_state(parts), *(tensor for tensor in values.values() if tensor.requires_grad)]):
+        staying = [*_state(parts), *(tensor for tensor in values.values() if tensor.requires_grad)]
+        with offloaded.recording(staying, derived):
             return forward(values, micro_batch)
 
     return run

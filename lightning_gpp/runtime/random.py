@@ -74,7 +74,7 @@ def undisturbed(numpys: np.random.BitGenerator | None = None) -> Iterator[None]:
     `numpys`: takes the place of NumPy's generator inside, which is many times faster than to copy the state of that.
     """
     python, restore = random.getstate(), _numpy_replaced_by(numpys) if numpys is not None else _numpy_copied()
-    generators = [(generator, generator.get_state()) for generator in _current_generators()]
+    generators = [(generator, generator.get_state()) for generator in current_generators()]
     try:
         yield
     finally:
@@ -94,7 +94,7 @@ def _numpy_replaced_by(other: np.random.BitGenerator) -> Callable[[], None]:
     return partial(mtrand.set_bit_generator, before)
 
 
-def _current_generators() -> list[torch.Generator]:
+def current_generators() -> list[torch.Generator]:
     """Torch's default generators on the CPU, and on the current GPU if this process uses one."""
     gpu = [torch.cuda.default_generators[torch.cuda.current_device()]] if torch.cuda.is_initialized() else []
     return [torch.default_generator, *gpu]
@@ -110,5 +110,5 @@ def seed_streams(seed: int) -> None:
     """Seed all streams of the process with `seed`, a number of up to 63 bits."""
     random.seed(seed)
     np.random.seed(seed % (1 << 32))
-    for generator in _current_generators():
+    for generator in current_generators():
         generator.manual_seed(seed)

@@ -11,7 +11,6 @@ It takes no more memory than the second run.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +23,7 @@ from lightning_gpp.errors import GPPError
 from lightning_gpp.runtime.boundary import check_promises
 from lightning_gpp.runtime.module_state import ModuleState, Snapshot
 from lightning_gpp.runtime.operations import ComputeForward, hand_out
+from lightning_gpp.runtime.weights.derived import unnoted
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -83,7 +83,7 @@ def recomputed(block: Callable[..., Any], modules: Iterable[nn.Module]) -> Calla
         if not torch.is_grad_enabled():
             return block(*args, **kwargs)
         snapshot = state.snapshot()
-        contexts = lambda: (nullcontext(), state.restored(snapshot))  # noqa: E731
+        contexts = lambda: (unnoted(), state.restored(snapshot))  # noqa: E731
         return checkpoint(block, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
     return run

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from types import MappingProxyType
 
 from lightning_gpp.plan import Plan
 from lightning_gpp.schedules import Program, compile_program
+from lightning_gpp.schedules.actions import COLLECTIVES, COPIES
 from lightning_gpp.schedules.continuous import continuous_program, delays_of, streaming_program, unrolled
 from lightning_gpp.simulation.simulator import simulate
 from lightning_gpp.simulation.stage_costs import StageCosts
@@ -24,6 +26,8 @@ class Period:
         flushed: seconds of a mini-batch if each is followed by a flush.
         delays: the most updates between a forward and its backward on every stage.
         copies: copies of every stage's weights besides the newest.
+        tied: groups of stages whose devices wait for each other before each update, because they share weights.
+        untied: `seconds` if they did not wait.
         timeline: some mini-batches, from an empty pipeline to an empty one; memory includes these copies.
     """
 
@@ -33,6 +37,8 @@ class Period:
     delays: Mapping[int, int]
     copies: Mapping[int, int]
     timeline: Timeline
+    tied: tuple[tuple[int, ...], ...] = ()
+    untied: float = 0.0
 
     @property
     def peak_bytes(self) -> tuple[float, ...]:
@@ -100,7 +106,7 @@ def _period(
 ) -> Period:
     """The steady state of a program. `copied_bytes`: bytes of weights that every device keeps besides the newest."""
     number, seconds = program.lead + 2, steady_seconds(program, costs)
-    timeline = replace(simulate(unrolled(program, number), costs), num_batches=number)
+    timeline = replace(simulate_several(program, number, costs), num_batches=number)
     timeline = _with_more(timeline, copied_bytes) if copied_bytes else timeline
     return Period(
         seconds=seconds,
@@ -109,6 +115,8 @@ def _period(
         delays=delays,
         copies=copies,
         timeline=timeline,
+        tied=costs.tied,
+        untied=steady_seconds(program, replace(costs, tied=())) if costs.tied else seconds,
     )
 
 
@@ -127,5 +135,35 @@ def _with_more(timeline: Timeline, num_bytes: Sequence[float]) -> Timeline:
 def steady_seconds(program: Program, costs: StageCosts) -> float:
     """Simulated seconds from one mini-batch to the next of a program that does not flush."""
     number = program.lead + 2
-    some, more = (simulate(unrolled(program, n), costs).makespan for n in (number, number + 2))
+    some, more = (simulate_several(program, n, costs).makespan for n in (number, number + 2))
     return (more - some) / 2
+
+
+def simulate_several(program: Program, number: int, costs: StageCosts) -> Timeline:
+    """The timeline of a number of mini-batches of a program that does not flush.
+
+    Devices whose stages share weights meet before each update: none begins its next period before all have the
+    gradients of this one. Meetings are found by repetition, because each may delay those after it.
+    """
+    several, not_before = unrolled(program, number), dict[tuple[int, int], float]()
+    ends = [_ends(program, device, number) for device in range(len(program.devices))]
+    meetings = [sorted({d for stage in group for d in program.plan.devices_of(stage)}) for group in costs.tied]
+    while True:
+        timeline, found = simulate(several, costs, not_before), dict(not_before)
+        for devices in meetings if program.training else ():
+            for period in range(number):
+                latest = max(timeline.devices[device][ends[device][period] - 1].stop for device in devices)
+                found.update({(d, ends[d][period]): max(latest, found.get((d, ends[d][period]), 0.0)) for d in devices})
+        if found == not_before:
+            return timeline
+        not_before = found
+
+
+def _ends(program: Program, device: int, number: int) -> list[int]:
+    """The computing actions of a device up to its update after each of a number of mini-batches."""
+    rows = zip(program.devices[device], program.ahead[device], strict=True) if program.ahead else ()
+    acting = ((each.action, ahead) for each, ahead in rows if each.action is not None)
+    aheads = [ahead for action, ahead in acting if action.kind not in (*COLLECTIVES, *COPIES)]
+    periods = range(-program.lead_of(device), number)
+    counts = [sum(0 <= period + ahead < number for ahead in aheads) for period in periods]
+    return list(accumulate(counts))[-number:]

@@ -6,6 +6,7 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Final
 
 import networkx as nx
@@ -164,7 +165,9 @@ def _activations(program: Program, action: Action, cost: StageCost, num_samples:
         yield -change
 
 
-def simulate(program: Program, costs: StageCosts) -> Timeline:
+def simulate(
+    program: Program, costs: StageCosts, not_before: Mapping[tuple[int, int], float] = MappingProxyType({})
+) -> Timeline:
     """The timeline of a program and its peak memory.
 
     A device runs its instructions in order; only WAIT makes it wait. A transfer starts when it has been sent, its
@@ -178,6 +181,7 @@ def simulate(program: Program, costs: StageCosts) -> Timeline:
     Args:
         program: a verified program.
         costs: seconds and bytes.
+        not_before: earliest starts of actions that compute, by device and their number in its order.
 
     Raises:
         PlanError: the costs are for another number of stages.
@@ -185,7 +189,7 @@ def simulate(program: Program, costs: StageCosts) -> Timeline:
     """
     if len(costs.stages) != len(program.plan.stages):
         raise PlanError(f"The costs are for {len(costs.stages)} stages, the plan has {len(program.plan.stages)}.")
-    run = _Simulation(program, costs)
+    run = _Simulation(program, costs, not_before)
     if replay(program, run.visit):
         raise VerificationError("The program deadlocks; verify(program) shows the cycle of waits.")
     devices = tuple(map(tuple, run.spans))
@@ -231,6 +235,7 @@ class _Simulation:
 
     program: Program
     costs: StageCosts
+    not_before: Mapping[tuple[int, int], float]
     time: list[float] = field(init=False)
     spans: list[list[Span]] = field(init=False)
     samples: dict[tuple[int, int], list[int]] = field(init=False)
@@ -278,7 +283,8 @@ class _Simulation:
         self._wait_for_parameters(device, action.stage)
         if device in self.hosts and action.kind in COMPUTING:
             self.time[device] = max(self.time[device], self.hosts[device].ready(action))
-        start = self.time[device]
+        floor = self.not_before.get((device, len(self.spans[device])), 0.0)
+        start = self.time[device] = max(self.time[device], floor)
         self.time[device] += self.costs.seconds(action, device, self.samples[device, action.stage][action.micro_batch])
         self.spans[device].append(Span(action, start, self.time[device]))
         self.times[device][action] = (start, self.time[device])

@@ -74,6 +74,7 @@ class StageCosts:
         all_reduce: seconds of the all-reduce of every stage's gradients over all replicas, in this and in other
             pipelines; empty if there are none. An all-gather or reduce-scatter takes half of it.
         busy_stages: stages whose all-reduce takes their devices' time, because links do not overlap with computing.
+        tied: groups of stages on several devices that share parameters.
         ranks: number of ranks that hold every stage, over all pipelines; empty: those of the plan.
         data: seconds of a data action, affine in samples.
         mini_batch_bytes: bytes of the mini-batch, which device 0 loads.
@@ -87,6 +88,7 @@ class StageCosts:
     default_link: Link = Link()
     all_reduce: tuple[float, ...] = ()
     busy_stages: frozenset[int] = frozenset()
+    tied: tuple[tuple[int, ...], ...] = ()
     ranks: tuple[int, ...] = ()
     data: Affine = Affine()
     mini_batch_bytes: float = 0

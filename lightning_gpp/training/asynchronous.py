@@ -58,10 +58,10 @@ class Asynchronous:
     ) -> None:
         self._options, self._optimizers, self._plan, self._written = options, optimizers, plan, written
         self._num_pipelines = num_pipelines
+        self.policy = policy
         self._programs: list[tuple[Plan, int, Program]] = []
         program = self.program(plan, plan.batch_size)
         self.ahead, self._apart = program.lead, max(delays_of(program).values(), default=0)
-        self.policy = policy
         self.gradients: DeviceGradients | None = None
         if options.delayed_devices:
             self.gradients = DeviceGradients(lambda: self.policy.weights.parameters)
@@ -86,10 +86,17 @@ class Asynchronous:
     def _made(self, plan: Plan, batch_size: int) -> Program:
         program = flushed_if_need_be(
             batch_size == self._plan.batch_size,
-            partial(continuous_program, plan, batch_size, num_pipelines=self._num_pipelines),
+            partial(self._continuous, plan, batch_size),
             partial(compile_program, plan, batch_size, copies=self._num_pipelines),
         )
         return on_one_device(program) if self._options.delayed_devices else program
+
+    def _continuous(self, plan: Plan, batch_size: int) -> Program:
+        program = continuous_program(plan, batch_size, num_pipelines=self._num_pipelines)
+        if batch_size != self._plan.batch_size:  # fewer micro-batches may be further ahead than the policy allows
+            for delay in delays_of(program).values():
+                self.policy.copies(delay)
+        return program
 
     def _spread(self, plan: Plan) -> Plan:
         """The plan's stages on the devices of the pipeline whose delays a single device imitates."""
@@ -136,7 +143,13 @@ class Asynchronous:
     def _begin(self, first: int, accumulated: int, weights: Weights) -> None:
         done, since = self.policy.updates, self._since_update
         self._filled, self._resumed = first if self._resumed is None else self._resumed, None
-        self.policy.weights = replace(weights, resumable=self._options.checkpoints == "exact")
+        synchronous = first < self._options.synchronous_steps or self._options.flush_every == 1
+        self.policy.weights = replace(
+            weights,
+            delays={} if synchronous else weights.delays,
+            accumulated=accumulated,
+            resumable=self._options.checkpoints == "exact",
+        )
         self.policy.begin(lambda batch: done + (batch - first + since) // accumulated, self._filled)
 
     @property

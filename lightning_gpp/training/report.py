@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+from lightning_gpp.errors import ScheduleError
 from lightning_gpp.planning import Prediction
 from lightning_gpp.planning.problem.prediction import memory_limits
 from lightning_gpp.reports.page import RunRecord, report_html
@@ -38,7 +40,11 @@ def write_report(
 
 
 def period_of(engine: Engine, num_pipelines: int) -> Period | None:
-    """The simulated steady state of training without a flush; None if the pipeline flushes, or is one device."""
+    """The simulated steady state of training without a flush; None if the pipeline flushes, is one device, or the
+    weight policy allows it only for accumulated mini-batches.
+    """
     if engine.plan.num_devices == 1:
         return None
-    return without_flush(engine.plan, engine.graph, engine.machine(), num_pipelines, engine.job.options.weights)
+    with suppress(ScheduleError):  # accumulated mini-batches, which are not known here, may allow more than the policy
+        return without_flush(engine.plan, engine.graph, engine.machine(), num_pipelines, engine.job.options.weights)
+    return None

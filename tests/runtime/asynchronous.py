@@ -121,6 +121,10 @@ class OfPipeline:
     policy: Counting
     first: Mapping[int, int]
 
+    @property
+    def rewrites(self) -> bool:
+        return self.policy.rewrites
+
     def enter_period(self, period: int) -> None:
         self.policy.enter_period(period)
 
@@ -161,6 +165,7 @@ class Run:
         places = range(len(self.pipelines))
         return replace(
             weights,
+            accumulated=self.case.every,
             micro_batches={
                 stage: [number + place * self._count(stage) for place in places for number in numbers]
                 for stage, numbers in weights.micro_batches.items()

@@ -88,7 +88,7 @@ class Mixer(nn.Module):
         hidden = self._probe(self.table[self._index(values, micro_batch)])
         for name, value in values.items():
             hidden = hidden + self._term(name.rpartition(".")[2], value)
-        hidden = torch.tanh(hidden @ self.weight)
+        hidden = torch.tanh(hidden @ self.mixing())
         outputs = {
             "rows": hidden,
             "columns": (hidden * 2).t(),
@@ -103,6 +103,10 @@ class Mixer(nn.Module):
             loss = result[LOSS] = (hidden + self.fixed).square().mean()
             self.losses[micro_batch.start] = (loss.item(), micro_batch.num_samples)
         return result
+
+    def mixing(self) -> Tensor:
+        """The weight that rows are multiplied with."""
+        return self.weight
 
     def _index(self, values: Mapping[str, Tensor], micro_batch: MicroBatch) -> Tensor:
         indices = [value for name, value in values.items() if name.endswith("index")]

@@ -202,6 +202,29 @@ class Predicting:
         return forward(self.policy, self.weight, self.policy.updates + updates)
 
 
+@pytest.mark.parametrize(("accumulated", "halfway"), [(1, [0, 0, 1, 1]), (2, [0, 0, 0, 1]), (4, [0, 0, 0, 0])])
+def test_spectrain_counts_updates(accumulated: int, halfway: list[int]) -> None:
+    """The version halfway (SpecTrain, section 3.3) is one of the weights, which mini-batches do not change."""
+    weights = [nn.Parameter(torch.zeros(1, dtype=torch.float64)) for _ in range(4)]
+    optimizer = SGD(weights, lr=0.1, momentum=0.9)
+    known = Weights(
+        parameters={stage: [weight] for stage, weight in enumerate(weights)},
+        delays={stage: 3 - stage for stage in range(4)},
+        accumulated=accumulated,
+        optimizers=lambda: [optimizer],
+    )
+    policy = make_policy("predicted", known, passes=2)
+    policy.begin(lambda batch: batch // accumulated, 0)
+    for weight in weights:
+        weight.grad = torch.ones_like(weight)
+    with update(policy, weights):
+        optimizer.step()
+    for stage, weight in enumerate(weights):
+        policy.enter_backward(Use(stage, accumulated, 0))
+        assert weight.item() == pytest.approx(-0.1 * (1 + halfway[stage]))
+        policy.leave_backward(Use(stage, accumulated, 0))
+
+
 @pytest.mark.parametrize("name", CONSTANT)
 def test_linear_predictions_are_exact_while_gradients_stay(name: str) -> None:
     model = Predicting(CONSTANT[name], "linear")

@@ -136,6 +136,11 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "stash on a chain": ({"weights": "stash", "stages": CHAIN}, {"in_line": True, "optimizer": "AdamW"}, {}),
     "vertical sync": ({"weights": "stash", "weight_options": {"vertical_sync": True}}, {}, {}),
     "double buffer": ({"weights": "double_buffer"}, {}, {"gradient_clip_val": 0.5, "gradient_clip_algorithm": "value"}),
+    "double buffer, fewer micro-batches in the last mini-batch": (
+        {"weights": "double_buffer", "stages": CHAIN},
+        {"in_line": True},
+        {},
+    ),
     "latest, validation in between": ({"weights": "latest"}, {}, {"val_check_interval": 3}),
     "corrected": ({"weights": "corrected", "synchronous_steps": 2}, {"optimizer": "AdamW"}, {}),
     "predicted, accumulated": ({"weights": "predicted"}, {}, {"accumulate_grad_batches": 2}),
@@ -160,6 +165,61 @@ def test_processes_train_as_one_does_with_their_delays(name: str) -> None:
     assert first["val"] == alone["val"]
     assert first["steps"] == alone["steps"]
     assert first["seen"] == alone["seen"]
+
+
+SYNCHRONOUS: list[dict[str, Any]] = [
+    {"weights": "stash", "flush_every": 1},
+    {"weights": "double_buffer", "flush_every": 1},
+    {"weights": "double_buffer", "synchronous_steps": 14},
+    {"weights": "predicted", "weight_options": {"passes": 2}, "flush_every": 1},
+    {"weights": "predicted", "weight_options": {"passes": 2}, "synchronous_steps": 14},
+]
+
+
+def synchronous(rank: int) -> list[dict[str, Any]]:
+    one = {"stages": CHAIN, "delayed_devices": 3, "num_micro_batches": 1}
+    two = {**one, "num_micro_batches": 2}
+    return [
+        fit({**(two if s["weights"] == "double_buffer" else one), **s}, 1, {"in_line": True}, {"max_epochs": 2})
+        for s in [{**SYNCHRONOUS[0], "num_micro_batches": 2}, *SYNCHRONOUS]
+    ]
+
+
+def test_a_flush_after_every_mini_batch_is_synchronous_training() -> None:
+    (runs,) = harness.run(1, synchronous, timeout=100)
+    for settings, run in zip(SYNCHRONOUS, runs[1:], strict=True):
+        wanted = runs[0 if settings["weights"] == "double_buffer" else 1]
+        assert run["losses"] == wanted["losses"], settings
+        assert run["state"] == wanted["state"], settings
+
+
+def test_double_buffering_begins_after_synchronous_steps() -> None:
+    """The first late mini-batch computes with the newest version, because there is no older one."""
+    settings = {"weights": "double_buffer", "stages": CHAIN, "synchronous_steps": 3, "delayed_devices": 3}
+    (run,) = harness.run(1, on_rank, settings, 1, {"in_line": True}, {"max_epochs": 1})
+    assert len(run["losses"]) == 7
+
+
+class Single(Towers):
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        return super().forward(a.float(), b.float())
+
+
+def under_autocast(rank: int) -> dict[str, dict[str, Any]]:
+    settings = {"stages": CHAIN, "num_micro_batches": 1, "delayed_devices": 3}
+    trainer = {"max_epochs": 1, "precision": "bf16-mixed"}
+    found = {}
+    for policy in ("stash", "latest", "corrected"):
+        module = Single(in_line=True).float()
+        found[policy] = fit({**settings, "weights": policy}, 1, {}, trainer, module)["state"]
+    return found
+
+
+def test_weights_that_a_policy_writes_count_under_autocast() -> None:
+    """Autocast saves casts of the forward's weights."""
+    (found,) = harness.run(1, under_autocast, timeout=100)
+    assert found["stash"] != found["latest"]
+    assert found["latest"] != found["corrected"]
 
 
 CLIP = 0.2

@@ -158,10 +158,21 @@ def estimate(
         cluster=cluster,
         all_reduce=tuple(_all_reduce(plan, stage, cluster, copies) for stage, copies in enumerate(holders)),
         busy_stages=busy_stages,
+        tied=_tied(plan, operators),
         ranks=tuple(len(stage.devices) * num_pipelines for stage in plan.stages),
         mini_batch_bytes=graph.input_bytes.at(plan.batch_size),
         parameter_copies=(footprint or Footprint()).copies,
     )
+
+
+def _tied(plan: Plan, operators: Sequence[Sequence[Operator]]) -> tuple[tuple[int, ...], ...]:
+    """Groups of stages that share parameters, and are on several devices."""
+    users: dict[str, dict[int, None]] = {}
+    for stage, listed in enumerate(operators):
+        for name in (name for operator in listed for name in operator.parameters):
+            users.setdefault(name, {})[stage] = None
+    groups = dict.fromkeys(tuple(stages) for stages in users.values() if len(stages) > 1)
+    return tuple(group for group in groups if len({plan.devices_of(stage) for stage in group}) > 1)
 
 
 def _slowest(candidates: Sequence[StageCost], stage: Stage) -> StageCost:

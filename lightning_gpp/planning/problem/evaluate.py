@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 
+from lightning_gpp.errors import ScheduleError
 from lightning_gpp.graph import Affine
 from lightning_gpp.planning.problem.draft import (
     Draft,
@@ -41,7 +42,8 @@ class Evaluation:
     """The evaluation of a draft.
 
     Args:
-        seconds: step time, or the period of a pipeline that does not flush; infinite if the stages form a cycle.
+        seconds: step time, or the period of a pipeline that does not flush; infinite if the stages form a cycle,
+            or are further ahead than the weight policy allows.
         excess_bytes: the most bytes by which a device exceeds its memory; 0 if all fit.
         peak_bytes: peak memory of a device of each stage.
         copied_bytes: the part of it for weights that are kept besides the newest.
@@ -188,7 +190,10 @@ class Evaluator:
         size = stages[0].micro_batch_size
         number = -(-self.problem.batch_size // size)
         counts = self._in_flight([stage.slack for stage in stages], edges, draft.schedule, number, apart)
-        copied = [self._copied_bytes(stage, count, number) for stage, count in zip(stages, counts, strict=True)]
+        try:
+            copied = [self._copied_bytes(stage, count, number) for stage, count in zip(stages, counts, strict=True)]
+        except ScheduleError:
+            return Evaluation(seconds=inf)
         loaded = [loaded_bytes(self.problem, stage, num_pipelines) for stage in stages]
         besides = [sum(entry) for entry in zip(copied, loaded, strict=True)]
         limits = [min(self._memory[device] for device in stage.devices) for stage in stages]

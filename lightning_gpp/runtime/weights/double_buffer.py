@@ -20,31 +20,34 @@ from lightning_gpp.runtime.weights.versions import Versioned
 class DoubleBuffer(Versioned):
     """PipeDream-2BW's two versions.
 
-    Raises (in `begin`):
+    Raises (in `copies` and `begin`):
         ScheduleError: a stage is ahead by more than one update.
     """
 
     def __init__(self, weights: Weights) -> None:
         super().__init__(weights)
         self._late = 0
+        self._first = 0  # the oldest version there was when updates began to be late
 
     @classmethod
     def copies(cls, delay: int) -> int:
-        return 1
-
-    def begin(self, before: Callable[[int], int], first: int) -> None:
-        super().begin(before, first)
-        self._late = max(self._late, int(any(self.weights.delays.values())))
-        delay = before(first + max(self.weights.delays.values(), default=0)) - before(first)
         if delay > 1:
             raise ScheduleError(
                 f"strategy.weights=double_buffer keeps two versions of the weights, but the first stages are {delay} "
                 "optimizer steps ahead. Cut the mini-batch into at least as many micro-batches as the first stage has "
                 "in flight (strategy.num_micro_batches), or use strategy.weights=stash."
             )
+        return 1
+
+    def begin(self, before: Callable[[int], int], first: int) -> None:
+        super().begin(before, first)
+        late = self.weights.most_late
+        self.copies(late)
+        if late and not self._late:
+            self._late, self._first = 1, min([self.updates, *self._kept])
 
     def version_of(self, use: Use) -> int:
-        return max(self._before(use.mini_batch) - self._late, 0)
+        return max(self._before(use.mini_batch) - self._late, self._first)
 
     def oldest(self, stage: int, newest: int) -> int:
         return newest - self._late

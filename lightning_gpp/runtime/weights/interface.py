@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 from torch import Tensor
 from torch.nn import Parameter
@@ -36,7 +36,9 @@ class Weights:
         micro_batches: micro-batches of each of its stages per mini-batch, on this device.
         lead: the most mini-batches by which any device of the pipeline is ahead.
         entry: mini-batches by which the stage is ahead that first read a micro-batch, by stage and micro-batch.
-        delays: updates between a forward and its backward in the steady state, by stage of the plan.
+        delays: mini-batches between a forward and its backward in the steady state, by stage of the plan; none where
+            the pipeline always flushes.
+        accumulated: mini-batches per update.
         elsewhere: stages on other devices that use a parameter, too.
         optimizers: returns the device's optimizers.
         resumable: whether to keep the state from which a run can resume with a pipeline that is not empty.
@@ -47,13 +49,28 @@ class Weights:
     lead: int = 0
     entry: Mapping[tuple[int, int], int] = field(default_factory=dict)
     delays: Mapping[int, int] = field(default_factory=dict)
+    accumulated: int = 1
     elsewhere: Mapping[Parameter, Sequence[int]] = field(default_factory=dict)
     optimizers: Callable[[], Sequence[Optimizer]] = lambda: ()
     resumable: bool = False
 
+    def late(self, stage: int) -> int:
+        """Updates between a forward of the stage and its backward, in the steady state."""
+        return -(-self.delays.get(stage, 0) // self.accumulated)
+
+    @property
+    def most_late(self) -> int:
+        """The most updates between a forward and its backward, on any stage."""
+        return max(map(self.late, self.delays), default=0)
+
 
 class WeightPolicy(Protocol):
     """Policy of one device, called around every computation with weights, and around updates."""
+
+    @property
+    def rewrites(self) -> bool:
+        """True if a backward may compute with other values than its forward, where updates lie between them."""
+        ...
 
     def begin(self, before: Callable[[int], int], first: int) -> None:
         """Start with an empty pipeline at mini-batch `first`. `before(n)`: number of updates before mini-batch n's.
@@ -104,6 +121,8 @@ class Counting:
         log: if not None, every computation appends (use, "F" or "B", version of its weights).
     """
 
+    rewrites: ClassVar[bool] = True
+
     def __init__(self, weights: Weights) -> None:
         self.weights = weights
         self.updates = 0
@@ -113,7 +132,11 @@ class Counting:
 
     @classmethod
     def copies(cls, delay: int) -> int:
-        """Number of copies of a stage's weights that are kept besides the newest, given the stage's delay."""
+        """Number of copies of a stage's weights that are kept besides the newest, given its delay in updates.
+
+        Raises:
+            ScheduleError: the policy does not allow such a delay. Planner and training ask here.
+        """
         return 0
 
     def begin(self, before: Callable[[int], int], first: int) -> None:

@@ -102,8 +102,7 @@ class Predicted(Latest):
         """SpecTrain's floor(k / 2) for stage k of a chain: half of what the first stage is ahead of this one."""
         if self.passes == 1:
             return 0
-        delays = self.weights.delays
-        return (max(delays.values(), default=0) - delays.get(use.stage, 0)) // 2
+        return (self.weights.most_late - self.weights.late(use.stage)) // 2
 
     def _values(self, use: Use) -> Values:
         if past := super().forward_values(use):

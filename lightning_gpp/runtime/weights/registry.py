@@ -52,7 +52,11 @@ def make_policy(name: str, weights: Weights, **options: Any) -> Counting:
 
 
 def copies_of(name: str, delay: int) -> int:
-    """Copies of a stage's weights that a policy keeps besides the newest, if the stage has this delay."""
+    """Copies of a stage's weights that a policy keeps besides the newest, if the stage has this delay.
+
+    Raises:
+        ScheduleError: the policy does not allow it.
+    """
     return WEIGHT_POLICIES.get(name).copies(delay)
 
 

@@ -7,6 +7,7 @@ are still needed. Then the graphs that autograd built keep theirs, and backwards
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import ClassVar
 
 from torch import Tensor
 from torch.nn import Parameter
@@ -18,6 +19,8 @@ _Key = tuple[int, int, int]
 
 class Versioned(Counting):
     """Computes with the version that `version_of` names; `oldest` bounds the versions of later forwards."""
+
+    rewrites: ClassVar[bool] = False
 
     def __init__(self, weights: Weights) -> None:
         super().__init__(weights)
