@@ -10,7 +10,7 @@ import time
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -24,8 +24,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from benchmarks.schedules.outcomes import Outcome
-from benchmarks.schedules.random_plans import Limits, case_of
 from lightning_gpp.runtime import DistributedTransport, Executor, GradientSync, Mesh, pairs_of
 from lightning_gpp.runtime.sharding import ShardedStages, StageSync
 from lightning_gpp.schedules import Kind, Program, compile_program
@@ -35,6 +33,7 @@ from lightning_gpp.schedules.verifier import computed
 from tests.runtime import cases
 from tests.runtime.cases import Case, part_of
 from tests.runtime.stages import Mixer, all_slots, holders_of, local_parameters, make_stages, named_parameters
+from tests.schedules.random_plans import Limits, case_of
 
 NUM_PROCESSES = 4
 LIMITS = Limits(max_stages=7, max_devices=NUM_PROCESSES, max_batch=12, uncut=False)
@@ -63,19 +62,12 @@ def real_case(number: int) -> Case:
     )
 
 
-def executed(numbers: Iterable[int], seconds_per_case: float = 60.0) -> Iterator[Outcome]:
-    """Run cases and compare losses, all gradients and the micro-batches in flight with one process and the program."""
-    with Workers(NUM_PROCESSES) as workers:
-        for number in numbers:
-            case, start, failure = real_case(number), time.perf_counter(), ""
-            try:
-                program = compile_program(case.plan, case.batch_size, copies=case.num_pipelines)
-                num_ranks = case.plan.num_devices * case.num_pipelines
-                check(case, program, workers.run(num_ranks, seconds_per_case, run_on_rank, case, program))
-            except Exception:
-                failure = traceback.format_exc()
-            seconds = time.perf_counter() - start
-            yield Outcome(number=number, schedule=case.plan.schedule, seconds=seconds, failure=failure)
+def execute(workers: Workers, number: int, seconds: float = 60.0) -> None:
+    """Run a case; losses, gradients and micro-batches in flight are those of one process and of the program."""
+    case = real_case(number)
+    program = compile_program(case.plan, case.batch_size, copies=case.num_pipelines)
+    num_ranks = case.plan.num_devices * case.num_pipelines
+    check(case, program, workers.run(num_ranks, seconds, run_on_rank, case, program))
 
 
 def run_on_rank(rank: int, case: Case, program: Program) -> cases.Outcome:
