@@ -22,8 +22,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-_CONTEXT = multiprocessing.get_context("forkserver")
-_PRELOADED = [
+CONTEXT = multiprocessing.get_context("forkserver")
+_preloaded = [
     "torch.distributed",
     "torch.fx.experimental.symbolic_shapes",
     "hypothesis.strategies",
@@ -34,8 +34,9 @@ _PRELOADED = [
 
 
 def preload(*modules: str, first: Sequence[str] = ()) -> None:
-    """Let the server import these before it forks, around what all tests need. The last call counts."""
-    _CONTEXT.set_forkserver_preload([*first, *_PRELOADED, *modules, "tests.frozen"])
+    """Let the server import these, too, before it forks, around what all tests need."""
+    _preloaded[:] = dict.fromkeys([*first, *_preloaded, *modules])
+    CONTEXT.set_forkserver_preload([*_preloaded, "tests.frozen"])
 
 
 preload()
@@ -50,10 +51,10 @@ def run_distributed(world_size: int, fn: Callable[..., Any], *args: Any, timeout
     ranks that failed, or with the stacks of those that hang after `timeout` seconds. No process is left behind.
     """
     with tempfile.TemporaryDirectory() as folder:
-        pipes = [_CONTEXT.Pipe(duplex=False) for _ in range(world_size)]
+        pipes = [CONTEXT.Pipe(duplex=False) for _ in range(world_size)]
         payload = pickle.dumps((fn, args))
         processes = [
-            _CONTEXT.Process(target=_main, args=(rank, world_size, folder, timeout, sender, payload), daemon=True)
+            CONTEXT.Process(target=_main, args=(rank, world_size, folder, timeout, sender, payload), daemon=True)
             for rank, (_, sender) in enumerate(pipes)
         ]
         for process, (_, sender) in zip(processes, pipes, strict=True):

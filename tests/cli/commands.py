@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +15,8 @@ from lightning_gpp.cli.explain import config_folder
 from lightning_gpp.cli.task import predict, task_of
 from lightning_gpp.plan import Plan
 from lightning_gpp.simulation import Timeline
-from tests.cli.command_server import ROOT, command_server
+from tests import interpreter
+from tests.interpreter import ROOT
 
 __all__ = ["ROOT", "command", "commands", "composed", "make_plan"]
 
@@ -29,7 +31,9 @@ def command(
     name: str, *arguments: str, cwd: Path, timeout: float = 55, **environment: str
 ) -> subprocess.CompletedProcess[str]:
     """Run `gpp-<name>` in `cwd`; the result has the return code, what was printed, and the errors."""
-    return command_server().run(name, *arguments, cwd=cwd, timeout=timeout, **environment)
+    module = f"lightning_gpp.cli.{name}"
+    given = {**os.environ, **environment}
+    return interpreter.run("-m", module, *arguments, cwd=cwd, timeout=timeout, environment=given)
 
 
 def commands(lines: Sequence[Sequence[str]], *, cwd: Path, timeout: float = 55) -> list[tuple[int, str, str]]:

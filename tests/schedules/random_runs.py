@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import faulthandler
-import multiprocessing
 import pickle
 import tempfile
 import time
@@ -30,16 +29,16 @@ from lightning_gpp.schedules import Kind, Program, compile_program
 from lightning_gpp.schedules.actions import COLLECTIVES, RELEASES
 from lightning_gpp.schedules.lowering import samples_of
 from lightning_gpp.schedules.verifier import computed
+from tests import distributed
 from tests.runtime import cases
 from tests.runtime.cases import Case, part_of
 from tests.runtime.stages import Mixer, all_slots, holders_of, local_parameters, make_stages, named_parameters
 from tests.schedules.random_plans import Limits, case_of
 
+distributed.preload(__name__)
+
 NUM_PROCESSES = 4
 LIMITS = Limits(max_stages=7, max_devices=NUM_PROCESSES, max_batch=12, uncut=False)
-
-_CONTEXT = multiprocessing.get_context("forkserver")
-_PRELOADED = ["torch.distributed", "torch.fx.experimental.symbolic_shapes", __name__]
 
 
 def real_case(number: int) -> Case:
@@ -167,7 +166,6 @@ class Workers:
         self._pipes: list[Connection] = []
 
     def __enter__(self) -> Workers:
-        _CONTEXT.set_forkserver_preload(_PRELOADED)
         self._start()
         return self
 
@@ -205,8 +203,8 @@ class Workers:
 
     def _start(self) -> None:
         for _ in range(self._number):
-            ours, theirs = _CONTEXT.Pipe()
-            process = _CONTEXT.Process(target=_serve, args=(theirs,), daemon=True)
+            ours, theirs = distributed.CONTEXT.Pipe()
+            process = distributed.CONTEXT.Process(target=_serve, args=(theirs,), daemon=True)
             process.start()
             theirs.close()
             self._processes.append(process)
