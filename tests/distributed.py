@@ -9,6 +9,7 @@ import faulthandler
 import multiprocessing
 import os
 import pickle
+import socket
 import sys
 import tempfile
 import time
@@ -67,6 +68,13 @@ def run_distributed(world_size: int, fn: Callable[..., Any], *args: Any, timeout
                 process.kill()
                 process.join()
         return _results(reports, Path(folder))
+
+
+def free_port() -> int:
+    """A port of this machine that nothing uses now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 Report = tuple[bool, Any]

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,7 +10,8 @@ import torch
 
 import lightning_gpp
 from lightning_gpp.cli.app import in_order
-from tests.cli.commands import ROOT, command, commands
+from tests.cli.commands import command, commands
+from tests.interpreter import Program
 
 pytestmark = pytest.mark.timeout(180)  # dozens of commands run in one fixture
 
@@ -339,12 +337,5 @@ def test_help(name: str, key: str, arguments: tuple[str, ...], tmp_path: Path) -
 def test_an_installed_command_finds_modules_of_the_current_folder(project: Path, tmp_path: Path) -> None:
     """Python puts the folder of the command's script in front of the module path, not the current one."""
     (tmp_path / "script.py").write_text("from lightning_gpp.cli.plan import main; main()")
-    result = subprocess.run(
-        [sys.executable, str(tmp_path / "script.py"), TWO_TOWER, "model._target_=mine.Nothing"],
-        cwd=project,
-        env={"PYTHONPATH": f"{ROOT}:{ROOT / 'examples'}", **os.environ},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert "mine has no attribute 'Nothing'" in result.stderr
+    program = Program(str(tmp_path / "script.py"), TWO_TOWER, "model._target_=mine.Nothing", cwd=project)
+    assert "mine has no attribute 'Nothing'" in program.outcome(50)[1]

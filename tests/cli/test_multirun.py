@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -17,7 +14,8 @@ from lightning_gpp.cli.check import has_launcher
 from lightning_gpp.cli.sweep import optimized
 from lightning_gpp.cli.sweep_table import SweptJob, sweep_table
 from lightning_gpp.errors import ConfigError
-from tests.cli.commands import ROOT, command
+from tests.cli.commands import command
+from tests.interpreter import Program
 
 QUICK = (
     "experiment=feature_towers",
@@ -112,19 +110,13 @@ def test_a_job_that_fails_ends_the_sweep_with_its_message(tmp_path: Path) -> Non
 
 def test_an_interrupt_ends_the_job_and_the_sweep(tmp_path: Path) -> None:
     arguments = ("--multirun", *QUICK, "seed=1,2", "hydra.sweep.dir=sweep")
-    process = subprocess.Popen(
-        [sys.executable, "-m", "lightning_gpp.cli.train", *arguments],
-        cwd=tmp_path,
-        env={"PYTHONPATH": f"{ROOT}:{ROOT / 'examples'}", **os.environ},
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    while not (tmp_path / "sweep" / "0" / "config").exists() and process.poll() is None:
+    program = Program("-m", "lightning_gpp.cli.train", *arguments, cwd=tmp_path)
+    while not (tmp_path / "sweep" / "0" / "config").exists() and program.running:
         time.sleep(0.1)  # until the first job has been composed
     time.sleep(0.5)
-    process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=50)
-    assert process.returncode == 130, errors
+    program.send_signal(signal.SIGINT)
+    code, output = program.outcome(50)
+    assert code == 130, output
     assert not (tmp_path / "sweep" / "1").exists()
 
 

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.interpreter import Program
+
 SAME = """
 from pytorch_lightning.callbacks import EarlyStopping
 import lightning_fabric
@@ -88,4 +90,7 @@ def test_packages_that_were_loaded_apart_stay_apart(tmp_path: Path) -> None:
 
 
 def test_a_module_of_pytorch_lightning_trains_in_stages(tmp_path: Path) -> None:
-    run(TRAINS, tmp_path)
+    """Here `lightning` is loaded first; the second rank is a new interpreter, which loads `pytorch_lightning` first."""
+    (tmp_path / "script.py").write_text(TRAINS)
+    code, output = Program("script.py", cwd=tmp_path).outcome(55)
+    assert code == 0, output

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import time
 import warnings
@@ -17,6 +16,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 
+from tests.distributed import free_port
 from tests.interpreter import PATH, Program
 from tests.strategy import harness
 from tests.strategy.harness import TwoTowers, loader
@@ -25,12 +25,6 @@ SCRIPT = str(Path(__file__).with_name("script.py"))
 LIMIT = 100.0
 
 pytestmark = pytest.mark.timeout(150)  # the processes that launchers start import torch and Lightning anew
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def environment(**variables: str) -> dict[str, str]:
