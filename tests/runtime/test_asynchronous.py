@@ -82,7 +82,9 @@ def test_every_optimizer() -> None:
 
 def test_split_backward() -> None:
     cases = [
-        AsyncCase(plan=replace(CHAIN_OF_TWO, schedule=("zb_h1", "layerpipe")[number % 2]), policy=policy, options=options)
+        AsyncCase(
+            plan=replace(CHAIN_OF_TWO, schedule=("zb_h1", "layerpipe")[number % 2]), policy=policy, options=options
+        )
         for number, (policy, options) in enumerate(POLICIES[:4])
     ]
     for case, outcomes in zip(cases, run_all(cases), strict=True):

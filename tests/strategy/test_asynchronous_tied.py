@@ -25,7 +25,7 @@ STAGES = [
     {"name": "turned", "modules": ["turned"], "devices": [1]},
     {"name": "last", "modules": ["last", "@step"], "devices": [0]},
 ]
-POLICIES = ["stash", "latest", "corrected", "predicted"]
+POLICIES = ["stash", "predicted"]
 
 
 class Turned(nn.Module):

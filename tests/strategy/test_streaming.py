@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from lightning_gpp import Cluster, Device, GPPStrategy, Link
 from lightning_gpp.cluster import Node
 from lightning_gpp.errors import ConfigError
+from tests.sampling import sample
 from tests.strategy import harness
 
 TOWERS = [
@@ -119,7 +120,11 @@ def evaluated(rank: int, streaming: bool, stages: Any, world_size: int, settings
 
 @pytest.mark.parametrize(
     ("stages", "world_size", "settings"),
-    [(TOWERS, 3, {}), (REPLICATED, 4, {"schedule": "gpipe"}), (TOWERS, 6, {"sharding": "zero1"})],
+    [
+        (TOWERS, 3, {}),
+        (REPLICATED, 4, {"schedule": "gpipe"}),
+        pytest.param(TOWERS, 6, {"sharding": "zero1"}, marks=pytest.mark.acceptance),
+    ],
     ids=["two towers", "replicas", "two pipelines"],
 )
 def test_results_and_hooks_are_those_with_a_flush(stages: Any, world_size: int, settings: dict[str, Any]) -> None:
@@ -149,7 +154,7 @@ def fitted(rank: int, streaming: bool, settings: dict[str, Any]) -> dict[str, An
     }
 
 
-@pytest.mark.parametrize("weights", ["synchronous", "stash"])
+@pytest.mark.parametrize("weights", sample(["synchronous", "stash"], ["stash"]))
 def test_validation_in_between(weights: str) -> None:
     streamed, flushed = (harness.run(3, fitted, s, {"weights": weights}) for s in (True, False))
     assert streamed == flushed
@@ -182,7 +187,9 @@ def with_a_slow_device(rank: int, settings: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "settings", [{"partitioner": "edgepipe"}, {"idle_devices": True}], ids=["edgepipe", "idle_devices"]
+    "settings",
+    [pytest.param({"partitioner": "edgepipe"}, marks=pytest.mark.acceptance), {"idle_devices": True}],
+    ids=["edgepipe", "idle_devices"],
 )
 def test_a_device_that_is_not_worth_it_stays_unused(settings: dict[str, Any]) -> None:
     results = harness.run(3, with_a_slow_device, settings)

@@ -24,6 +24,7 @@ from lightning_gpp.training.tensor_parallel import (
     check_divided,
     dividing,
 )
+from tests.sampling import sample
 from tests.strategy.harness import run, strategy, trainer
 from tests.strategy.parallel_models import Branches, Tower, loader, make
 
@@ -82,12 +83,7 @@ CASES = {
 }
 
 
-RARER = ("chain, zero-bubble", "a replicated stage", "no pipeline")
-
-
-@pytest.mark.parametrize(
-    "case", [pytest.param(name, marks=pytest.mark.acceptance) if name in RARER else name for name in CASES]
-)
+@pytest.mark.parametrize("case", sample(CASES, ["chain, 1f1b", "a replicated stage, zero1", "the planner's stages"]))
 def test_losses_and_weights_are_those_of_one_process(case: str) -> None:
     kind, options = CASES[case]
     world = 2 if options.get("num_pipelines") else 4
