@@ -41,11 +41,13 @@ def preload(*modules: str, first: Sequence[str] = ()) -> None:
 
 
 preload()
+PATIENCE = 240.0
+"""Seconds after which processes count as hanging, however busy the machine is."""
 _GRACE = 2.0
 """Seconds that the other ranks get to report after the first failure."""
 
 
-def run_distributed(world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 50.0) -> list[Any]:
+def run_distributed(world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = PATIENCE) -> list[Any]:
     """Run `fn(rank, *args)` in `world_size` processes of one gloo group; return what they returned, by rank.
 
     `fn` is a function of a module; arguments and results are pickled. Raises AssertionError with the traceback of the

@@ -52,7 +52,6 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.timeout(180)  # second ranks import Lightning
 @pytest.mark.parametrize("script", ["train.py", "api.md"])
 def test_examples_run(script: str, folder: Path) -> None:
     paths = os.pathsep.join([str(folder), *sys.path])

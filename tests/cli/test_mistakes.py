@@ -13,8 +13,6 @@ from lightning_gpp.cli.app import in_order
 from tests.cli.commands import command, commands
 from tests.interpreter import Program
 
-pytestmark = pytest.mark.timeout(180)  # dozens of commands run in one fixture
-
 PROJECT = {
     "mine.py": "class Model: pass\n",
     "needy.py": "import a_package_that_is_missing\n",
@@ -278,7 +276,7 @@ def results(project: Path, request: pytest.FixtureRequest) -> dict[str, tuple[in
     """The return code, the errors and the expected message of every case of a command."""
     cases = RARER.items() if request.param == "rarer" else MISTAKES.items()
     wanted = {case: mistake for case, mistake in cases if request.param in (mistake[0], "rarer")}
-    ran = commands([(name, *arguments) for name, arguments, _ in wanted.values()], cwd=project, timeout=170)
+    ran = commands([(name, *arguments) for name, arguments, _ in wanted.values()], cwd=project)
     return {
         case: (code, error, mistake[2]) for (case, mistake), (code, _, error) in zip(wanted.items(), ran, strict=True)
     }

@@ -14,7 +14,6 @@ pytest.importorskip("jsonargparse")
 (LINE,) = re.findall(r"^python (-m gpp_examples\.lightning_cli .*\n.*)", (ROOT / "docs/lightning.md").read_text(), re.M)
 
 
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize("strategy", ["with arguments", pytest.param("gpp", marks=pytest.mark.acceptance)])
 def test_it_trains(strategy: str, tmp_path: Path) -> None:
     line = LINE.replace("\\\n", " ")

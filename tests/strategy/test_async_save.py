@@ -23,8 +23,6 @@ from tests.sampling import sample
 from tests.strategy import harness
 from tests.strategy.harness import loader, make_module
 
-pytestmark = pytest.mark.timeout(120)
-
 
 def test_a_staged_checkpoint_does_not_change() -> None:
     staging, weight, log = Staging(), torch.ones(3), [1]

@@ -375,7 +375,6 @@ def every_kind(rank: int, names: list[str], options: dict[str, Any]) -> dict[str
     return {name: in_stages(rank, name, **options) for name in names}
 
 
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize(
     ("names", "options"),
     [
@@ -386,7 +385,7 @@ def every_kind(rank: int, names: list[str], options: dict[str, Any]) -> dict[str
     ids=["micro_batches", "more micro_batches", "whole"],
 )
 def test_losses_are_those_of_one_process(names: Sequence[str], options: dict[str, Any]) -> None:
-    found, _ = harness.run(2, every_kind, list(names), options, timeout=150.0)
+    found, _ = harness.run(2, every_kind, list(names), options)
     expected = {name: losses(name) for name in dict.fromkeys((*names, "Changing"))}
     for name in names:
         assert found[name] == pytest.approx(expected[name], rel=1e-12), name

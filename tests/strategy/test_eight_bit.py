@@ -61,7 +61,7 @@ class Messages(logging.Handler):
 
 def predicted(rank: int, settings: dict[str, Any], stages: Any = STAGES, world_size: int = 3) -> dict[str, Any]:
     wire, messages = Wire(), Messages()
-    given = {"num_micro_batches": 4, "failure_timeout": 20.0, "timeout": 40.0, **settings}
+    given = {"num_micro_batches": 4, "failure_timeout": 60.0, "timeout": 120.0, **settings}
     trainer = harness.trainer(GPPStrategy(stages=stages, **given), devices=world_size)
     predictions = trainer.predict(harness.make_module(width=WIDTH), harness.loader(24))
     values = None if rank else torch.cat([p for p in predictions or [] if isinstance(p, Tensor)])

@@ -26,8 +26,6 @@ from tests.strategy import harness
 from tests.strategy.harness import TwoTowers, loader, make_module
 from tests.strategy.test_training import EXACT, plain
 
-pytestmark = pytest.mark.timeout(120)  # the first test waits for all runs
-
 
 class Writer(BasePredictionWriter):
     """Keeps what it is told to write."""
@@ -219,7 +217,7 @@ def run_all(rank: int, folder: str) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
     folder = tmp_path_factory.mktemp("features")
-    return folder, harness.run(2, run_all, str(folder), timeout=100)
+    return folder, harness.run(2, run_all, str(folder))
 
 
 @pytest.mark.parametrize("name", list(kinds()))

@@ -16,15 +16,12 @@ import lightning.pytorch as pl
 import pytest
 import torch
 
-from tests.distributed import free_port
+from tests.distributed import PATIENCE, free_port
 from tests.interpreter import PATH, Program
 from tests.strategy import harness
 from tests.strategy.harness import TwoTowers, loader
 
 SCRIPT = str(Path(__file__).with_name("script.py"))
-LIMIT = 100.0
-
-pytestmark = pytest.mark.timeout(150)  # the processes that launchers start import torch and Lightning anew
 
 
 def environment(**variables: str) -> dict[str, str]:
@@ -38,7 +35,7 @@ def start(arguments: list[str], **variables: str) -> Program:
 
 
 def outcome(program: Program) -> tuple[int, str]:
-    return program.outcome(LIMIT)
+    return program.outcome(PATIENCE)
 
 
 def losses(output: str) -> list[float]:
@@ -106,7 +103,7 @@ def test_a_failure_of_one_rank_ends_all(tmp_path: Path, kind: str, rank: int, ca
     started = time.monotonic()
     code, output = outcome(start([SCRIPT, str(tmp_path), kind, str(rank)]))
     assert code != 0
-    assert time.monotonic() - started < LIMIT
+    assert time.monotonic() - started < PATIENCE
     assert cause in output
     assert re.search(rf"[Rr]ank {rank}", output)
     assert not running(tmp_path)
@@ -131,7 +128,7 @@ def running(folder: Path) -> str:
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + LIMIT
+    deadline = time.monotonic() + PATIENCE
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.1)

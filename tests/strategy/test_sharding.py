@@ -29,8 +29,6 @@ from tests.strategy.test_checkpoints import assert_same_optimizer
 from tests.strategy.test_features import Freezing, Growing
 from tests.strategy.test_training import EXACT, Report, Union, plain
 
-pytestmark = pytest.mark.timeout(150)  # the first test waits for all runs
-
 KINDS = ("none", "zero1", "fsdp")
 PIPELINES: dict[str, Any] = {
     "num_pipelines": 2,
@@ -154,7 +152,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Any:
         for name, settings in SETTINGS.items():
             path = f"{folder}/{layout}-plain" if name == "clip by norm" else ""
             expected[layout, name] = plain(lambda *a: fit(*a, **settings), "auto", 1, layout, path)  # noqa: B023
-    return folder, expected, harness.run(4, fit_all, str(folder), timeout=140.0)
+    return folder, expected, harness.run(4, fit_all, str(folder))
 
 
 def assert_close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
@@ -342,7 +340,7 @@ def fit_alone(cls: type[TwoTowers], data: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def two() -> list[dict[Any, Any]]:
-    return harness.run(2, features, timeout=140.0)
+    return harness.run(2, features)
 
 
 @pytest.mark.parametrize("name", ["Freezing", "Growing", "uneven", "plain", *VARIANTS])

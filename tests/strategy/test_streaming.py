@@ -106,7 +106,7 @@ def loaders() -> list[DataLoader[Any]]:
 
 def evaluated(rank: int, streaming: bool, stages: Any, world_size: int, settings: dict[str, Any]) -> dict[str, Any]:
     module = Towers()
-    given = {"num_micro_batches": 2, "failure_timeout": 20.0, "timeout": 40.0, "seed": 5, **settings}
+    given = {"num_micro_batches": 2, "failure_timeout": 60.0, "timeout": 120.0, "seed": 5, **settings}
     strategy = GPPStrategy(stages=stages, streaming=streaming, **given)
     trainer = harness.trainer(strategy, devices=world_size)
     predictions = trainer.predict(module, loaders())
@@ -137,7 +137,7 @@ def test_results_and_hooks_are_those_with_a_flush(stages: Any, world_size: int, 
 def fitted(rank: int, streaming: bool, settings: dict[str, Any]) -> dict[str, Any]:
     """Training with validation in between, each on data whose number of mini-batches nobody knows."""
     module = Towers()
-    given = {"num_micro_batches": 2, "failure_timeout": 20.0, "timeout": 40.0, "seed": 5, **settings}
+    given = {"num_micro_batches": 2, "failure_timeout": 60.0, "timeout": 120.0, "seed": 5, **settings}
     trainer = harness.trainer(
         GPPStrategy(stages=TOWERS, streaming=streaming, **given),
         devices=3,
@@ -177,7 +177,7 @@ def with_a_slow_device(rank: int, settings: dict[str, Any]) -> dict[str, Any]:
     torch.manual_seed(0)
     module = harness.make_module()
     strategy = GPPStrategy(
-        cluster=cluster, num_micro_batches=2, failure_timeout=20.0, timeout=40.0, max_replicas=1, **settings
+        cluster=cluster, num_micro_batches=2, failure_timeout=60.0, timeout=120.0, max_replicas=1, **settings
     )
     trainer = harness.trainer(strategy, devices=3)
     trainer.fit(module, harness.loader())
