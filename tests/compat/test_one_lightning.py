@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.interpreter import Program
+from tests.distributed import PATIENCE
 
 SAME = """
 from pytorch_lightning.callbacks import EarlyStopping
@@ -58,7 +58,7 @@ if __name__ == "__main__":
 def run(script: str, folder: Path) -> str:
     path = folder / "script.py"
     path.write_text(script)
-    done = subprocess.run([sys.executable, str(path)], cwd=folder, capture_output=True, text=True, timeout=55)
+    done = subprocess.run([sys.executable, str(path)], cwd=folder, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -90,7 +90,4 @@ def test_packages_that_were_loaded_apart_stay_apart(tmp_path: Path) -> None:
 
 
 def test_a_module_of_pytorch_lightning_trains_in_stages(tmp_path: Path) -> None:
-    """Here `lightning` is loaded first; the second rank is a new interpreter, which loads `pytorch_lightning` first."""
-    (tmp_path / "script.py").write_text(TRAINS)
-    code, output = Program("script.py", cwd=tmp_path).outcome(55)
-    assert code == 0, output
+    run(TRAINS, tmp_path)
