@@ -176,12 +176,8 @@ def fit_kind(kind: type[TwoTowers], strategy: Any, devices: int, **options: Any)
 
 def kinds() -> dict[str, tuple[type[TwoTowers], dict[str, Any]]]:
     return {
-        "freezing": (Freezing, {}),
         "a new group of the optimizer": (Growing, {"gradient_clip_val": 0.1}),
         "a value that a hook changes": (Ramp, {}),
-        "one batch": (TwoTowers, {"fast_dev_run": True}),
-        "overfitting": (TwoTowers, {"overfit_batches": 2}),
-        "a profiler": (TwoTowers, {"profiler": "simple", "max_steps": 4, "max_epochs": -1}),
     }
 
 
