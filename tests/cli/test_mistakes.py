@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,8 +13,9 @@ import torch
 
 import lightning_gpp
 from lightning_gpp.cli.app import in_order
-from tests.cli.commands import command, commands
-from tests.interpreter import Program
+from tests.cli.commands import ROOT, command, commands
+
+pytestmark = pytest.mark.timeout(180)  # dozens of commands run in one fixture
 
 PROJECT = {
     "mine.py": "class Model: pass\n",
@@ -276,7 +280,7 @@ def results(project: Path, request: pytest.FixtureRequest) -> dict[str, tuple[in
     """The return code, the errors and the expected message of every case of a command."""
     cases = RARER.items() if request.param == "rarer" else MISTAKES.items()
     wanted = {case: mistake for case, mistake in cases if request.param in (mistake[0], "rarer")}
-    ran = commands([(name, *arguments) for name, arguments, _ in wanted.values()], cwd=project)
+    ran = commands([(name, *arguments) for name, arguments, _ in wanted.values()], cwd=project, timeout=170)
     return {
         case: (code, error, mistake[2]) for (case, mistake), (code, _, error) in zip(wanted.items(), ran, strict=True)
     }
@@ -335,5 +339,12 @@ def test_help(name: str, key: str, arguments: tuple[str, ...], tmp_path: Path) -
 def test_an_installed_command_finds_modules_of_the_current_folder(project: Path, tmp_path: Path) -> None:
     """Python puts the folder of the command's script in front of the module path, not the current one."""
     (tmp_path / "script.py").write_text("from lightning_gpp.cli.plan import main; main()")
-    program = Program(str(tmp_path / "script.py"), TWO_TOWER, "model._target_=mine.Nothing", cwd=project)
-    assert "mine has no attribute 'Nothing'" in program.outcome(50)[1]
+    result = subprocess.run(
+        [sys.executable, str(tmp_path / "script.py"), TWO_TOWER, "model._target_=mine.Nothing"],
+        cwd=project,
+        env={"PYTHONPATH": f"{ROOT}:{ROOT / 'examples'}", **os.environ},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "mine has no attribute 'Nothing'" in result.stderr
