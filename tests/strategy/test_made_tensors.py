@@ -196,7 +196,7 @@ def all_trained(rank: int, names: list[str], devices: int, folder: Path) -> dict
     return {name: trained(name, devices, folder) for name in names}
 
 
-FEW = ["none", "registered", "absent", "longest_attribute", "step", "cut"]
+FEW = ["none", "registered", "attribute", "longest_attribute", "root", "step", "cut"]
 
 
 @pytest.mark.parametrize(
