@@ -174,10 +174,13 @@ def divided(rank: int, kind: str, settings: dict[str, Any]) -> dict[str, Any]:
     return fit(harness.strategy(**settings), 2, kind)
 
 
-KINDS = ("Neighbours", "Clouds", "OwnBackward", "Averaged", "Inspected", "Skipping")
-
-
-@pytest.mark.parametrize("kind", sample(KINDS, ["OwnBackward", "Averaged", "Skipping"]))
+@pytest.mark.parametrize(
+    "kind",
+    sample(
+        ["Neighbours", "Clouds", "OwnBackward", "Averaged", "Inspected", "Skipping"],
+        ["OwnBackward", "Averaged", "Skipping"],
+    ),
+)
 def test_numbers_are_those_of_one_process(kind: str) -> None:
     settings = {"stages": None, "max_replicas": 1} if kind == "Averaged" else {"stages": STAGES}
     found, other = harness.run(2, divided, kind, {**settings, "num_micro_batches": 2})
