@@ -89,5 +89,6 @@ def test_packages_that_were_loaded_apart_stay_apart(tmp_path: Path) -> None:
     run(f"{script}assert pl.Trainer is not L.Trainer\nassert 'gpp' in L.pytorch.strategies.StrategyRegistry", tmp_path)
 
 
+@pytest.mark.acceptance
 def test_a_module_of_pytorch_lightning_trains_in_stages(tmp_path: Path) -> None:
     run(TRAINS, tmp_path)

@@ -355,7 +355,7 @@ KINDS = {
 STAGES = {"body.a": 1, "body.b": 0}
 ONLY_WHOLE = ("Masked", "Truncated", "Running")
 IN_WHOLE = (*ONLY_WHOLE, "Sundry", "Optional")
-RARER = ("AnnealedByEpoch", "Flagged", "Shifted", "Configured", "Optional", "Replaced")
+RARER = ("AnnealedByEpoch", "Flagged", "Shifted", "Configured", "Optional", "Replaced", "Noised")
 
 
 def losses(name: str, strategy: Any = "auto", devices: int = 1, **attributes: Any) -> list[float]:

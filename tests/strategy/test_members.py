@@ -83,6 +83,7 @@ def runs(rank: int, world: int, stages: Stages | None) -> Result:
     return {**result, "metrics": {**result["metrics"], "evaluated": evaluated["val_loss"]}}
 
 
+@pytest.mark.acceptance
 def test_runs_of_one_trainer_follow_each_other() -> None:
     assert_same(run(3, runs, 3, chain(2, 1)), runs(0, 1, None))
 
@@ -158,6 +159,7 @@ def train(rank: int, world: int, kind: type[Tower], stages: Stages, dropout: flo
     return module.losses
 
 
+@pytest.mark.acceptance
 def test_dropout_is_that_of_one_process_per_device() -> None:
     (expected, *_), found = (run(world, train, world, Careful, stages, 0.3) for world, stages in DROPPED)
     assert all(losses == pytest.approx(expected, rel=1e-12) for losses in found)

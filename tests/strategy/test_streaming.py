@@ -121,7 +121,7 @@ def evaluated(rank: int, streaming: bool, stages: Any, world_size: int, settings
 @pytest.mark.parametrize(
     ("stages", "world_size", "settings"),
     [
-        (TOWERS, 3, {}),
+        pytest.param(TOWERS, 3, {}, marks=pytest.mark.acceptance),
         (REPLICATED, 4, {"schedule": "gpipe"}),
         pytest.param(TOWERS, 6, {"sharding": "zero1"}, marks=pytest.mark.acceptance),
     ],

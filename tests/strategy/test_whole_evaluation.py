@@ -123,7 +123,7 @@ def test_without_training(kind: str, loop: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "by_hand"),
     [
-        ("layers", True),
+        pytest.param("layers", True, marks=pytest.mark.acceptance),
         pytest.param("clouds", True, marks=pytest.mark.acceptance),
         pytest.param("edges", False, marks=pytest.mark.acceptance),
         ("clouds", False),
