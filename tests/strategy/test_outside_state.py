@@ -5,11 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import lightning.pytorch as pl
+import pytest
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 from tests.strategy import harness
 from tests.strategy.harness import TwoTowers
+
+pytestmark = pytest.mark.timeout(150)  # processes start, and train
 
 SEEN: dict[str, list[int]] = {}
 NUMBERS: list[int] = []
@@ -71,7 +74,7 @@ def changed(rank: int, devices: int = 2) -> list[Any]:
 def test_hooks_on_all_ranks_read_what_one_process_has() -> None:
     (alone,) = harness.run(1, changed, 1)
     assert alone[-1][0] == 44
-    assert harness.run(2, changed) == [alone, alone]
+    assert harness.run(2, changed, timeout=100.0) == [alone, alone]
 
 
 def varied(rank: int, devices: int) -> list[int]:
@@ -99,4 +102,4 @@ def varied(rank: int, devices: int) -> list[int]:
 
 def test_variables_around_the_class_are_shared_and_containers_stay_the_same() -> None:
     (alone,) = harness.run(1, varied, 1)
-    assert harness.run(2, varied, 2) == [alone, alone]
+    assert harness.run(2, varied, 2, timeout=100.0) == [alone, alone]
