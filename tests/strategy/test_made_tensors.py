@@ -192,23 +192,18 @@ def trained(name: str, devices: int, folder: Path) -> tuple[list[float], dict[st
     return losses, {name: value.tolist() for name, value in saved.items()}, module.losses
 
 
-def all_trained(rank: int, names: list[str], devices: int, folder: Path) -> dict[str, Any]:
-    return {name: trained(name, devices, folder) for name in names}
+def all_trained(rank: int, devices: int, folder: Path) -> dict[str, Any]:
+    return {name: trained(name, devices, folder) for name in MODULES}
 
 
-FEW = ["none", "registered", "attribute", "longest_attribute", "root", "step", "cut"]
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    folder = tmp_path_factory.mktemp("made")
+    return [harness.run(devices, all_trained, devices, folder)[0] for devices in (1, 2)]
 
 
-@pytest.mark.parametrize(
-    "names", [FEW, pytest.param([name for name in MODULES if name not in FEW], marks=pytest.mark.acceptance)]
-)
-def test_a_run_is_that_of_one_process(names: list[str], tmp_path: Path) -> None:
-    runs = [harness.run(devices, all_trained, names, devices, tmp_path)[0] for devices in (1, 2)]
-    for name in names:
-        check(runs, name)
-
-
-def check(runs: list[Any], name: str) -> None:
+@pytest.mark.parametrize("name", MODULES)
+def test_a_run_is_that_of_one_process(runs: list[Any], name: str) -> None:
     (losses, saved, later), (in_stages, in_parts, later_in_stages) = (run[name] for run in runs)
     assert in_stages == pytest.approx(losses, rel=1e-12)
     assert later_in_stages == pytest.approx(later, rel=1e-12)
