@@ -9,6 +9,7 @@ import faulthandler
 import multiprocessing
 import os
 import pickle
+import socket
 import sys
 import tempfile
 import time
@@ -22,8 +23,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-_CONTEXT = multiprocessing.get_context("forkserver")
-_PRELOADED = [
+CONTEXT = multiprocessing.get_context("forkserver")
+_preloaded = [
     "torch.distributed",
     "torch.fx.experimental.symbolic_shapes",
     "hypothesis.strategies",
@@ -34,26 +35,29 @@ _PRELOADED = [
 
 
 def preload(*modules: str, first: Sequence[str] = ()) -> None:
-    """Let the server import these before it forks, around what all tests need. The last call counts."""
-    _CONTEXT.set_forkserver_preload([*first, *_PRELOADED, *modules, "tests.frozen"])
+    """Let the server import these, too, before it forks, around what all tests need."""
+    _preloaded[:] = dict.fromkeys([*first, *_preloaded, *modules])
+    CONTEXT.set_forkserver_preload([*_preloaded, "tests.frozen"])
 
 
 preload()
+PATIENCE = 240.0
+"""Seconds after which processes count as hanging, however busy the machine is."""
 _GRACE = 2.0
 """Seconds that the other ranks get to report after the first failure."""
 
 
-def run_distributed(world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 50.0) -> list[Any]:
+def run_distributed(world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = PATIENCE) -> list[Any]:
     """Run `fn(rank, *args)` in `world_size` processes of one gloo group; return what they returned, by rank.
 
     `fn` is a function of a module; arguments and results are pickled. Raises AssertionError with the traceback of the
     ranks that failed, or with the stacks of those that hang after `timeout` seconds. No process is left behind.
     """
     with tempfile.TemporaryDirectory() as folder:
-        pipes = [_CONTEXT.Pipe(duplex=False) for _ in range(world_size)]
+        pipes = [CONTEXT.Pipe(duplex=False) for _ in range(world_size)]
         payload = pickle.dumps((fn, args))
         processes = [
-            _CONTEXT.Process(target=_main, args=(rank, world_size, folder, timeout, sender, payload), daemon=True)
+            CONTEXT.Process(target=_main, args=(rank, world_size, folder, timeout, sender, payload), daemon=True)
             for rank, (_, sender) in enumerate(pipes)
         ]
         for process, (_, sender) in zip(processes, pipes, strict=True):
@@ -66,6 +70,13 @@ def run_distributed(world_size: int, fn: Callable[..., Any], *args: Any, timeout
                 process.kill()
                 process.join()
         return _results(reports, Path(folder))
+
+
+def free_port() -> int:
+    """A port of this machine that nothing uses now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 Report = tuple[bool, Any]

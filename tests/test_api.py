@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import lightning_gpp
+from tests.interpreter import Program
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "api.md").read_text()
@@ -51,14 +52,12 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.timeout(180)  # starts Lightning four times
 @pytest.mark.parametrize("script", ["train.py", "api.md"])
 def test_examples_run(script: str, folder: Path) -> None:
     paths = os.pathsep.join([str(folder), *sys.path])
     environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, script]
-    ended = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
-    assert ended.returncode == 0, ended.stderr
+    code, output = Program(script, cwd=folder, environment=environment).outcome(170)
+    assert code == 0, output
 
 
 def test_importing_loads_nothing_heavy() -> None:

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks.gpu.live_bytes import LiveBytes
+from benchmarks.gpu.reads import counted, synchronising
 from benchmarks.gpu.towers import (
     TINY,
     Job,
@@ -29,8 +31,6 @@ from benchmarks.gpu.towers import (
     transformers,
     wait,
 )
-from benchmarks.live_bytes import LiveBytes
-from benchmarks.reads import counted, synchronising
 from lightning_gpp import Options
 from lightning_gpp.capture import capture_step
 from lightning_gpp.costs.model import CostModel

@@ -27,8 +27,8 @@ from typing import Final
 import numpy as np
 import torch
 
-from benchmarks.capture_large import GPT
 from benchmarks.planners.common import search, table
+from benchmarks.workloads.gpt import GPT
 from benchmarks.workloads.multimodal import AudioEncoder, LanguageModel, VisionAudioLanguage, VisionEncoder, projector
 from lightning_gpp.capture import capture_step
 from lightning_gpp.cluster import Cluster, preset_cluster

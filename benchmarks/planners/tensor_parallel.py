@@ -18,9 +18,9 @@ from typing import Final
 import torch
 from torch import nn
 
-from benchmarks.capture_large import GPT, Block
 from benchmarks.planners.common import table
 from benchmarks.planners.large_models import LENGTH, REASON, VOCABULARY, divided
+from benchmarks.workloads.gpt import GPT, Block
 from lightning_gpp.capture import capture_step
 from lightning_gpp.cluster import preset_cluster
 from lightning_gpp.costs.model import Footprint

@@ -10,14 +10,20 @@ from tests.acceptance.scenarios import scenarios
 from tests.acceptance.scenarios.runner import Outcome, run_scenarios
 
 SAMPLE = [
-    "log_of_own_size",
-    "log_sum",
-    "callback_early_stopping",
-    "writer_both",
-    "step_Adversarial",
-    "whole_ReturnsNone",
-    "exception_in_a_hook",
+    *("flag_accumulate", "flag_overfit", "flag_fast_dev_run", "flag_simple_profiler", "order_of_hooks", "two_fits"),
+    *(
+        "hook_ClipsAll",
+        "hook_Freezes",
+        "hook_ReadsWeights",
+        "hook_Transfers",
+        "callback_early_stopping",
+        "callback_stops",
+    ),
+    *("callback_averages", "log_of_own_size", "log_sum", "metric_objects", "gathered", "read_once", "no_batches"),
+    *("stream_validated", "batch_nested", "step_Adversarial", "step_Manual", "step_Tied", "whole_ReturnsNone"),
+    *("writer_both", "saved_two_best", "resumed_within_an_epoch", "exception_in_a_hook", "pickled_after_fit"),
 ]
+"""One of each kind."""
 
 PACKAGES = {"tensorboard": "tensorboard"}
 """Packages that scenarios need, and the tests otherwise do not."""

@@ -10,7 +10,7 @@ import pytest
 
 from tests.cli.commands import ROOT
 
-pytestmark = [pytest.mark.acceptance, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.acceptance
 
 
 def test_few_files_are_passed() -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.planners import calibrate, case_study, one_machine, optimality, released
+from benchmarks.planners import calibrate, case_study, optimality, released
 from benchmarks.planners.common import Hardware, powers_of_two, problem_of, run, table, typical_deviation
 from benchmarks.planners.figure6 import agrees
 from benchmarks.planners.paper import BATCH_SIZES, NUM_DEVICES
@@ -106,11 +106,3 @@ def test_sections_of_optimality_on_a_few_problems() -> None:
 
 def test_tables_are_markdown() -> None:
     assert table(["a", "b"], [[1, "x"]]) == "| a | b |\n| --- | --- |\n| 1 | x |"
-
-
-def test_one_speed_is_fitted_to_pipedream_on_four_devices() -> None:
-    flops = one_machine.fitted_flops("candle_uno", 4096)
-    assert flops is not None
-    ours = one_machine.throughput("pipedream", "candle_uno", 4, 4096, flops)
-    assert ours == pytest.approx(one_machine.THROUGHPUT["candle_uno"]["pipedream"][0], rel=0.02)
-    assert one_machine.fitted_flops("candle_uno", 64) is None

@@ -43,12 +43,10 @@ def save_for_ever(rank: int, folder: str, rendezvous: str, mode: str, sender: Co
 
 def kill_once(folder: Path, mode: str, chance: random.Random) -> int:
     """Kill both ranks, one after the other, at a random instant. Returns the last checkpoint that was told."""
-    receiver, sender = distributed._CONTEXT.Pipe(duplex=False)
+    receiver, sender = distributed.CONTEXT.Pipe(duplex=False)
     rendezvous = str(folder.parent / f"rendezvous{chance.random()}")
     arguments = str(folder), rendezvous, mode, sender
-    ranks = [
-        distributed._CONTEXT.Process(target=save_for_ever, args=(rank, *arguments), daemon=True) for rank in (0, 1)
-    ]
+    ranks = [distributed.CONTEXT.Process(target=save_for_ever, args=(rank, *arguments), daemon=True) for rank in (0, 1)]
     for process in ranks:
         process.start()
     told = receiver.recv() if receiver.poll(50) else -2

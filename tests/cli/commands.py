@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -16,7 +17,9 @@ from lightning_gpp.cli.config_files import config_folder
 from lightning_gpp.cli.task import predict, task_of
 from lightning_gpp.plan import Plan
 from lightning_gpp.simulation import Timeline
-from tests.cli.command_server import ROOT, command_server
+from tests import interpreter
+from tests.distributed import PATIENCE
+from tests.interpreter import ROOT
 
 __all__ = ["ROOT", "check_targets", "command", "commands", "composed", "make_plan"]
 
@@ -28,13 +31,15 @@ def composed(*overrides: str, name: str = "train") -> DictConfig:
 
 
 def command(
-    name: str, *arguments: str, cwd: Path, timeout: float = 55, **environment: str
+    name: str, *arguments: str, cwd: Path, timeout: float = PATIENCE, **environment: str
 ) -> subprocess.CompletedProcess[str]:
     """Run `gpp-<name>` in `cwd`; the result has the return code, what was printed, and the errors."""
-    return command_server().run(name, *arguments, cwd=cwd, timeout=timeout, **environment)
+    module = f"lightning_gpp.cli.{name}"
+    given = {**os.environ, **environment}
+    return interpreter.run("-m", module, *arguments, cwd=cwd, timeout=timeout, environment=given)
 
 
-def commands(lines: Sequence[Sequence[str]], *, cwd: Path, timeout: float = 55) -> list[tuple[int, str, str]]:
+def commands(lines: Sequence[Sequence[str]], *, cwd: Path, timeout: float = PATIENCE) -> list[tuple[int, str, str]]:
     """Run commands one after the other: return codes, what was printed, and the errors."""
     ran = [command(*line, cwd=cwd, timeout=timeout) for line in lines]
     return [(result.returncode, result.stdout, result.stderr) for result in ran]

@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -28,7 +26,8 @@ from lightning_gpp.planning.problem import partitioner as partitioners
 from lightning_gpp.reports.units import duration
 from lightning_gpp.schedules import Schedule, schedule_names
 from lightning_gpp.schedules.registry import SCHEDULES, register_schedule
-from tests.cli.commands import ROOT, command, composed, make_plan
+from tests.cli.commands import command, composed, make_plan
+from tests.interpreter import Program
 from tests.strategies import chain, towers
 
 QUICK = ("experiment=feature_towers", "strategy.search_seconds=0.3", "strategy.num_micro_batches=4")
@@ -338,25 +337,13 @@ def until(happened: Callable[[], bool], seconds: float = 40.0) -> None:
 def test_ctrl_c_of_a_process(tmp_path: Path) -> None:
     """A signal from outside, while the second row is made."""
     (tmp_path / "mark.py").write_text(MARKED)
-    environment = {"PYTHONPATH": f"{ROOT}:{ROOT / 'examples'}", **os.environ}
-    arguments = ["compare", "schedules=[1f1b,marked]", *QUICK, STAGES]
-    with subprocess.Popen(
-        [sys.executable, "mark.py", *arguments],
-        cwd=tmp_path,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
-        try:
-            until(lambda: (tmp_path / "reached").exists() or process.poll() is not None)
-            process.send_signal(signal.SIGINT)
-            out, error = process.communicate(timeout=20)
-        finally:
-            process.kill()
-    assert process.returncode == 130, error
-    assert list(rows_of(out)) == ["1f1b"]
-    assert "interrupted before the comparison was complete" in error
+    program = Program("mark.py", "compare", "schedules=[1f1b,marked]", *QUICK, STAGES, cwd=tmp_path)
+    until(lambda: (tmp_path / "reached").exists() or not program.running)
+    program.send_signal(signal.SIGINT)
+    code, output = program.outcome(50)
+    assert code == 130, output
+    assert list(rows_of(output)) == ["1f1b"]
+    assert "interrupted before the comparison was complete" in output
 
 
 @pytest.mark.usefixtures("stubborn")

@@ -2,39 +2,28 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from lightning_gpp.cli.init import create
 from lightning_gpp.errors import ConfigError
-from tests.cli.commands import ROOT, command
+from tests.cli.commands import command
+from tests.interpreter import Program
 
 
-@pytest.mark.timeout(180)
 def test_the_project_trains_and_passes_its_test(tmp_path: Path) -> None:
     result = command("init", "my_project", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     (line,) = re.findall(r"cd my_project && gpp-train (.*)", result.stdout)
     project = tmp_path / "my_project"
     short = ("trainer.max_epochs=1", "trainer.limit_train_batches=2", "trainer.limit_val_batches=1")
-    trained = command("train", *line.split(), *short, cwd=project, timeout=100)
+    trained = command("train", *line.split(), *short, cwd=project)
     assert trained.returncode == 0, trained.stderr
     assert next((project / "runs" / "my_project").glob("*/checkpoints/last.ckpt")).is_file()
-    tested = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"],
-        cwd=project,
-        env={**os.environ, "PYTHONPATH": f"{ROOT}"},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert tested.returncode == 0, tested.stdout
+    code, output = Program("-m", "pytest", "-q", "-p", "no:cacheprovider", cwd=project).outcome(60)
+    assert code == 0, output
 
 
 def test_nothing_of_the_copied_name_is_left(tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ from tests.cli.commands import composed
 
 
 @pytest.mark.acceptance
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("strategy", ["gpp", "pipeline"])
 @pytest.mark.parametrize("example", EXAMPLES)
 def test_an_example_is_never_slower_on_more_devices(example: str, strategy: str) -> None:

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -15,7 +12,8 @@ import yaml
 
 from lightning_gpp.cli.sweep import optimized
 from lightning_gpp.errors import ConfigError
-from tests.cli.commands import ROOT, command
+from tests.cli.commands import command
+from tests.interpreter import Program
 
 QUICK = (
     "experiment=feature_towers",
@@ -28,10 +26,9 @@ QUICK = (
 
 
 @pytest.mark.acceptance
-@pytest.mark.timeout(240)
 def test_each_job_of_a_sweep_has_its_own_processes_and_metrics(tmp_path: Path) -> None:
     sweep = ("--multirun", *QUICK, "seed=1,2", "optimized_metric=val/loss", "hydra.sweep.dir=sweep")
-    result = command("train", *sweep, cwd=tmp_path, timeout=220)
+    result = command("train", *sweep, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("Run folder: ") == 2
     folders = [tmp_path / "sweep" / name for name in ("0", "1")]
@@ -41,12 +38,11 @@ def test_each_job_of_a_sweep_has_its_own_processes_and_metrics(tmp_path: Path) -
 
 
 @pytest.mark.acceptance
-@pytest.mark.timeout(600)
 def test_optuna_minimises_the_metric(tmp_path: Path) -> None:
     pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
     sweeper = ("hydra/sweeper=optuna", "hydra.sweeper.n_trials=2", "hydra.sweeper.n_jobs=1", "hydra.sweep.dir=sweep")
     arguments = ("--multirun", *QUICK, *sweeper, "model.learning_rate=interval(1e-4,1e-2)", "optimized_metric=val/loss")
-    result = command("train", *arguments, cwd=tmp_path, timeout=580)
+    result = command("train", *arguments, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     losses = [json.loads((tmp_path / "sweep" / name / "metrics.json").read_text())["val/loss"] for name in "01"]
     assert yaml.safe_load((tmp_path / "sweep" / "optimization_results.yaml").read_text())["best_value"] == min(losses)
@@ -62,12 +58,11 @@ LOGGERS = {
 
 
 @pytest.mark.acceptance
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("logger", LOGGERS)
 def test_loggers_write_what_they_are_for(logger: str, tmp_path: Path) -> None:
     package, file = LOGGERS[logger]
     pytest.importorskip(package)
-    result = command("train", *QUICK, f"logger={logger}", cwd=tmp_path, timeout=280, WANDB_MODE="offline")
+    result = command("train", *QUICK, f"logger={logger}", cwd=tmp_path, WANDB_MODE="offline")
     assert result.returncode == 0, result.stderr
     assert list(tmp_path.glob(file))
 
@@ -85,19 +80,13 @@ def test_a_job_that_fails_ends_the_sweep_with_its_message(tmp_path: Path) -> Non
 
 def test_an_interrupt_ends_the_job_and_the_sweep(tmp_path: Path) -> None:
     arguments = ("--multirun", *QUICK, "seed=1,2", "hydra.sweep.dir=sweep")
-    process = subprocess.Popen(
-        [sys.executable, "-m", "lightning_gpp.cli.train", *arguments],
-        cwd=tmp_path,
-        env={"PYTHONPATH": f"{ROOT}:{ROOT / 'examples'}", **os.environ},
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    while not (tmp_path / "sweep" / "0" / "config").exists() and process.poll() is None:
+    program = Program("-m", "lightning_gpp.cli.train", *arguments, cwd=tmp_path)
+    while not (tmp_path / "sweep" / "0" / "config").exists() and program.running:
         time.sleep(0.1)  # until the first job has been composed
     time.sleep(0.5)
-    process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=50)
-    assert process.returncode == 130, errors
+    program.send_signal(signal.SIGINT)
+    code, output = program.outcome(50)
+    assert code == 130, output
     assert not (tmp_path / "sweep" / "1").exists()
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from omegaconf import DictConfig
 
 from lightning_gpp.cli.planning import show
 from lightning_gpp.cli.task import num_processes
@@ -14,7 +15,13 @@ from lightning_gpp.errors import ConfigError, PlanError
 from lightning_gpp.plan import STEP, Plan
 from lightning_gpp.schedules import schedule_names
 from lightning_gpp.simulation import Timeline
-from tests.cli.commands import composed, make_plan
+from tests.cli import commands
+from tests.cli.commands import make_plan
+
+
+def composed(*overrides: str, name: str = "plan") -> DictConfig:
+    """A configuration whose search is short: no test here judges how good a plan is."""
+    return commands.composed("strategy.search_seconds=0.5", "strategy.bound_seconds=0.2", *overrides, name=name)
 
 
 @pytest.mark.parametrize(("experiment", "num_stages"), [("two_tower", 4), ("feature_towers", 4), ("gpt_text", 2)])
@@ -22,7 +29,7 @@ def test_the_examples_are_planned(
     experiment: str, num_stages: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "300")
-    show(composed(f"experiment={experiment}", name="plan"))
+    show(composed(f"experiment={experiment}"))
     text = capsys.readouterr().out
     header = "stage modules devices samples parameters FLOPs activations in-edges out-edges in flight"
     assert [cell.strip() for cell in text.splitlines()[0].strip("|").split("|")] == header.split(" ", 9)
@@ -33,7 +40,7 @@ def test_the_examples_are_planned(
 
 
 def test_the_towers_of_an_example_wait_for_nothing() -> None:
-    plan, _ = make_plan(composed("experiment=feature_towers", name="plan"))
+    plan, _ = make_plan(composed("experiment=feature_towers"))
     assert plan.depth == 2
     assert [stage.modules for stage in plan.stages if plan.depths()[plan.stages.index(stage)] == 2] == [
         ("mean_tower",),
@@ -47,9 +54,9 @@ def test_what_it_writes_can_be_read(tmp_path: Path) -> None:
         name: str(tmp_path / name) for name in ("plan.yaml", "timeline.json", "picture.svg", "graph.svg", "report.html")
     }
     names = zip(("output", "timeline", "svg", "graph_svg", "report"), files.values(), strict=True)
-    config = composed("experiment=feature_towers", *(f"{key}={path}" for key, path in names), name="plan")
+    config = composed("experiment=feature_towers", *(f"{key}={path}" for key, path in names))
     show(config)
-    saved = composed("experiment=feature_towers", f"strategy.plan={files['plan.yaml']}", name="plan")
+    saved = composed("experiment=feature_towers", f"strategy.plan={files['plan.yaml']}")
     plan, timeline = make_plan(saved)
     assert Plan.load(files["plan.yaml"]) == plan
     assert Timeline.load(files["timeline.json"]) == timeline
@@ -61,18 +68,18 @@ def test_what_it_writes_can_be_read(tmp_path: Path) -> None:
 def test_the_planner_may_choose_the_schedule(capsys: pytest.CaptureFixture[str]) -> None:
     """The fastest of all, also where the stages are given."""
     stages = "strategy.stages={mean_tower: 0, error_tower: 0, worst_tower: 0, trunk: 1}"
-    config = composed("experiment=feature_towers", "trainer.devices=2", "strategy.schedule=auto", stages, name="plan")
+    config = composed("experiment=feature_towers", "trainer.devices=2", "strategy.schedule=auto", stages)
     plan, timeline = make_plan(config)
-    plain = composed("experiment=feature_towers", "trainer.devices=2", stages, name="plan")
+    plain = composed("experiment=feature_towers", "trainer.devices=2", stages)
     assert plan.schedule in schedule_names()
     assert timeline.makespan <= make_plan(plain)[1].makespan
-    show(composed("experiment=feature_towers", "strategy.search_seconds=1", "strategy.schedule=auto", name="plan"))
+    show(composed("experiment=feature_towers", "strategy.schedule=auto"))
     assert "step takes" in capsys.readouterr().out  # of the schedules that lost
 
 
 def test_stages_declared_by_hand() -> None:
     stages = "{mean_tower: 0, error_tower: 0, worst_tower: 1, trunk: 2}"
-    config = composed("experiment=feature_towers", "trainer.devices=3", f"strategy.stages={stages}", name="plan")
+    config = composed("experiment=feature_towers", "trainer.devices=3", f"strategy.stages={stages}")
     plan, _ = make_plan(config)
     assert [stage.modules for stage in plan.stages] == [
         ("mean_tower", "error_tower"),
@@ -86,20 +93,20 @@ def test_a_stage_declared_with_two_replicas() -> None:
         "[{name: image, modules: [image_tower], devices: [1]}, {name: text, modules: [text_tower], devices: [2, 3]}, "
         "{name: head, modules: [head, '@step'], devices: [0]}]"
     )
-    plan, _ = make_plan(composed("experiment=two_tower", f"strategy.stages={stages}", name="plan"))
+    plan, _ = make_plan(composed("experiment=two_tower", f"strategy.stages={stages}"))
     assert {stage.name: stage.devices for stage in plan.stages} == {"image": (1,), "text": (2, 3), "head": (0,)}
 
 
 def test_pipelines_divide_the_devices() -> None:
-    config = composed("experiment=gpt_text", "trainer.devices=8", "strategy.num_pipelines=4", name="plan")
+    config = composed("experiment=gpt_text", "trainer.devices=8", "strategy.num_pipelines=4")
     assert make_plan(config)[0].num_devices == 2
 
 
 def test_the_chain_has_the_same_stages_and_more_depth(tmp_path: Path) -> None:
-    graph, _ = make_plan(composed("experiment=feature_towers", name="plan"))
+    graph, _ = make_plan(composed("experiment=feature_towers"))
     graph.save(tmp_path / "plan.yaml")
     same = ("strategy.chain_baseline=true", f"strategy.plan={tmp_path / 'plan.yaml'}")
-    chain, _ = make_plan(composed("experiment=feature_towers", *same, name="plan"))
+    chain, _ = make_plan(composed("experiment=feature_towers", *same))
     assert [stage.modules for stage in chain.stages] == [stage.modules for stage in graph.stages]
     assert (graph.depth, chain.depth) == (2, 4)
 
@@ -114,7 +121,7 @@ def test_the_number_of_devices_is_configured_not_found() -> None:
 
 def test_other_strategies_have_no_plan() -> None:
     with pytest.raises(ConfigError, match="gpp-plan plans for strategy=gpp, not for SingleDeviceStrategy"):
-        make_plan(composed("experiment=two_tower", "strategy=single_device", name="plan"))
+        make_plan(commands.composed("experiment=two_tower", "strategy=single_device", name="plan"))
 
 
 @pytest.mark.parametrize(
@@ -125,7 +132,7 @@ def test_a_model_that_is_too_small_for_its_devices_is_told(
     machine: tuple[str, ...], small: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "400")
-    show(composed("experiment=two_tower", "strategy.search_seconds=1", *machine, name="plan"))
+    show(composed("experiment=two_tower", *machine))
     told = re.search(r"too small for 8 devices: .* ([\d.]+) times as fast as one of them", capsys.readouterr().out)
     assert (told is not None) == small
     assert told is None or 0.5 < float(told[1]) < 2
@@ -133,6 +140,6 @@ def test_a_model_that_is_too_small_for_its_devices_is_told(
 
 def test_a_plan_for_another_model_is_refused(tmp_path: Path) -> None:
     path = str(tmp_path / "plan.yaml")
-    make_plan(composed("experiment=feature_towers", name="plan"))[0].save(path)
+    make_plan(composed("experiment=feature_towers"))[0].save(path)
     with pytest.raises(PlanError, match=r"strategy.plan.* was made for another model"):
-        make_plan(composed("experiment=feature_towers", "model.num_layers=2", f"strategy.plan={path}", name="plan"))
+        make_plan(composed("experiment=feature_towers", "model.num_layers=2", f"strategy.plan={path}"))

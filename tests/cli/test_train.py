@@ -106,10 +106,9 @@ class Model(FeatureTowers):
 
 
 @pytest.mark.acceptance
-@pytest.mark.timeout(180)
 def test_what_ends_a_run_is_shown_once_on_its_rank(tmp_path: Path) -> None:
     (tmp_path / "stumbling.py").write_text(STUMBLING)
-    result = command("train", *SHORT, "trainer.devices=2", "model._target_=stumbling.Model", cwd=tmp_path, timeout=170)
+    result = command("train", *SHORT, "trainer.devices=2", "model._target_=stumbling.Model", cwd=tmp_path)
     assert result.returncode == 1
     assert result.stderr.count("[rank 0] The job ends. First cause: rank 0") == 1
     assert result.stderr.count("Traceback") == 1

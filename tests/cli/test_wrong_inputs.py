@@ -55,7 +55,6 @@ def test_there_are_many() -> None:
     assert len(LINES) + len(MISTAKES) >= 150
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("line", SAMPLE)
 def test_a_sample_is_told(line: str, sampled: dict[str, Result]) -> None:
     check(line, sampled[line])

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 
 import pytest
@@ -16,6 +14,7 @@ from lightning_utilities.core.rank_zero import rank_zero_only as shared_rank_zer
 
 from lightning_gpp._compat import lightning_processes as compat
 from tests.distributed import run_distributed
+from tests.interpreter import Program
 
 LAUNCHED = """
 import os, pathlib, sys
@@ -38,8 +37,9 @@ def launched(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], list[
     folder = tmp_path_factory.mktemp("launched")
     script, note = folder / "script.py", folder / "note"
     script.write_text(LAUNCHED)
-    ended = subprocess.run([sys.executable, script, note], capture_output=True, text=True, check=True)
-    return note.read_text().split(), ended.stdout.split()
+    code, output = Program(str(script), str(note)).outcome(50)
+    assert code == 0, output
+    return note.read_text().split(), output.split()
 
 
 def test_subprocess_launcher(launched: tuple[list[str], list[str]]) -> None:

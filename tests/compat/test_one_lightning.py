@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.distributed import PATIENCE
+
 SAME = """
 from pytorch_lightning.callbacks import EarlyStopping
 import lightning_fabric
@@ -56,7 +58,7 @@ if __name__ == "__main__":
 def run(script: str, folder: Path) -> str:
     path = folder / "script.py"
     path.write_text(script)
-    done = subprocess.run([sys.executable, str(path)], cwd=folder, capture_output=True, text=True, timeout=55)
+    done = subprocess.run([sys.executable, str(path)], cwd=folder, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -87,5 +89,6 @@ def test_packages_that_were_loaded_apart_stay_apart(tmp_path: Path) -> None:
     run(f"{script}assert pl.Trainer is not L.Trainer\nassert 'gpp' in L.pytorch.strategies.StrategyRegistry", tmp_path)
 
 
+@pytest.mark.acceptance
 def test_a_module_of_pytorch_lightning_trains_in_stages(tmp_path: Path) -> None:
     run(TRAINS, tmp_path)

@@ -47,7 +47,6 @@ def loss(model: Path, devices: int, lora: int) -> float:
 
 
 @pytest.mark.acceptance
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("lora", [0, 4])
 def test_a_pipeline_ends_with_the_loss_of_one_process(model: Path, lora: int) -> None:
     if lora:

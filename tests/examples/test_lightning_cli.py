@@ -2,36 +2,24 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.cli.commands import ROOT
+from tests.interpreter import ROOT, Program
 
 pytest.importorskip("jsonargparse")
 
 (LINE,) = re.findall(r"^python (-m gpp_examples\.lightning_cli .*\n.*)", (ROOT / "docs/lightning.md").read_text(), re.M)
 
 
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize("strategy", ["with arguments", pytest.param("gpp", marks=pytest.mark.acceptance)])
 def test_it_trains(strategy: str, tmp_path: Path) -> None:
     line = LINE.replace("\\\n", " ")
     if strategy == "gpp":
         line = re.sub(r"--trainer\.strategy .*_batches 4", "--trainer.strategy gpp", line)
-    result = subprocess.run(
-        [sys.executable, *line.split(), "--trainer.limit_train_batches", "2"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'examples'}:{os.environ.get('PYTHONPATH', '')}"},
-        capture_output=True,
-        text=True,
-        timeout=170,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr
-    assert "`max_epochs=1` reached" in result.stdout + result.stderr
-    assert "The plan" in result.stdout + result.stderr
+    code, output = Program(*line.split(), "--trainer.limit_train_batches", "2", cwd=tmp_path).outcome(170)
+    assert code == 0, output
+    assert "`max_epochs=1` reached" in output
+    assert "The plan" in output

@@ -11,11 +11,10 @@ from tests.parity.shapes import MODELS
 RARER = ("chain", "skip connections", "decoder", "translator")
 
 
-@pytest.mark.timeout(150)  # a hundred runs, on a machine that may be busy
 @pytest.mark.parametrize(
     "model", [pytest.param(name, marks=pytest.mark.acceptance) if name in RARER else name for name in MODELS]
 )
 def test_every_schedule_equals_one_process(model: str) -> None:
     """Losses, all gradients, and the micro-batches in flight that the simulator counts; nothing is left unsplit."""
-    by_rank = run_distributed(NUM_PROCESSES, run_all, model, timeout=140)
+    by_rank = run_distributed(NUM_PROCESSES, run_all, model)
     assert not any(by_rank), "\n".join(trouble for found in by_rank for trouble in found)

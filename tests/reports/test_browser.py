@@ -20,7 +20,7 @@ from lightning_gpp.simulation import Link, StageCosts, simulate
 from tests.reports.test_page import slower
 from tests.strategies import plan_of, towers
 
-pytestmark = [pytest.mark.acceptance, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.acceptance
 
 
 @pytest.fixture(scope="module")

@@ -6,8 +6,6 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from lightning_gpp.cluster import Link
 from lightning_gpp.graph import Affine
@@ -26,7 +24,7 @@ from tests.schedules.mirrored import (
     with_room,
     with_seconds,
 )
-from tests.strategies import plans, towers
+from tests.strategies import towers
 
 NAMES = ("chimera", "bitpipe")
 
@@ -239,28 +237,3 @@ def test_messages_do_not_cross(schedule: str) -> None:
         assert message.consumer.micro_batch % 2 == pipeline
         assert message.src == plan.stages[message.producer.stage].devices[pipeline]
         assert message.dst == plan.stages[message.consumer.stage].devices[pipeline]
-
-
-@st.composite
-def round_robin_plans(draw: st.DrawFn) -> Plan:
-    """Any plan, whose stages with several devices share micro-batches or take them in turn."""
-    plan = draw(plans(max_replicas=4, schedules=NAMES))
-    stages = tuple(replace(stage, round_robin=draw(st.booleans())) for stage in plan.stages)
-    memory = draw(st.sampled_from([(), (3.0,) * plan.num_devices]))
-    return replace(with_room(replace(plan, stages=stages), 3), memory_bytes=memory)
-
-
-@settings(max_examples=60, deadline=None)
-@given(plan=round_robin_plans(), sharding=st.sampled_from(["none", "fsdp"]))
-def test_any_plan(plan: Plan, sharding: str) -> None:
-    program = compile_program(replace(plan, sharding=sharding), copies=2)
-    timeline = simulate(program, StageCosts.uniform(plan, 1, 2))
-    promised = in_flight(plan)
-    assert {stage: peak for stage, peak in timeline.peak_in_flight.items() if peak} == {
-        stage: promised[stage] for stage in timeline.peak_in_flight if promised[stage]
-    }
-    done = {(device, span.action) for device, spans in enumerate(timeline.devices) for span in spans}
-    for stage in range(len(plan.stages)):
-        for device in plan.stages[stage].devices:
-            for number in plan.micro_batches(stage, device):
-                assert (device, Action(stage, Kind.BACKWARD, number)) in done

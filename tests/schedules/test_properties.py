@@ -44,16 +44,6 @@ def test_any_plan_verifies_and_keeps_its_promise(plan: Plan, lookahead: int, lat
 
 
 @RUNS
-@given(plan=plans(), batch_size=st.integers(1, 20))
-def test_inference_and_other_batch_sizes(plan: Plan, batch_size: int) -> None:
-    program = compile_program(plan, batch_size, training=False)
-    assert not any(message.gradient for message in program.messages)
-    simulate(program, StageCosts.uniform(plan))
-    compile_program(plan, batch_size)
-    compile_program(plan.chained(), batch_size)
-
-
-@RUNS
 @given(plan=plans())
 def test_text_forms_round_trip(plan: Plan) -> None:
     schedule = make_schedule(plan)

@@ -13,7 +13,7 @@ from torch.distributed.pipelining import schedules as torch_schedules
 
 from lightning_gpp.graph import Affine
 from lightning_gpp.plan import STEP, Edge, Figures, Plan, Stage
-from lightning_gpp.schedules import Action, Kind, Schedule, compile_program, in_flight, make_schedule
+from lightning_gpp.schedules import Action, Kind, Schedule, compile_program, make_schedule
 from lightning_gpp.schedules.compaction import WINDOWS, compact
 from lightning_gpp.schedules.memory import peaks_of
 from lightning_gpp.schedules.registry import method_of, orders_of
@@ -301,13 +301,6 @@ def any_plan(draw: st.DrawFn) -> Plan:
         memory = draw(st.sampled_from([(), (3.0,) * plan.num_devices]))
         plan = with_figures(plan, seconds, memory_bytes=memory)
     return plan
-
-
-@settings(max_examples=120, deadline=None)
-@given(plan=any_plan())
-def test_any_plan_runs_and_keeps_its_promise(plan: Plan) -> None:
-    timeline = simulate(compile_program(plan), StageCosts.uniform(plan, 1, 2, 1))
-    assert timeline.peak_in_flight == in_flight(plan)
 
 
 @settings(max_examples=60, deadline=None)

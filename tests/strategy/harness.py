@@ -118,10 +118,12 @@ def trainer(strategy: Any = "auto", devices: int = 1, **kwargs: Any) -> pl.Train
 
 
 def strategy(**kwargs: Any) -> GPPStrategy:
-    return GPPStrategy(**{"stages": STAGES, "num_micro_batches": 4, "failure_timeout": 20.0, "timeout": 40.0, **kwargs})
+    return GPPStrategy(
+        **{"stages": STAGES, "num_micro_batches": 4, "failure_timeout": 60.0, "timeout": 120.0, **kwargs}
+    )
 
 
-def run(world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 55.0) -> list[Any]:
+def run(world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = distributed.PATIENCE) -> list[Any]:
     """`fn(rank, *args)` in processes that a trainer takes for its own; results by rank."""
     return distributed.run_distributed(world_size, _in_environment, world_size, fn, args, timeout=timeout)
 

@@ -15,8 +15,6 @@ from tests.strategy import harness
 from tests.strategy.harness import TwoTowers
 from tests.strategy.test_asynchronous import STAGES, Towers, samples
 
-pytestmark = pytest.mark.timeout(150)  # processes start, and train
-
 
 class Aggregating(TwoTowers):
     """Gives its loss, counts and values of samples to aggregators, and logs them in several ways."""
@@ -89,9 +87,9 @@ def aggregated(rank: int, devices: int) -> list[Any]:
 
 def test_all_ranks_have_the_values_of_one_process() -> None:
     """The last of three mini-batches has five samples, in micro-batches of three and two."""
-    ((logged, kept, after),) = harness.run(1, aggregated, 1, timeout=120.0)
+    ((logged, kept, after),) = harness.run(1, aggregated, 1)
     assert {"mean_step", "mean_epoch", "hits_step", "recent", "least", "running"} <= logged[0].keys()
-    first, other = harness.run(2, aggregated, 2, timeout=120.0)
+    first, other = harness.run(2, aggregated, 2)
     for found in (first, other):
         assert found[0] == [pytest.approx(values, rel=1e-12) for values in logged]
         assert found[1] == [pytest.approx(values, rel=1e-12) for values in kept]
@@ -129,7 +127,7 @@ def ran_ahead(rank: int) -> list[tuple[list[float], float]]:
 
 def test_mini_batches_that_run_before_their_turn_count_in_turn() -> None:
     """The first epoch ends in the midst of its data: mini-batches that have run count never."""
-    found, *_ = harness.run(3, ran_ahead, timeout=120.0)
+    found, *_ = harness.run(3, ran_ahead)
     losses = [loss for _, loss in found]
     assert len(found) == 4 + 7
     for number, (values, _) in enumerate(found):

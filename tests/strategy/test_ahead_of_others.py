@@ -56,7 +56,7 @@ class Dawdling(Towers):
 
 def on_rank(rank: int, folder: str) -> tuple[int, list[int]]:
     module = Dawdling(rank, folder)
-    strategy = GPPStrategy(stages=CHAIN, weights="stash", num_micro_batches=1, failure_timeout=20.0, timeout=40.0)
+    strategy = GPPStrategy(stages=CHAIN, weights="stash", num_micro_batches=1, failure_timeout=60.0, timeout=120.0)
     data = TensorDataset(
         *(torch.randn(4 * STEPS, n, dtype=torch.float64) for n in (4, 3)), torch.zeros(4 * STEPS).long()
     )

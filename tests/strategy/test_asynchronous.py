@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_gpp import GPPStrategy
 from lightning_gpp.errors import ConfigError
+from tests.sampling import sample
 from tests.strategy import harness
 
 EXACT = 1e-12
@@ -154,7 +155,10 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+FEW = ("double buffer", "latest, validation in between", "predicted, accumulated", "two replicas of a stage")
+
+
+@pytest.mark.parametrize("name", sample(CASES, FEW))
 def test_processes_train_as_one_does_with_their_delays(name: str) -> None:
     settings, model, trainer = CASES[name]
     settings = {"stages": STAGES, **settings}
@@ -284,7 +288,7 @@ def resumed_on_rank(rank: int, *arguments: Any) -> dict[str, Any]:
     return resumed(*arguments)
 
 
-@pytest.mark.parametrize("weights", ["stash", "double_buffer", "corrected", "predicted"])
+@pytest.mark.parametrize("weights", sample(["stash", "double_buffer", "corrected", "predicted"], ["corrected"]))
 def test_a_checkpoint_after_an_epoch_resumes_exactly(weights: str, tmp_path: Path) -> None:
     settings = {"stages": STAGES, "weights": weights}
     first, *_ = harness.run(3, resumed_on_rank, settings, str(tmp_path), {"optimizer": "AdamW"})
@@ -309,9 +313,8 @@ def sharded(rank: int, weights: list[str]) -> list[dict[str, Any]]:
     ]
 
 
-@pytest.mark.timeout(150)
 def test_replicas_may_share_the_state_of_optimizers() -> None:
-    first, *_ = harness.run(3, sharded, ["stash", "corrected"], timeout=140)
+    first, *_ = harness.run(3, sharded, ["stash", "corrected"])
     for whole, split in zip(first[::2], first[1::2], strict=True):
         assert split["losses"] == whole["losses"]
         assert split["state"] == whole["state"]

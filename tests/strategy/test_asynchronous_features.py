@@ -19,8 +19,6 @@ from lightning_gpp import GPPStrategy
 from tests.strategy import harness
 from tests.strategy.test_asynchronous import CHAIN, STAGES, Towers, samples
 
-pytestmark = pytest.mark.timeout(150)  # a test trains several times
-
 BATCHES = 7
 """Mini-batches of an epoch, the last one smaller."""
 
@@ -141,9 +139,9 @@ STANDING: dict[str, Any] = {"settings": {}, "model": {"rate": 0.0}, "trainer": {
 
 
 def test_a_loss_is_logged_at_the_step_of_its_mini_batch() -> None:
-    settings = [{"schedule": "1f1b"}, {"schedule": "zb_h1"}, {"schedule": "zb_h2"}, {"flush_every": 3}]
+    settings = [{"schedule": "zb_h2"}, {"flush_every": 3}]
     cases = [{**STANDING, "settings": setting} for setting in settings]
-    first, *_ = harness.run(3, fit_all, [*cases, {**STANDING, "data": "stream"}], timeout=140)
+    first, *_ = harness.run(3, fit_all, [*cases, {**STANDING, "data": "stream"}])
     for case, outcome in zip([*settings, {"data": "stream"}], first, strict=True):
         assert outcome["losses"] == pytest.approx(plain_losses() * 2, rel=1e-12), case
         assert list(outcome["train_loss"]) == list(range(2 * BATCHES)), case
@@ -157,7 +155,7 @@ def test_an_epoch_that_is_left_early() -> None:
     skipped = {**STANDING, "model": {"rate": 0.0, "stop_at": 3}}
     patience = partial(EarlyStopping, "val_loss", patience=1, min_delta=100.0)
     stopped = {**STANDING, "trainer": {"val_check_interval": 2, "callbacks": [patience]}}
-    first, *_ = harness.run(3, fit_all, [skipped, stopped, STANDING], timeout=140)
+    first, *_ = harness.run(3, fit_all, [skipped, stopped, STANDING])
     losses = plain_losses()
     assert first[0]["losses"] == pytest.approx(losses[:3] + losses, rel=1e-12)
     assert first[1]["losses"] == pytest.approx(losses[:4], rel=1e-12)
@@ -188,7 +186,7 @@ CASES: list[dict[str, Any]] = [
 
 
 def test_everything_at_once_is_as_on_one_device() -> None:
-    ranks = harness.run(3, fit_all, CASES, timeout=100)
+    ranks = harness.run(3, fit_all, CASES)
     ((accumulated, mixed),) = harness.run(1, fit_all, [{**case, "delayed": True} for case in CASES])
     for name in ("losses", "val", "steps", "logged", "hooks"):
         for together, alone in zip(ranks[0], (accumulated, mixed), strict=True):

@@ -16,8 +16,6 @@ from lightning_gpp import GPPStrategy
 from tests.strategy import harness
 from tests.strategy.test_asynchronous import CHAIN, STAGES, Towers, samples
 
-pytestmark = pytest.mark.timeout(150)  # a test trains several times
-
 
 class Resumable:
     """A loader that can go on from a position, and says how far it was read."""
@@ -91,7 +89,7 @@ CASES: dict[str, list[tuple[dict[str, Any], dict[str, Any]]]] = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_checkpoint_from_anywhere_resumes_exactly(name: str, tmp_path: Path) -> None:
-    first, *_ = harness.run(3, interrupted, CASES[name], str(tmp_path), timeout=140)
+    first, *_ = harness.run(3, interrupted, CASES[name], str(tmp_path))
     for (settings, _), (undisturbed, again) in zip(CASES[name], first, strict=True):
         assert len(undisturbed["losses"]) == 14
         assert again["losses"] == undisturbed["losses"][10:], settings

@@ -18,14 +18,12 @@ from tests.strategy import harness
 from tests.strategy.test_asynchronous import EXACT, samples
 from tests.strategy.test_asynchronous_resume import Resumable
 
-pytestmark = pytest.mark.timeout(150)  # a test trains several times
-
 STAGES = [
     {"name": "first", "modules": ["first"], "devices": [2]},
     {"name": "turned", "modules": ["turned"], "devices": [1]},
     {"name": "last", "modules": ["last", "@step"], "devices": [0]},
 ]
-POLICIES = ["stash", "latest", "corrected", "predicted"]
+POLICIES = ["stash", "predicted"]
 
 
 class Turned(nn.Module):
@@ -93,7 +91,7 @@ def alone(rank: int) -> list[tuple[list[float], dict[str, Any]]]:
 
 def test_shared_weights_train_as_with_the_same_delays_on_one_device_and_resume(tmp_path: Path) -> None:
     (expected,) = harness.run(1, alone)
-    results = harness.run(3, interrupted, str(tmp_path), timeout=120)
+    results = harness.run(3, interrupted, str(tmp_path))
     for number, policy in enumerate(POLICIES):
         (losses, state), (rest, end) = results[0][number]
         assert losses == pytest.approx(expected[number][0], rel=EXACT), policy

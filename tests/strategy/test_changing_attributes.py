@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import Enum
 from types import SimpleNamespace
 from typing import Any
@@ -354,7 +354,8 @@ KINDS = {
 }
 STAGES = {"body.a": 1, "body.b": 0}
 ONLY_WHOLE = ("Masked", "Truncated", "Running")
-IN_WHOLE = (*ONLY_WHOLE, "Annealed", "Configured", "Sundry", "Swapped", "Frozen", "Optional")
+IN_WHOLE = (*ONLY_WHOLE, "Sundry", "Optional")
+RARER = ("AnnealedByEpoch", "Flagged", "Shifted", "Configured", "Optional", "Replaced", "Noised")
 
 
 def losses(name: str, strategy: Any = "auto", devices: int = 1, **attributes: Any) -> list[float]:
@@ -374,11 +375,17 @@ def every_kind(rank: int, names: list[str], options: dict[str, Any]) -> dict[str
     return {name: in_stages(rank, name, **options) for name in names}
 
 
-@pytest.mark.timeout(180)
-@pytest.mark.parametrize("options", [{}, {"step": "whole"}], ids=["micro_batches", "whole"])
-def test_losses_are_those_of_one_process(options: dict[str, Any]) -> None:
-    names = list(IN_WHOLE) if options else [name for name in KINDS if name not in ONLY_WHOLE]
-    found, _ = harness.run(2, every_kind, names, options, timeout=150.0)
+@pytest.mark.parametrize(
+    ("names", "options"),
+    [
+        ([name for name in KINDS if name not in (*ONLY_WHOLE, *RARER)], {}),
+        pytest.param(RARER, {}, marks=pytest.mark.acceptance),
+        (IN_WHOLE, {"step": "whole"}),
+    ],
+    ids=["micro_batches", "more micro_batches", "whole"],
+)
+def test_losses_are_those_of_one_process(names: Sequence[str], options: dict[str, Any]) -> None:
+    found, _ = harness.run(2, every_kind, list(names), options)
     expected = {name: losses(name) for name in dict.fromkeys((*names, "Changing"))}
     for name in names:
         assert found[name] == pytest.approx(expected[name], rel=1e-12), name

@@ -17,8 +17,6 @@ from tests.strategy import harness
 from tests.strategy.harness import TwoTowers, loader, make_module
 from tests.strategy.test_training import EXACT, plain
 
-pytestmark = pytest.mark.timeout(150)  # the first test waits for all runs
-
 OTHER_PLAN = [
     {"modules": ["right", "left.0"], "devices": [1]},
     {"modules": ["left.1", "left.2", "head", "@step"], "devices": [0]},
@@ -114,7 +112,7 @@ def _other_optimizer(checkpoint: dict[str, Any]) -> None:
 def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any], list[dict[str, Any]]]:
     folder = tmp_path_factory.mktemp("checkpoints")
     expected = plain(fit, f"{folder}/plain", "auto", 1)
-    return folder, expected, harness.run(2, fit_and_resume, str(folder), timeout=100)
+    return folder, expected, harness.run(2, fit_and_resume, str(folder))
 
 
 def test_monitored_checkpoints_are_those_of_plain_lightning(runs: Any) -> None:

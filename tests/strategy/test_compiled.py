@@ -21,10 +21,7 @@ from tests.strategy.harness import TwoTowers, loader, make_data
 from tests.strategy.test_sharding import fit_two
 from tests.strategy.test_training import EXACT, plain
 
-pytestmark = [
-    pytest.mark.timeout(150),  # the first compilation on a machine takes ten seconds, the others less than one
-    pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated"),  # torch.compile's own
-]
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")  # torch.compile's own
 
 BACKEND = "inductor" if shutil.which("g++") else "aot_eager"
 
@@ -121,7 +118,7 @@ def fit_all(rank: int) -> Any:
 
 @pytest.fixture(scope="module")
 def runs() -> list[Any]:
-    return harness.run(2, fit_all, timeout=120)
+    return harness.run(2, fit_all)
 
 
 def same(found: dict[str, Any], expected: dict[str, Any]) -> None:

@@ -13,8 +13,6 @@ from torchmetrics import CatMetric, MaxMetric, MeanMetric, MetricCollection, Sum
 
 from tests.strategy import harness
 
-pytestmark = pytest.mark.timeout(150)
-
 
 class Model(pl.LightningModule):
     """`between`: metrics get values of another device."""
@@ -87,7 +85,7 @@ def trained_in_stages(rank: int) -> list[list[list[float]]]:
 
 def test_every_sample_counts_once() -> None:
     expected = [trained(1, between) for between in (False, True)]
-    for found in harness.run(2, trained_in_stages, timeout=120):
+    for found in harness.run(2, trained_in_stages):
         for values, wanted in zip(found, expected, strict=True):
             for one, other in zip(values, wanted, strict=True):
                 assert one == pytest.approx(other, rel=1e-5)  # metrics count in float32

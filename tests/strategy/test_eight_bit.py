@@ -13,6 +13,7 @@ from torch import Tensor
 from lightning_gpp import GPPStrategy
 from lightning_gpp.errors import ConfigError
 from lightning_gpp.runtime.transport import DistributedTransport, Work
+from tests.sampling import sample
 from tests.strategy import harness
 
 STAGES = [
@@ -60,7 +61,7 @@ class Messages(logging.Handler):
 
 def predicted(rank: int, settings: dict[str, Any], stages: Any = STAGES, world_size: int = 3) -> dict[str, Any]:
     wire, messages = Wire(), Messages()
-    given = {"num_micro_batches": 4, "failure_timeout": 20.0, "timeout": 40.0, **settings}
+    given = {"num_micro_batches": 4, "failure_timeout": 60.0, "timeout": 120.0, **settings}
     trainer = harness.trainer(GPPStrategy(stages=stages, **given), devices=world_size)
     predictions = trainer.predict(harness.make_module(width=WIDTH), harness.loader(24))
     values = None if rank else torch.cat([p for p in predictions or [] if isinstance(p, Tensor)])
@@ -92,7 +93,7 @@ def test_the_wire_carries_a_row_of_bytes_for_each_sample() -> None:
     assert [result["bytes"].get(0, 0) for result in coded] == [0, 24 * WIDTH * 8, 24 * (WIDTH + 16)]
 
 
-@pytest.mark.parametrize("other", ["with a flush", "replicas"])
+@pytest.mark.parametrize("other", sample(["with a flush", "replicas"], ["replicas"]))
 def test_results_do_not_depend_on_messages(other: str) -> None:
     settings = {"eight_bit_edges": ["*"], "self_check": False}
     expected = harness.run(3, predicted, settings)[0]["values"]
@@ -111,7 +112,7 @@ def fitted(rank: int, eight_bit: Any, weights: str) -> dict[str, Any]:
     return {"losses": module.losses, "validated": module.metrics[-1]["val_loss"], "messages": len(messages.texts)}
 
 
-@pytest.mark.parametrize("weights", ["synchronous", "stash"])
+@pytest.mark.parametrize("weights", sample(["synchronous", "stash"], ["synchronous"]))
 def test_training_is_exact(weights: str) -> None:
     exact = harness.run(3, fitted, False, weights)
     coded = harness.run(3, fitted, ["left", "right"], weights)

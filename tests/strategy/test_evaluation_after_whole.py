@@ -12,8 +12,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from tests.strategy import harness
 
-pytestmark = pytest.mark.timeout(150)
-
 STAGES = [{"modules": ["head"], "devices": [1]}, {"modules": ["body", "@step"], "devices": [0]}]
 """A step on micro-batches would go from device 0 to 1 and back to the same stage."""
 
@@ -63,7 +61,7 @@ def evaluated_in_stages(rank: int) -> tuple[list[float], Tensor]:
 @pytest.mark.filterwarnings("ignore")
 def test_evaluations_after_training_by_hand_give_the_numbers_of_one_process() -> None:
     expected, outputs = evaluated(1)
-    found = harness.run(2, evaluated_in_stages, timeout=120)
+    found = harness.run(2, evaluated_in_stages)
     for losses, _ in found:
         assert losses == pytest.approx(expected, rel=1e-12)
     torch.testing.assert_close(found[0][1], outputs, rtol=1e-12, atol=1e-14)

@@ -17,8 +17,6 @@ from tests.strategy import harness
 
 SAMPLES = 16
 
-pytestmark = pytest.mark.timeout(150)
-
 
 def mlp(width: int, outputs: int) -> nn.Module:
     return nn.Sequential(nn.Linear(width, 8), nn.Tanh(), nn.Linear(8, outputs))
@@ -185,5 +183,5 @@ def trained_in_stages(rank: int, stages: str, kinds: list[Any]) -> list[dict[str
 )
 def test_what_modules_write_is_there_for_later_ones_and_for_the_step(stages: str, kinds: list[Any]) -> None:
     expected = [trained("auto", 1, *kind) for kind in kinds]
-    for found in harness.run(2, trained_in_stages, stages, kinds, timeout=120):
+    for found in harness.run(2, trained_in_stages, stages, kinds):
         assert found == [pytest.approx(each, rel=1e-12) for each in expected]

@@ -14,8 +14,6 @@ from lightning_gpp.capture import capture_step
 from lightning_gpp.errors import CaptureError
 from tests.strategy import harness
 
-pytestmark = pytest.mark.timeout(150)
-
 
 class Net(nn.Module):
     def __init__(self, reads: bool) -> None:
@@ -78,7 +76,7 @@ def trained_in_stages(rank: int) -> list[float]:
 def test_a_batch_with_names_may_go_to_modules() -> None:
     """Where the module has all parameters, it may read them: it counts as a part of the step."""
     expected = [trained(1, model) for model in (*MODELS, *MODELS[:2])]
-    for found in harness.run(2, trained_in_stages, timeout=120):
+    for found in harness.run(2, trained_in_stages):
         assert found == pytest.approx(expected, rel=1e-12)
 
 
@@ -93,4 +91,4 @@ def refused_as_a_whole(rank: int) -> None:
 
 
 def test_calls_of_whole_steps_may_not_read_them() -> None:
-    harness.run(2, refused_as_a_whole, timeout=120)
+    harness.run(2, refused_as_a_whole)

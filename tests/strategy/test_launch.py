@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
-import socket
+import signal
 import subprocess
-import sys
 import time
 import warnings
 from collections.abc import Callable
@@ -17,44 +16,26 @@ import lightning.pytorch as pl
 import pytest
 import torch
 
+from tests.distributed import PATIENCE, free_port
+from tests.interpreter import PATH, Program
 from tests.strategy import harness
 from tests.strategy.harness import TwoTowers, loader
 
-ROOT = Path(__file__).parents[2]
 SCRIPT = str(Path(__file__).with_name("script.py"))
-LIMIT = 100.0
-
-pytestmark = pytest.mark.timeout(150)  # each process of a script imports torch and Lightning anew
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def environment(**variables: str) -> dict[str, str]:
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "PL_", "LOCAL_RANK"))}
-    path = os.pathsep.join([str(ROOT), clean.get("PYTHONPATH", "")])
+    path = os.pathsep.join([PATH, clean.get("PYTHONPATH", "")])
     return {**clean, "PYTHONPATH": path, "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1", **variables}
 
 
-def start(arguments: list[str], **variables: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, *arguments],
-        env=environment(**variables),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+def start(arguments: list[str], **variables: str) -> Program:
+    return Program(*arguments, environment=environment(**variables))
 
 
-def outcome(process: subprocess.Popen[str]) -> tuple[int, str]:
-    try:
-        output, _ = process.communicate(timeout=LIMIT)
-    finally:
-        process.kill()
-    return process.returncode, output
+def outcome(program: Program) -> tuple[int, str]:
+    return program.outcome(PATIENCE)
 
 
 def losses(output: str) -> list[float]:
@@ -79,8 +60,8 @@ def by_slurm(folder: Path) -> str:
     return "".join([succeeded(process) for process in processes])
 
 
-def succeeded(process: subprocess.Popen[str]) -> str:
-    code, output = outcome(process)
+def succeeded(program: Program) -> str:
+    code, output = outcome(program)
     assert code == 0, output
     return output
 
@@ -122,7 +103,7 @@ def test_a_failure_of_one_rank_ends_all(tmp_path: Path, kind: str, rank: int, ca
     started = time.monotonic()
     code, output = outcome(start([SCRIPT, str(tmp_path), kind, str(rank)]))
     assert code != 0
-    assert time.monotonic() - started < LIMIT
+    assert time.monotonic() - started < PATIENCE
     assert cause in output
     assert re.search(rf"[Rr]ank {rank}", output)
     assert not running(tmp_path)
@@ -134,12 +115,12 @@ def test_a_failure_of_one_rank_ends_all(tmp_path: Path, kind: str, rank: int, ca
 
 
 def test_a_rank_whose_launcher_has_gone_ends_before_it_waits(tmp_path: Path) -> None:
-    process = start([SCRIPT, str(tmp_path), "orphan", "0"])
+    program = start([SCRIPT, str(tmp_path), "orphan", "0"])
     wait_for(lambda: (tmp_path / "started").exists())
     assert running(tmp_path)
-    process.kill()
-    process.communicate(timeout=LIMIT)  # ends when the last holder of its output has ended
-    wait_for(lambda: not running(tmp_path))
+    program.send_signal(signal.SIGKILL)
+    outcome(program)  # comes when the last holder of the output has ended
+    assert not running(tmp_path)
 
 
 def running(folder: Path) -> str:
@@ -147,7 +128,7 @@ def running(folder: Path) -> str:
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + LIMIT
+    deadline = time.monotonic() + PATIENCE
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.1)

@@ -228,10 +228,10 @@ SHARED = [{"modules": ["generator"], "devices": [1, 2]}, {"modules": ["critic", 
 @pytest.mark.parametrize(
     ("kind", "stages"),
     [
-        ("Adversaries", APART),
+        pytest.param("Adversaries", APART, marks=pytest.mark.acceptance),
         ("Adversaries", CROSSED),
         ("Untoggled", None),
-        ("Accumulating", APART),
+        pytest.param("Accumulating", APART, marks=pytest.mark.acceptance),
         ("Retaining", CROSSED),
     ],
 )

@@ -77,7 +77,6 @@ def train_noting_keys(rank: int, folder: str) -> tuple[list[float], set[str]]:
     return train(rank, folder, 2), read
 
 
-@pytest.mark.timeout(150)
 def test_each_rank_reads_its_part(tmp_path: Path) -> None:
     torch.manual_seed(7)
     transformers.LlamaForCausalLM(configuration()).save_pretrained(tmp_path, max_shard_size="20KB")

@@ -18,8 +18,6 @@ from lightning_gpp.capture.isolate import private_copy
 from lightning_gpp.errors import CaptureError
 from tests.strategy import harness
 
-pytestmark = pytest.mark.timeout(150)
-
 
 def samples(number: int, seed: int) -> Tensor:
     return torch.randn(number, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
@@ -83,7 +81,7 @@ def trained_in_stages(rank: int) -> list[float]:
 
 def test_training_reads_what_it_reads_in_one_process() -> None:
     expected = trained(1)
-    found, _ = harness.run(2, trained_in_stages, timeout=120)
+    found, _ = harness.run(2, trained_in_stages)
     assert found == pytest.approx(expected, rel=1e-12)
 
 
@@ -105,7 +103,7 @@ def trained_elsewhere(rank: int) -> None:
 
 def test_what_was_made_in_a_capture_and_kept_elsewhere_is_told() -> None:
     with pytest.raises(AssertionError, match="kept since by something that set-up does not know, such as a generator"):
-        harness.run(2, trained_elsewhere, timeout=120)
+        harness.run(2, trained_elsewhere)
 
 
 def refused(rank: int) -> str:
@@ -117,7 +115,7 @@ def refused(rank: int) -> str:
 
 
 def test_micro_batches_would_read_items_of_their_own() -> None:
-    (said,) = harness.run(1, refused, timeout=120)
+    (said,) = harness.run(1, refused)
     assert "training_step reads items of an iterator that the module keeps" in said
     assert "(unlabelled, sources.weights.0, noise)" in said
     assert "strategy.step=whole" in said
@@ -237,7 +235,7 @@ def written_in_stages(rank: int, folder: Path) -> tuple[list[float], list[float]
 
 def test_a_step_writes_to_a_file_what_it_writes_in_one_process(tmp_path: Path) -> None:
     expected = written(tmp_path)
-    whole, parts = harness.run(2, written_in_stages, tmp_path, timeout=120)[0]
+    whole, parts = harness.run(2, written_in_stages, tmp_path)[0]
     assert whole == pytest.approx(expected, abs=1e-8)
     means = [(first + second) / 2 for first, second in zip(parts[::2], parts[1::2], strict=True)]
     assert means == pytest.approx(expected, abs=1e-8)

@@ -12,7 +12,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 
-from benchmarks.reads import Counts, counted
+from benchmarks.gpu.reads import Counts, counted
 from gpp_examples.plain_loop import Branches, batches, loss_of
 from lightning_gpp import Options, initialize
 from tests.distributed import run_distributed

@@ -105,9 +105,8 @@ def warnings_of_all(rank: int) -> dict[str, list[str]]:
     return found
 
 
-@pytest.mark.timeout(120)
 def test_losses_in_a_pipeline() -> None:
-    first, second = harness.run(2, warnings_of_all, timeout=110.0)
+    first, second = harness.run(2, warnings_of_all)
     assert first["mean"] == first["complex"] == first["sum"] == second["masked"] == []
     assert "do not count the same" in first["masked"][0]
     assert "set strategy.loss_reduction" in first["unfit"][0]

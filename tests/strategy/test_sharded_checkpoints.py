@@ -16,8 +16,6 @@ from tests.strategy import harness
 from tests.strategy.harness import TwoTowers, loader
 from tests.strategy.test_training import EXACT, plain
 
-pytestmark = pytest.mark.timeout(200)  # the first test waits for all runs
-
 THREE = [
     {"modules": ["left"], "devices": [2]},
     {"modules": ["right"], "devices": [1]},

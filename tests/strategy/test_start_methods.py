@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.distributed import PATIENCE
 from tests.strategy.test_launch import outcome, start, succeeded
-
-pytestmark = pytest.mark.timeout(150)
 
 TRAINING = """
 import sys
@@ -118,11 +117,10 @@ def test_exceptions_are_handled_in_the_processes_and_once(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_no_process_outlives_the_one_that_started_it(tmp_path: Path, number: int) -> None:
-    process = start(failing("wait", tmp_path))
-    assert process.stdout is not None
-    assert any(line == "waits\n" for line in process.stdout)
-    process.send_signal(number)
-    code, output = outcome(process)  # comes when the last holder of the output has ended
+    program = start(failing("wait", tmp_path))
+    assert "waits" in program.lines(PATIENCE)
+    program.send_signal(number)
+    code, output = outcome(program)  # comes when the last holder of the output has ended
     assert code == (130 if number == signal.SIGINT else -number)
     assert "was interrupted" in output
 

@@ -91,7 +91,7 @@ def evaluated_in_stages(rank: int) -> list[float]:
 
 def test_evaluation_gives_the_numbers_of_one_process() -> None:
     expected = [evaluated("auto", 1, kind) for kind in KINDS]
-    for found in harness.run(2, evaluated_in_stages, timeout=120):
+    for found in harness.run(2, evaluated_in_stages):
         assert found == pytest.approx(expected, rel=1e-12)
 
 

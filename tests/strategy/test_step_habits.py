@@ -14,8 +14,6 @@ from torch import Tensor, nn
 from lightning_gpp.errors import CaptureError
 from tests.strategy import harness
 
-pytestmark = pytest.mark.timeout(300)  # the first test on each worker trains all of them
-
 
 class Plain(pl.LightningModule):
     """Two layers of their own; hooks note what they see."""
@@ -167,8 +165,8 @@ def all_habits(rank: int, devices: int) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def found() -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    (alone,) = harness.run(1, all_habits, 1, timeout=120.0)
-    return alone, harness.run(2, all_habits, 2, timeout=180.0)
+    (alone,) = harness.run(1, all_habits, 1)
+    return alone, harness.run(2, all_habits, 2)
 
 
 @pytest.mark.parametrize("habit", [kind.__name__ for kind in HABITS])

@@ -39,11 +39,11 @@ PIPELINES = {"stages": None, "num_pipelines": 2}
 @pytest.mark.parametrize(
     ("options", "rank", "hook", "step", "last"),
     [
-        ({}, 0, "on_train_batch_end", 3, 3),
+        pytest.param({}, 0, "on_train_batch_end", 3, 3, marks=pytest.mark.acceptance),
         ({}, 1, "on_train_batch_end", 3, None),
         ({"weights": "stash"}, 1, "on_train_batch_end", 3, None),
-        (PIPELINES, 1, "on_train_batch_end", 3, None),
-        ({}, 1, "on_validation_end", 5, 5),
+        pytest.param(PIPELINES, 1, "on_train_batch_end", 3, None, marks=pytest.mark.acceptance),
+        pytest.param({}, 1, "on_validation_end", 5, 5, marks=pytest.mark.acceptance),
         ({}, 1, "on_train_epoch_end", 10, 10),
     ],
 )

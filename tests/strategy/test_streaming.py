@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from lightning_gpp import Cluster, Device, GPPStrategy, Link
 from lightning_gpp.cluster import Node
 from lightning_gpp.errors import ConfigError
+from tests.sampling import sample
 from tests.strategy import harness
 
 TOWERS = [
@@ -105,7 +106,7 @@ def loaders() -> list[DataLoader[Any]]:
 
 def evaluated(rank: int, streaming: bool, stages: Any, world_size: int, settings: dict[str, Any]) -> dict[str, Any]:
     module = Towers()
-    given = {"num_micro_batches": 2, "failure_timeout": 20.0, "timeout": 40.0, "seed": 5, **settings}
+    given = {"num_micro_batches": 2, "failure_timeout": 60.0, "timeout": 120.0, "seed": 5, **settings}
     strategy = GPPStrategy(stages=stages, streaming=streaming, **given)
     trainer = harness.trainer(strategy, devices=world_size)
     predictions = trainer.predict(module, loaders())
@@ -119,7 +120,11 @@ def evaluated(rank: int, streaming: bool, stages: Any, world_size: int, settings
 
 @pytest.mark.parametrize(
     ("stages", "world_size", "settings"),
-    [(TOWERS, 3, {}), (REPLICATED, 4, {"schedule": "gpipe"}), (TOWERS, 6, {"sharding": "zero1"})],
+    [
+        pytest.param(TOWERS, 3, {}, marks=pytest.mark.acceptance),
+        (REPLICATED, 4, {"schedule": "gpipe"}),
+        pytest.param(TOWERS, 6, {"sharding": "zero1"}, marks=pytest.mark.acceptance),
+    ],
     ids=["two towers", "replicas", "two pipelines"],
 )
 def test_results_and_hooks_are_those_with_a_flush(stages: Any, world_size: int, settings: dict[str, Any]) -> None:
@@ -132,7 +137,7 @@ def test_results_and_hooks_are_those_with_a_flush(stages: Any, world_size: int, 
 def fitted(rank: int, streaming: bool, settings: dict[str, Any]) -> dict[str, Any]:
     """Training with validation in between, each on data whose number of mini-batches nobody knows."""
     module = Towers()
-    given = {"num_micro_batches": 2, "failure_timeout": 20.0, "timeout": 40.0, "seed": 5, **settings}
+    given = {"num_micro_batches": 2, "failure_timeout": 60.0, "timeout": 120.0, "seed": 5, **settings}
     trainer = harness.trainer(
         GPPStrategy(stages=TOWERS, streaming=streaming, **given),
         devices=3,
@@ -149,7 +154,7 @@ def fitted(rank: int, streaming: bool, settings: dict[str, Any]) -> dict[str, An
     }
 
 
-@pytest.mark.parametrize("weights", ["synchronous", "stash"])
+@pytest.mark.parametrize("weights", sample(["synchronous", "stash"], ["stash"]))
 def test_validation_in_between(weights: str) -> None:
     streamed, flushed = (harness.run(3, fitted, s, {"weights": weights}) for s in (True, False))
     assert streamed == flushed
@@ -172,7 +177,7 @@ def with_a_slow_device(rank: int, settings: dict[str, Any]) -> dict[str, Any]:
     torch.manual_seed(0)
     module = harness.make_module()
     strategy = GPPStrategy(
-        cluster=cluster, num_micro_batches=2, failure_timeout=20.0, timeout=40.0, max_replicas=1, **settings
+        cluster=cluster, num_micro_batches=2, failure_timeout=60.0, timeout=120.0, max_replicas=1, **settings
     )
     trainer = harness.trainer(strategy, devices=3)
     trainer.fit(module, harness.loader())
@@ -182,7 +187,9 @@ def with_a_slow_device(rank: int, settings: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "settings", [{"partitioner": "edgepipe"}, {"idle_devices": True}], ids=["edgepipe", "idle_devices"]
+    "settings",
+    [pytest.param({"partitioner": "edgepipe"}, marks=pytest.mark.acceptance), {"idle_devices": True}],
+    ids=["edgepipe", "idle_devices"],
 )
 def test_a_device_that_is_not_worth_it_stays_unused(settings: dict[str, Any]) -> None:
     results = harness.run(3, with_a_slow_device, settings)

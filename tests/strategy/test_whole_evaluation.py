@@ -99,7 +99,13 @@ def divided(rank: int, settings: dict[str, Any], *arguments: Any) -> dict[str, A
 
 @pytest.mark.parametrize(
     ("kind", "loop"),
-    [("edges", "validate"), ("layers", "predict"), ("clouds", "validate"), ("clouds", "test"), ("clouds", "predict")],
+    [
+        ("layers", "predict"),
+        ("clouds", "test"),
+        ("clouds", "predict"),
+        pytest.param("edges", "validate", marks=pytest.mark.acceptance),
+        pytest.param("clouds", "validate", marks=pytest.mark.acceptance),
+    ],
 )
 def test_without_training(kind: str, loop: str) -> None:
     found, other = harness.run(2, divided, {}, kind, loop)
@@ -117,7 +123,7 @@ def test_without_training(kind: str, loop: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "by_hand"),
     [
-        ("layers", True),
+        pytest.param("layers", True, marks=pytest.mark.acceptance),
         pytest.param("clouds", True, marks=pytest.mark.acceptance),
         pytest.param("edges", False, marks=pytest.mark.acceptance),
         ("clouds", False),

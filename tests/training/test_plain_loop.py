@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,8 @@ from torch.optim import AdamW
 from gpp_examples import plain_loop
 from gpp_examples.plain_loop import Batch, Branches, batches, loss_of
 from lightning_gpp import CheckpointError, ConfigError, Engine, Options, initialize
-from tests.distributed import run_distributed
+from tests.distributed import free_port, run_distributed
+from tests.interpreter import Program
 
 State = dict[str, Any]
 
@@ -278,9 +277,11 @@ def test_a_state_of_another_module() -> None:
         assert "The checkpoint does not fit Branches" in message
 
 
-def test_the_example_under_torchrun() -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "gpp_examples.plain_loop"]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=55)
-    assert ended.returncode == 0, ended.stderr
-    assert "in the first step" in ended.stdout
+def test_the_example_with_the_environment_of_torchrun() -> None:
+    common = {**os.environ, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    common["MASTER_PORT"] = str(free_port())
+    ranks = [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
+    programs = [Program("-m", "gpp_examples.plain_loop", environment=environment) for environment in ranks]
+    ended = [program.outcome(50) for program in programs]
+    assert [code for code, _ in ended] == [0, 0], ended
+    assert "in the first step" in ended[0][1]

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import faulthandler
-import multiprocessing
 import pickle
 import tempfile
 import time
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -24,23 +23,22 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from benchmarks.schedules.outcomes import Outcome
-from benchmarks.schedules.random_plans import Limits, case_of
 from lightning_gpp.runtime import DistributedTransport, Executor, GradientSync, Mesh, pairs_of
 from lightning_gpp.runtime.sharding import ShardedStages, StageSync
 from lightning_gpp.schedules import Kind, Program, compile_program
 from lightning_gpp.schedules.actions import COLLECTIVES, RELEASES
 from lightning_gpp.schedules.lowering import samples_of
 from lightning_gpp.schedules.verifier import computed
+from tests import distributed
 from tests.runtime import cases
 from tests.runtime.cases import Case, part_of
 from tests.runtime.stages import Mixer, all_slots, holders_of, local_parameters, make_stages, named_parameters
+from tests.schedules.random_plans import Limits, case_of
+
+distributed.preload(__name__)
 
 NUM_PROCESSES = 4
 LIMITS = Limits(max_stages=7, max_devices=NUM_PROCESSES, max_batch=12, uncut=False)
-
-_CONTEXT = multiprocessing.get_context("forkserver")
-_PRELOADED = ["torch.distributed", "torch.fx.experimental.symbolic_shapes", __name__]
 
 
 def real_case(number: int) -> Case:
@@ -63,19 +61,12 @@ def real_case(number: int) -> Case:
     )
 
 
-def executed(numbers: Iterable[int], seconds_per_case: float = 60.0) -> Iterator[Outcome]:
-    """Run cases and compare losses, all gradients and the micro-batches in flight with one process and the program."""
-    with Workers(NUM_PROCESSES) as workers:
-        for number in numbers:
-            case, start, failure = real_case(number), time.perf_counter(), ""
-            try:
-                program = compile_program(case.plan, case.batch_size, copies=case.num_pipelines)
-                num_ranks = case.plan.num_devices * case.num_pipelines
-                check(case, program, workers.run(num_ranks, seconds_per_case, run_on_rank, case, program))
-            except Exception:
-                failure = traceback.format_exc()
-            seconds = time.perf_counter() - start
-            yield Outcome(number=number, schedule=case.plan.schedule, seconds=seconds, failure=failure)
+def execute(workers: Workers, number: int, seconds: float = 60.0) -> None:
+    """Run a case; losses, gradients and micro-batches in flight are those of one process and of the program."""
+    case = real_case(number)
+    program = compile_program(case.plan, case.batch_size, copies=case.num_pipelines)
+    num_ranks = case.plan.num_devices * case.num_pipelines
+    check(case, program, workers.run(num_ranks, seconds, run_on_rank, case, program))
 
 
 def run_on_rank(rank: int, case: Case, program: Program) -> cases.Outcome:
@@ -175,7 +166,6 @@ class Workers:
         self._pipes: list[Connection] = []
 
     def __enter__(self) -> Workers:
-        _CONTEXT.set_forkserver_preload(_PRELOADED)
         self._start()
         return self
 
@@ -213,8 +203,8 @@ class Workers:
 
     def _start(self) -> None:
         for _ in range(self._number):
-            ours, theirs = _CONTEXT.Pipe()
-            process = _CONTEXT.Process(target=_serve, args=(theirs,), daemon=True)
+            ours, theirs = distributed.CONTEXT.Pipe()
+            process = distributed.CONTEXT.Process(target=_serve, args=(theirs,), daemon=True)
             process.start()
             theirs.close()
             self._processes.append(process)

@@ -1,20 +1,11 @@
-"""Time and memory to capture a GPT with 49 billion parameters on the meta device.
-
-python benchmarks/capture_large.py [layers] [width]
-"""
+"""A GPT of any size, with tied embedding and head."""
 
 from __future__ import annotations
-
-import resource
-import sys
-import time
 
 import lightning as L
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-
-from lightning_gpp.capture import capture_step
 
 
 class Block(nn.Module):
@@ -55,25 +46,3 @@ class GPT(L.LightningModule):
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         logits = self(batch[:, :-1])
         return F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
-
-
-def main() -> None:
-    num_layers, width = (int(argument) for argument in (*sys.argv[1:], 48, 9216)[:2])
-    with torch.device("meta"):
-        module = GPT(num_layers, width)
-        batch = torch.zeros(8, 2049, dtype=torch.long)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    start = time.perf_counter()
-    captured = capture_step(module, batch)
-    seconds = time.perf_counter() - start
-    after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    parameters = sum(parameter.numel() for parameter in module.parameters()) / 1e9
-    flops = sum(operator.flops.at(1) for operator in captured.graph) / 1e12
-    print(f"{parameters:.1f} billion parameters, {len(captured.graph)} operators, {flops:.0f} TFLOP forward per sample")
-    print(
-        f"captured in {seconds:.1f} s; peak memory of the process {after / 1e3:.0f} MB ({before / 1e3:.0f} MB before)"
-    )
-
-
-if __name__ == "__main__":
-    main()

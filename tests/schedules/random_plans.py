@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Final
 
-from benchmarks.schedules.random_slices import in_slices
 from lightning_gpp.errors import ConfigError
 from lightning_gpp.graph import Affine
 from lightning_gpp.plan import SHARDINGS, SOURCE, STEP, Edge, Figures, Plan, Stage
@@ -16,6 +15,7 @@ from lightning_gpp.planning.assignment.layout import laid_out
 from lightning_gpp.schedules import schedule_names
 from lightning_gpp.schedules.registry import method_of
 from lightning_gpp.simulation import Link, StageCost, StageCosts
+from tests.schedules.random_slices import in_slices
 
 Pairs = list[tuple[int, int]]
 
