@@ -45,7 +45,7 @@ BATCH = "batch"
 
 _READS = {"item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "__array__", "is_nonzero"}
 
-_ATTENTION = (
+_ATTENTION: Final[tuple[tuple[SDPBackend, Callable[[], bool]], ...]] = (
     (SDPBackend.FLASH_ATTENTION, torch.backends.cuda.flash_sdp_enabled),
     (SDPBackend.EFFICIENT_ATTENTION, torch.backends.cuda.mem_efficient_sdp_enabled),
     (SDPBackend.MATH, torch.backends.cuda.math_sdp_enabled),

@@ -119,8 +119,7 @@ class CallSession:
 
     def samples_of(self, stage: int, micro_batch: int, batch_size: int) -> tuple[int, int]:
         """The samples that this rank computes of a stage's micro-batch."""
-        whole = self.plan.intervals(stage, batch_size)[micro_batch]
-        return self.plan.share(stage, self.job.control.device, whole)
+        return self.plan.share(stage, self.job.control.device, micro_batch, batch_size)
 
     def buffers(self, batch_size: int) -> list[Tensor]:
         """Empty tensors for the results, in the order of `made`."""
