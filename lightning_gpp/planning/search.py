@@ -46,6 +46,10 @@ from lightning_gpp.planning.problem.problem import Problem
 from lightning_gpp.planning.request import STANDARD, Candidate, Request, candidates, num_stages_per_device
 
 
+ESTIMATES_SHARE: Final = 0.6
+"""The share of a partitioner's search; the rest is for the programs of its best drafts."""
+
+
 def best_plan(partitioner: str, graph: OperatorGraph, request: Request) -> Prediction:
     """The fastest plan that fits the memory, of all schedules and numbers of pipelines that the request allows.
 
@@ -74,6 +78,7 @@ class _AnsweredRequest:
     question: Request
     problem: Problem
     answer: Answer
+    control: SearchControl
     seconds: float
     trial: Trial | None = None
 
@@ -118,6 +123,7 @@ class PlanSearch:
         self._bounds: dict[Request, float] = {}
         self._explained: dict[Request, str] = {}
         self._num_questions = max(1, len(set(_questions(request))))
+        self._control = SearchControl(seconds=request.seconds, progress=request.progress)
 
     def best(self) -> Prediction:
         """See `best_plan`."""
@@ -186,16 +192,22 @@ class PlanSearch:
 
     def _asked(self, question: Request) -> _AnsweredRequest:
         problem = question.problem(self.graph)
-        control = SearchControl(seconds=self.request.seconds / self._num_questions, progress=self.request.progress)
-        answer = refitted(problem, checked(self.name, problem, self.partitioner(problem, control)))
-        return _AnsweredRequest(question=question, problem=problem, answer=answer, seconds=control.elapsed)
+        control = self._control.part(1 / self._num_questions)
+        answer = checked(self.name, problem, self.partitioner(problem, control.part(ESTIMATES_SHARE)))
+        return _AnsweredRequest(
+            question=question,
+            problem=problem,
+            answer=refitted(problem, answer),
+            control=control,
+            seconds=control.elapsed,
+        )
 
     def _trial(self, candidate: Candidate, search: _AnsweredRequest) -> Trial:
         def predict(draft: Draft) -> Prediction:
             return self._predict(candidate, search.problem, draft)
 
         if search.trial is None:
-            search.trial = best_trial(search.problem, search.answer, predict)
+            search.trial = best_trial(search.problem, search.answer, predict, search.control)
             return search.trial
         return replace(search.trial, prediction=predict(search.trial.draft))
 

@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from heapq import nsmallest
-from itertools import takewhile
 from math import inf
 from random import Random
 
@@ -32,6 +31,7 @@ from lightning_gpp.planning.partitioners.auto.variants import on_fewer_devices, 
 from lightning_gpp.planning.problem.draft import Draft
 from lightning_gpp.planning.problem.evaluate import Evaluation, Evaluator
 from lightning_gpp.planning.problem.partitioner import Alternative, Answer, SearchControl, register_partitioner
+from lightning_gpp.planning.problem.pipeline_clock import EXACT_ACTIONS
 from lightning_gpp.planning.problem.problem import Problem
 from lightning_gpp.planning.problem.simplicity import complexity
 
@@ -50,11 +50,14 @@ NUM_STARTS = 6
 FAR = 2
 """Multiple of the best step time beyond which a start is not improved; perturbations of the best shape gain more."""
 
+IMPROVE_SHARE = 0.8
+"""Share of the search for the fastest shape; the rest is for simpler ones, and for fewer devices."""
+
 FEWER_SHARE, FEWER_STARTS = 0.1, 3
 """Share of the time of the search on fewer devices, and number of shapes that it improves."""
 
-MAX_EVALUATIONS = 40_000
-"""Limit of evaluated shapes. Searches that reach it before the time limit find the same plan on every machine."""
+EVALUATIONS_PER_ACTION = 0.01
+"""The share of an evaluation that simulating one action takes as long as."""
 
 GOOD_ENOUGH = 1.002
 """Multiple of the lower bound at which the search ends, because little is left to be gained."""
@@ -76,14 +79,14 @@ Rank = tuple[float, float]
 @register_partitioner("auto")
 def auto(problem: Problem, control: SearchControl) -> Answer:
     """Find the shortest step in `control.seconds`; a good plan takes a fraction of that."""
-    search = Search(problem, control, busy_bound(problem))
+    search = Search(problem, control.part(IMPROVE_SHARE), busy_bound(problem))
     try:
         search.run(_first_results(search))
+        search.control = control
         search.simplify()
         search.save()
         if not search.found and not (problem.idle_devices or problem.every_device):
-            again = SearchControl(seconds=control.seconds, progress=control.progress)  # the time is over
-            return auto(replace(problem, idle_devices=True), again)
+            return auto(replace(problem, idle_devices=True), control)
         return replace(search.answer(), compared=_compared(search))
     except KeyboardInterrupt:
         return replace(search.answer(), notes=(INTERRUPTED,), interrupted=True)
@@ -96,8 +99,7 @@ def _compared(search: Search) -> Draft | None:
         return None
     if problem.idle_devices:
         return None if best.num_devices == everything else search.best_of(lambda shape: shape.num_devices == everything)
-    control = SearchControl(seconds=FEWER_SHARE * search.control.seconds)
-    relaxed = Search(replace(problem, idle_devices=True), control, search.bound)
+    relaxed = Search(replace(problem, idle_devices=True), search.control.part(FEWER_SHARE), search.bound)
     relaxed.run_briefly(best)
     return relaxed.best_of(lambda shape: shape.num_devices < everything)
 
@@ -109,8 +111,7 @@ def _first_results(search: Search) -> list[Shape]:
     if problem.num_units < 1.5 * num_pieces:
         return []
     coarser = coarse(problem, num_pieces)
-    seconds = COARSE_SHARE * max(0.0, control.seconds - control.elapsed)
-    first = Search(coarser.problem, SearchControl(seconds=seconds, progress=control.progress), search.bound)
+    first = Search(coarser.problem, control.part(COARSE_SHARE), search.bound)
     try:
         first.run()
     finally:
@@ -156,7 +157,7 @@ class Search:
     @property
     def done(self) -> bool:
         good = self.fastest is None and self.rank[0] == 0 and self.rank[1] <= self.bound * GOOD_ENOUGH
-        return good or self.control.expired or self.evaluate.evaluations >= MAX_EVALUATIONS
+        return good or self.control.expired
 
     @property
     def found(self) -> bool:
@@ -219,8 +220,7 @@ class Search:
     def run_briefly(self, start: Shape) -> None:
         """Improve a shape, and the best first ones on fewer devices; do not perturb."""
         self.take([start])
-        shapes = self._cut(on_fewer_devices(self.problem, self._orders()))
-        self.take(takewhile(lambda _: not self.control.expired, shapes))
+        self._take(1.0, self._cut(on_fewer_devices(self.problem, self._orders())))
         for shape in self.leaders()[:FEWER_STARTS]:
             self._improve(shape)
 
@@ -230,23 +230,24 @@ class Search:
         return None if shape is None or self.known[shape] >= (0, inf) else self._fitted(shape)
 
     def _starts(self) -> list[Shape]:
-        self.published = published(self.problem, self.control)
-        self.take(self.published)
-        began = self.control.elapsed
+        self._take(FIRST_SHARE, self._first_shapes())
+        if not self.done:
+            self.published = published(self.problem, self.control)
+            self.take(self.published)
         if self.problem.idle_devices:
-            fewer = self._cut(on_fewer_devices(self.problem, self._orders()))
-            self._take_until(began + FEWER_SHARE * self.control.seconds, fewer)
-        self._take_until(began + FIRST_SHARE * self.control.seconds, self._first_shapes())
+            self._take(FEWER_SHARE, self._cut(on_fewer_devices(self.problem, self._orders())))
         best = nsmallest(NUM_SLACKENED, self.known, key=self.known.__getitem__)
-        self._take_until(began + 2 * FIRST_SHARE * self.control.seconds, with_slack(self.problem, best))
+        self._take(FIRST_SHARE, with_slack(self.problem, best))
         return self.leaders()
 
-    def _take_until(self, seconds: float, shapes: Iterable[Shape]) -> None:
-        """Judge shapes, at least one, until the search has taken these seconds."""
+    def _take(self, share: float, shapes: Iterable[Shape]) -> None:
+        """Judge shapes for a share of the search; at least one, so that there is a plan however short the time is."""
+        whole, self.control = self.control, self.control.part(share)
         for shape in shapes:
+            if self.done and self.known:
+                break
             self._judge(shape)
-            if self.control.elapsed > seconds:
-                return
+        self.control = whole
 
     def _first_shapes(self) -> Iterator[Shape]:
         problem, found = self.problem, self._orders()
@@ -258,7 +259,9 @@ class Search:
         return orders(self.problem, self.problem.seconds(self.problem.sizes[len(self.problem.sizes) // 2]).total)
 
     def _cut(self, variants: Iterable[Cuts]) -> Iterator[Shape]:
-        for cuts in takewhile(lambda _: not self.control.expired, variants):
+        for cuts in variants:
+            if self.control.expired and self.known:
+                return
             number = -(-self.problem.batch_size // cuts.size)
             for shape in seeds(self.problem, cuts, partial(self._worth, number)):
                 yield shape
@@ -267,20 +270,27 @@ class Search:
 
     def _worth(self, number: int, seconds: float) -> bool:
         """True if a plan whose slowest stage takes these seconds per micro-batch can come near the best step."""
+        self.control.count()
         return self.rank[0] > 0 or number * seconds < 1.1 * self.rank[1]
 
     def _judge(self, shape: Shape, limit: float = inf) -> Rank:
         """The rank of a shape: memory, then seconds. Seconds of `limit` or more are only a lower bound."""
         if shape not in self.known:
             rank = self.evaluate(shape.draft(), limit).rank
+            self.control.count()
             if rank[1] >= limit:
                 self.refused.add(shape)
                 return rank
             self.known[shape] = rank
+            self.control.count(EVALUATIONS_PER_ACTION * self._num_actions(shape))
             if rank < self.rank:
                 self.best, self.rank = shape, rank
-                self.control.report(self.control.elapsed / self.control.seconds, rank[1], self.bound)
+                self.control.report(self.control.done, rank[1], self.bound)
         return self.known[shape]
+
+    def _num_actions(self, shape: Shape) -> float:
+        """Number of actions that the estimate of a shape simulates, each for all replicas."""
+        return min(EXACT_ACTIONS, 2 * len(shape.groups) * -(-self.problem.batch_size // shape.size))
 
     def _improve(self, shape: Shape, enough: float = 0.0) -> None:
         """Apply changes that make the step shorter until there is none, or it is short enough."""
@@ -320,6 +330,7 @@ class Search:
             states=self.evaluate.evaluations,
             alternatives=tuple(sorted(self._alternatives(), key=lambda entry: entry.seconds)),
             tolerance=self.problem.simplicity,
+            bound=self.bound * GOOD_ENOUGH / self.problem.num_slices,
             neighbours=self._neighbours,
         )
 
@@ -332,6 +343,7 @@ class Search:
         if shape is None:
             return
         others = list(moves(self.problem, shape, self._loads(shape)))[-MAX_MOVES:]
+        self.control.count(len(others))
         ranks = {other: self.evaluate(other.draft()).rank for other in others}
         yield from (self._fitted(other) for other in sorted(ranks, key=ranks.__getitem__) if ranks[other] < (0, inf))
 

@@ -341,7 +341,7 @@ PUBLISHED: Final[Mapping[str, tuple[Partitioner, int]]] = MappingProxyType(
 """Partitioners whose drafts the search begins with, and the most units for which each is quick."""
 
 PUBLISHED_SHARE = 0.2
-"""The share of the time that they may take, those that can stop at any time."""
+"""The share of the search that each may take, if it can stop at any time."""
 
 
 def published(problem: Problem, control: SearchControl) -> dict[Shape, str]:
@@ -349,7 +349,7 @@ def published(problem: Problem, control: SearchControl) -> dict[Shape, str]:
     found: dict[Shape, str] = {}
     for name, (partitioner, most) in PUBLISHED.items():
         if problem.num_units <= most and problem.num_devices <= MAX_SLOTS:
-            draft = partitioner(problem, SearchControl(seconds=PUBLISHED_SHARE * control.seconds)).draft
+            draft = partitioner(problem, control.part(PUBLISHED_SHARE)).draft
             shape = None if draft is None else Shape.of(draft)
             if shape is not None:
                 found.setdefault(shape, name)
