@@ -118,7 +118,7 @@ class Request(SearchOptions):
         every_device: whether the schedule's layout needs a stage on every device.
         members: numbers of adjacent devices of a node that may share the work inside a stage, ascending; the graph says
             what they divide.
-        seconds: time limit of all searches together, for partitioners that can stop at any time.
+        seconds: time limit of all searches together, for partitioners that can stop at any time; see `SearchControl`.
         progress: called during the search.
     """
 
@@ -139,7 +139,7 @@ class Request(SearchOptions):
     slack: bool = True
     every_device: bool = False
     members: tuple[int, ...] = (1,)
-    seconds: float = 10.0
+    seconds: float = 20.0
     progress: Progress | None = None
 
     def __post_init__(self) -> None:

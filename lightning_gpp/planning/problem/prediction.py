@@ -331,7 +331,7 @@ class _Trials:
 
     @property
     def enough(self) -> bool:
-        """True if a program takes hardly longer than any can; on one device, where nothing waits, all estimates hold."""
+        """True if a program takes hardly longer than any can; on one device nothing waits, so estimates hold."""
         least = inf if self.problem.num_devices == 1 else self.answer.bound
         return any(entry.fits and entry.seconds <= least for entry in self.known.values())
 
