@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -72,12 +73,10 @@ def pipeable() -> Iterator[None]:
 
 
 def _has_reader() -> bool:
-    """False if what was printed cannot be written; another pipe may have been broken."""
-    try:
-        sys.stdout.flush()
-    except BrokenPipeError:
-        return False
-    return True
+    """False if nobody reads what is printed; another pipe may have been broken."""
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)
+    return not any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 @contextmanager

@@ -45,7 +45,6 @@ from lightning_gpp.planning.problem.prediction import Prediction, SearchFigures,
 from lightning_gpp.planning.problem.problem import Problem
 from lightning_gpp.planning.request import STANDARD, Candidate, Request, candidates, num_stages_per_device
 
-
 ESTIMATES_SHARE: Final = 0.6
 """The share of a partitioner's search; the rest is for the programs of its best drafts."""
 

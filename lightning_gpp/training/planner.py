@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from lightning_gpp.capture import Capture, capture_step
-from lightning_gpp.errors import PlanError
+from lightning_gpp.errors import ConfigError, PlanError
 from lightning_gpp.graph import OperatorGraph
 from lightning_gpp.plan import STEP, Plan
 from lightning_gpp.planning import Prediction, Request, best_order, best_plan, check_model, manual

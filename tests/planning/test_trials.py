@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-import pytest
-
 from lightning_gpp.cluster import Cluster, Link
 from lightning_gpp.errors import PlanError
 from lightning_gpp.planning import Alternative, Answer, Draft, DraftStage, Prediction, Problem, Request, SearchControl

@@ -23,8 +23,8 @@ from lightning_gpp.training.host import Job
 from lightning_gpp.training.incoming import Incoming
 from lightning_gpp.training.optimizers import OptimizerIndex
 from lightning_gpp.training.parameters import Placement, drop, move, settle, tensors_of
-from lightning_gpp.training.session import check_placement
 from lightning_gpp.training.planner import check_step_device
+from lightning_gpp.training.session import check_placement
 from lightning_gpp.training.setup import set_up
 from tests.distributed import run_distributed
 

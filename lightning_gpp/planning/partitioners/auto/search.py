@@ -1,10 +1,10 @@
 """The default partitioner: any DAG, any stages, replicas, micro-batch size and schedule, jointly.
 
-First shapes (`seeds`) come from contiguous cuts of several orders of the units, as partitioners of chains find them,
-and from the partitioners of the literature. The best ones are improved by single changes (`moves`) as long as the step
-gets shorter. Then they are perturbed and improved again, until the time is up, there was no improvement for long, or
-the step is as short as the lower bound (`bound`) allows. Every candidate is judged by the simulated seconds of its
-whole step and by the memory of every device, with the cheapest measures that make it fit (`Evaluator.fitted`).
+First shapes are contiguous cuts of two orders of the units (`seeds`), and the draft of GraphPipe's dynamic program.
+The best ones are improved by single changes (`moves`) as long as the step gets shorter. Then they are perturbed and
+improved again, until the search is over, there was no improvement for long, or the step is as short as the lower bound
+(`bound`) allows. Every shape is judged by the simulated seconds of its whole step and by the memory of every
+device, with the cheapest measures that make it fit (`Evaluator.fitted`).
 
 Of those that are nearly as fast as the best, the simplest one is the answer (`Problem.simplicity`).
 
@@ -23,11 +23,11 @@ from math import inf
 from random import Random
 
 from lightning_gpp.planning.bounds.bound import busy_bound
-from lightning_gpp.planning.partitioners.auto.coarse import coarse
 from lightning_gpp.planning.partitioners.auto.moves import moves, with_slack
-from lightning_gpp.planning.partitioners.auto.seeds import MAX_SLOTS, Cuts, orders, published, seeds
+from lightning_gpp.planning.partitioners.auto.seeds import MAX_SLOTS, Cuts, orders, seeds
 from lightning_gpp.planning.partitioners.auto.shape import Shape
 from lightning_gpp.planning.partitioners.auto.variants import on_fewer_devices, variants
+from lightning_gpp.planning.partitioners.graphpipe import graphpipe
 from lightning_gpp.planning.problem.draft import Draft
 from lightning_gpp.planning.problem.evaluate import Evaluation, Evaluator
 from lightning_gpp.planning.problem.partitioner import Alternative, Answer, SearchControl, register_partitioner
@@ -38,17 +38,14 @@ from lightning_gpp.planning.problem.simplicity import complexity
 PATIENCE = 150
 """The search ends after this many perturbations in a row without improvement."""
 
-MIN_PIECES, PIECES_PER_SLOT, COARSE_SHARE = 192, 3, 0.7
-"""Number of larger units for a first search, in total and per device, and its share of the time."""
-
-FIRST_SHARE = 0.3
+FIRST_SHARE = 0.15
 """Share of the time for finding first shapes; as much again for slack in the best ones."""
 
-NUM_STARTS = 6
-"""Number of shapes that are improved before the first perturbation."""
+GRAPHPIPE_SHARE, GRAPHPIPE_UNITS = 0.15, 300
+"""Share of the search for GraphPipe's dynamic program, and the most units for which it is quick."""
 
-FAR = 2
-"""Multiple of the best step time beyond which a start is not improved; perturbations of the best shape gain more."""
+NUM_STARTS = 6
+"""Number of shapes that are improved."""
 
 IMPROVE_SHARE = 0.8
 """Share of the search for the fastest shape; the rest is for simpler ones, and for fewer devices."""
@@ -81,7 +78,7 @@ def auto(problem: Problem, control: SearchControl) -> Answer:
     """Find the shortest step in `control.seconds`; a good plan takes a fraction of that."""
     search = Search(problem, control.part(IMPROVE_SHARE), busy_bound(problem))
     try:
-        search.run(_first_results(search))
+        search.run()
         search.control = control
         search.simplify()
         search.save()
@@ -104,28 +101,12 @@ def _compared(search: Search) -> Draft | None:
     return relaxed.best_of(lambda shape: shape.num_devices < everything)
 
 
-def _first_results(search: Search) -> list[Shape]:
-    """The results of a search on larger units, if there are many units."""
-    problem, control = search.problem, search.control
-    num_pieces = max(MIN_PIECES, PIECES_PER_SLOT * min(problem.num_devices, MAX_SLOTS))
-    if problem.num_units < 1.5 * num_pieces:
-        return []
-    coarser = coarse(problem, num_pieces)
-    first = Search(coarser.problem, control.part(COARSE_SHARE), search.bound)
-    try:
-        first.run()
-    finally:
-        search.published = {coarser.refined(shape): name for shape, name in first.published.items()}
-        search.take([*search.published, *(coarser.refined(shape) for shape in first.leaders())])
-    return search.leaders()
-
-
 @dataclass(slots=True)
 class Search:
     """The state of one search: the ranks of shapes, and the best shape.
 
-    `refused` are shapes that are no better than the one they were made from; `published` are those that partitioners of
-    the literature found, with their names; `fastest` is the best shape before simpler ones were preferred.
+    `refused` are shapes that are no better than the one they were made from; `named` are those that are alternatives in
+    any case, with the names of their origins; `fastest` is the best shape before simpler ones were preferred.
     """
 
     problem: Problem
@@ -134,7 +115,7 @@ class Search:
     evaluate: Evaluator = field(init=False)
     known: dict[Shape, Rank] = field(default_factory=dict)
     refused: set[Shape] = field(default_factory=set)
-    published: dict[Shape, str] = field(default_factory=dict)
+    named: dict[Shape, str] = field(default_factory=dict)
     best: Shape | None = None
     rank: Rank = (inf, inf)
     fastest: Shape | None = None
@@ -170,18 +151,12 @@ class Search:
         for shape in starts:
             if self.done:
                 return
-            if not self._is_far(shape):
-                self._improve(shape)
+            self._improve(shape)
         random, failures = Random(0), 0
         while not self.done and self.best is not None and failures < PATIENCE:
             before = self.rank
             self._improve(self._disturbed(self.best if random.random() < 0.7 else random.choice(starts), random))
             failures = 0 if self.rank < before else failures + 1
-
-    def _is_far(self, shape: Shape) -> bool:
-        """True for a shape that takes so much longer than the best one that its improvement takes time in vain."""
-        seconds = self._judge(shape)[1]
-        return self.rank[0] == 0 and seconds > FAR * self.rank[1]
 
     def simplify(self) -> None:
         """Answer with the simplest shape that is nearly as fast as the fastest."""
@@ -218,7 +193,7 @@ class Search:
             self.best, self.rank, self.known[shape] = shape, rank, rank
 
     def run_briefly(self, start: Shape) -> None:
-        """Improve a shape, and the best first ones on fewer devices; do not perturb."""
+        """Improve a shape, and the best first ones on fewer devices."""
         self.take([start])
         self._take(1.0, self._cut(on_fewer_devices(self.problem, self._orders())))
         for shape in self.leaders()[:FEWER_STARTS]:
@@ -232,13 +207,21 @@ class Search:
     def _starts(self) -> list[Shape]:
         self._take(FIRST_SHARE, self._first_shapes())
         if not self.done:
-            self.published = published(self.problem, self.control)
-            self.take(self.published)
+            self._take_graphpipe()
         if self.problem.idle_devices:
             self._take(FEWER_SHARE, self._cut(on_fewer_devices(self.problem, self._orders())))
         best = nsmallest(NUM_SLACKENED, self.known, key=self.known.__getitem__)
         self._take(FIRST_SHARE, with_slack(self.problem, best))
         return self.leaders()
+
+    def _take_graphpipe(self) -> None:
+        problem = self.problem
+        if problem.num_units <= GRAPHPIPE_UNITS and problem.num_devices <= MAX_SLOTS:
+            draft = graphpipe(problem, replace(self.control.part(GRAPHPIPE_SHARE), progress=None)).draft
+            shape = None if draft is None else Shape.of(draft)
+            if shape is not None:
+                self.named[shape] = "graphpipe"
+                self._judge(shape)
 
     def _take(self, share: float, shapes: Iterable[Shape]) -> None:
         """Judge shapes for a share of the search; at least one, so that there is a plan however short the time is."""
@@ -349,7 +332,7 @@ class Search:
 
     def _alternatives(self) -> Iterator[Alternative]:
         """The best shapes with another micro-batch size, number of stages or of devices."""
-        for shape, name in self.published.items():
+        for shape, name in self.named.items():
             if shape != self.best and shape in self.known and self.known[shape][1] < inf:
                 found = self._alternative(shape)
                 yield replace(found, reason=f"{name}'s: {found.reason}")

@@ -233,7 +233,7 @@ def _notes(conversion: Conversion, search: _GraphPipeSearch, found: bool) -> Ite
     if conversion.inlined:
         yield f"{len(conversion.inlined)} units of negligible cost that many others read were placed after the search."
     if search.stopped:
-        yield f"The search stopped before its end; the bottleneck may be improved."
+        yield "The search stopped before its end; the bottleneck may be improved."
     if not found:
         yield (
             f"No stages fit the memory of the {search.problem.num_devices} devices of {search.problem.cluster.name!r} "
