@@ -29,9 +29,9 @@ from typing import Any, Final
 import networkx as nx
 import numpy as np
 
+from benchmarks.planners.common import table
 from benchmarks.planners.profiles import read_profile
 from benchmarks.planners.profiles.entries import unique_names
-from benchmarks.planners.common import table
 from lightning_gpp.cluster import Cluster, Device, Link
 from lightning_gpp.costs.model import Footprint
 from lightning_gpp.costs.table import CostTable, OperatorSeconds

@@ -37,9 +37,6 @@ from typing import Annotated, Any, Literal
 import networkx as nx
 from pydantic import Field
 
-from lightning_gpp.costs.table import CostTable
-from lightning_gpp.errors import PlanError
-from lightning_gpp.graph import OperatorGraph
 from benchmarks.planners.profiles.entries import (
     Amount,
     ProfileOperator,
@@ -52,6 +49,9 @@ from benchmarks.planners.profiles.entries import (
     unique_names,
 )
 from benchmarks.planners.profiles.pairing import Profile, ProfileNode, paired, profile_of, read_by_loss
+from lightning_gpp.costs.table import CostTable
+from lightning_gpp.errors import PlanError
+from lightning_gpp.graph import OperatorGraph
 from lightning_gpp.validation import validated
 
 

@@ -24,9 +24,6 @@ from typing import Annotated, Any
 from annotated_types import MinLen
 from pydantic import Field
 
-from lightning_gpp.costs.table import CostTable
-from lightning_gpp.errors import PlanError
-from lightning_gpp.graph import OperatorGraph
 from benchmarks.planners.profiles.entries import (
     Amount,
     ProfileOperator,
@@ -38,6 +35,9 @@ from benchmarks.planners.profiles.entries import (
     read_by_step,
     unique_names,
 )
+from lightning_gpp.costs.table import CostTable
+from lightning_gpp.errors import PlanError
+from lightning_gpp.graph import OperatorGraph
 from lightning_gpp.validation import validated
 
 FORWARD_SHARE = 1 / 3
