@@ -54,7 +54,7 @@ class SearchOptions:
     idle_devices: bool | None = option(
         None,
         "true: plans may leave devices idle, because fewer are faster or just as fast. false: every device gets a "
-        "stage; if fewer would be faster, the planner says so, and by how much. Default: true, but false for processes "
+        "stage. Default: true, but false for processes "
         "on a CPU, where pipelines are tried out.",
     )
     simplicity: Annotated[float, Ge(0)] = option(

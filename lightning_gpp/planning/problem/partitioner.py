@@ -36,8 +36,6 @@ class Answer:
         objective_name: its meaning and unit.
         states: partial or complete solutions visited.
         alternatives: drafts that lost, best first.
-        compared: if the draft leaves devices idle, the best draft found on all; otherwise the best on fewer, if the
-            partitioner looked for one.
         tolerance: share of the time by which a simpler draft may be slower than the fastest of all of these.
         bound: seconds that no draft can go below; 0 if the search knows none.
         neighbours: the drafts one change away from a draft, the most promising first, with which it may be improved by
@@ -51,7 +49,6 @@ class Answer:
     objective_name: str
     states: int
     alternatives: tuple[Alternative, ...] = ()
-    compared: Draft | None = None
     tolerance: float = 0.0
     bound: float = 0.0
     neighbours: Callable[[Draft], Iterator[Draft]] | None = field(default=None, compare=False, repr=False)

@@ -173,15 +173,11 @@ STEPS_UNTIL_STEADY: Final = 10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """The best draft of a search, the prediction for its plan, and the drafts that lost.
-
-    `compared`: the prediction for `Answer.compared`; None if there is none.
-    """
+    """The best draft of a search, the prediction for its plan, and the drafts that lost."""
 
     draft: Draft
     prediction: Prediction
     alternatives: tuple[Alternative, ...] = ()
-    compared: Prediction | None = None
 
 
 def predicted(
@@ -276,12 +272,8 @@ def best_trial(
         raise trials.failures[0]
     trials.improve(control)
     draft, prediction = _chosen(problem, answer, list(trials.known.items()))
-    compared = None
-    if answer.compared is not None:
-        with suppress(GPPError):
-            compared = predict(answer.compared)
     others = _others(answer, draft, trials.known)
-    return Trial(draft=draft, prediction=prediction, alternatives=others, compared=compared)
+    return Trial(draft=draft, prediction=prediction, alternatives=others)
 
 
 @dataclass(slots=True)

@@ -8,14 +8,14 @@ device, with the cheapest measures that make it fit (`Evaluator.fitted`).
 
 Of those that are nearly as fast as the best, the simplest one is the answer (`Problem.simplicity`).
 
-Fewer devices may be faster. If the problem allows idle ones, moves release and take devices; otherwise a brief second
-search finds out what they would be worth. If no draft uses all devices, as of a model that cannot be cut into that many
-stages, nor each micro-batch shared, the answer is one on fewer.
+Fewer devices may be faster: if the problem allows idle ones, moves release and take devices. If no draft uses all
+devices, as of a model that cannot be cut into that many stages, nor each micro-batch shared, the answer is one on
+fewer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from heapq import nsmallest
@@ -23,6 +23,7 @@ from math import inf
 from random import Random
 
 from lightning_gpp.planning.bounds.bound import busy_bound
+from lightning_gpp.planning.partitioners.auto.coarse import coarse
 from lightning_gpp.planning.partitioners.auto.moves import moves, with_slack
 from lightning_gpp.planning.partitioners.auto.seeds import MAX_SLOTS, Cuts, orders, seeds
 from lightning_gpp.planning.partitioners.auto.shape import Shape
@@ -34,6 +35,9 @@ from lightning_gpp.planning.problem.partitioner import Alternative, Answer, Sear
 from lightning_gpp.planning.problem.pipeline_clock import EXACT_ACTIONS
 from lightning_gpp.planning.problem.problem import Problem
 from lightning_gpp.planning.problem.simplicity import complexity
+
+MIN_PIECES, PIECES_PER_SLOT, COARSE_SHARE = 192, 3, 0.7
+"""Number of larger units for a first search, in total and per device, and its share of the time."""
 
 PATIENCE = 150
 """The search ends after this many perturbations in a row without improvement."""
@@ -47,11 +51,11 @@ GRAPHPIPE_SHARE, GRAPHPIPE_UNITS = 0.15, 300
 NUM_STARTS = 6
 """Number of shapes that are improved."""
 
-IMPROVE_SHARE = 0.8
-"""Share of the search for the fastest shape; the rest is for simpler ones, and for fewer devices."""
+IMPROVE_SHARE = 0.9
+"""Share of the search for the fastest shape; the rest is for simpler ones."""
 
-FEWER_SHARE, FEWER_STARTS = 0.1, 3
-"""Share of the time of the search on fewer devices, and number of shapes that it improves."""
+FEWER_SHARE = 0.1
+"""Share of the search for first shapes on fewer devices."""
 
 EVALUATIONS_PER_ACTION = 0.01
 """The share of an evaluation that simulating one action takes as long as."""
@@ -78,27 +82,31 @@ def auto(problem: Problem, control: SearchControl) -> Answer:
     """Find the shortest step in `control.seconds`; a good plan takes a fraction of that."""
     search = Search(problem, control.part(IMPROVE_SHARE), busy_bound(problem))
     try:
-        search.run()
+        search.run(_first_results(search))
         search.control = control
         search.simplify()
         search.save()
         if not search.found and not (problem.idle_devices or problem.every_device):
             return auto(replace(problem, idle_devices=True), control)
-        return replace(search.answer(), compared=_compared(search))
+        return search.answer()
     except KeyboardInterrupt:
         return replace(search.answer(), notes=(INTERRUPTED,), interrupted=True)
 
 
-def _compared(search: Search) -> Draft | None:
-    """The best draft found on all devices if the search's best leaves some idle; on fewer if it may not."""
-    problem, best, everything = search.problem, search.best, search.problem.num_devices
-    if best is None or everything == 1:
-        return None
-    if problem.idle_devices:
-        return None if best.num_devices == everything else search.best_of(lambda shape: shape.num_devices == everything)
-    relaxed = Search(replace(problem, idle_devices=True), search.control.part(FEWER_SHARE), search.bound)
-    relaxed.run_briefly(best)
-    return relaxed.best_of(lambda shape: shape.num_devices < everything)
+def _first_results(search: Search) -> list[Shape]:
+    """The results of a search on larger units, if there are many units."""
+    problem, control = search.problem, search.control
+    num_pieces = max(MIN_PIECES, PIECES_PER_SLOT * min(problem.num_devices, MAX_SLOTS))
+    if problem.num_units < 1.5 * num_pieces:
+        return []
+    coarser = coarse(problem, num_pieces)
+    first = Search(coarser.problem, control.part(COARSE_SHARE), search.bound)
+    try:
+        first.run()
+    finally:
+        search.named = {coarser.refined(shape): name for shape, name in first.named.items()}
+        search.take([*search.named, *(coarser.refined(shape) for shape in first.leaders())])
+    return search.leaders()
 
 
 @dataclass(slots=True)
@@ -191,18 +199,6 @@ class Search:
         rank = self.evaluate(shape.draft()).rank
         if rank <= self.rank:
             self.best, self.rank, self.known[shape] = shape, rank, rank
-
-    def run_briefly(self, start: Shape) -> None:
-        """Improve a shape, and the best first ones on fewer devices."""
-        self.take([start])
-        self._take(1.0, self._cut(on_fewer_devices(self.problem, self._orders())))
-        for shape in self.leaders()[:FEWER_STARTS]:
-            self._improve(shape)
-
-    def best_of(self, wanted: Callable[[Shape], bool]) -> Draft | None:
-        """The best of the judged shapes of a kind, as a draft; None if none fits the memory."""
-        shape = min(filter(wanted, self.known), key=self.known.__getitem__, default=None)
-        return None if shape is None or self.known[shape] >= (0, inf) else self._fitted(shape)
 
     def _starts(self) -> list[Shape]:
         self._take(FIRST_SHARE, self._first_shapes())
