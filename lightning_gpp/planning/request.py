@@ -139,7 +139,7 @@ class Request(SearchOptions):
     slack: bool = True
     every_device: bool = False
     members: tuple[int, ...] = (1,)
-    seconds: float = 20.0
+    seconds: float = 40.0
     progress: Progress | None = None
 
     def __post_init__(self) -> None:

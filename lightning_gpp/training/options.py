@@ -81,7 +81,7 @@ class Options(SearchOptions):
         convert=partitioner_given,
     )
     search_seconds: Annotated[float, Gt(0)] = option(
-        20.0,
+        40.0,
         "time limit of the partitioner's search. It evaluates a number of drafts for each of these seconds, which most "
         "machines do in a quarter of them, so that the plan depends neither on the machine nor on its load; it ends "
         "earlier if nothing can be gained.",

@@ -73,7 +73,7 @@ class SearchControl:
         whole: the search that this one is a part of.
     """
 
-    seconds: float = 20.0
+    seconds: float = 40.0
     progress: Progress | None = None
     whole: SearchControl | None = None
     began: float = field(default_factory=time.perf_counter)

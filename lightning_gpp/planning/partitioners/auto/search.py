@@ -1,10 +1,10 @@
 """The default partitioner: any DAG, any stages, replicas, micro-batch size and schedule, jointly.
 
 First shapes are contiguous cuts of two orders of the units (`seeds`), and the draft of GraphPipe's dynamic program.
-The best ones are improved by single changes (`moves`) as long as the step gets shorter. Then they are perturbed and
-improved again, until the search is over, there was no improvement for long, or the step is as short as the lower bound
-(`bound`) allows. Every shape is judged by the simulated seconds of its whole step and by the memory of every
-device, with the cheapest measures that make it fit (`Evaluator.fitted`).
+The best ones are improved by single changes (`moves`) as long as the step gets shorter. Then the best
+of all is perturbed and improved again, until the search is over, there was no improvement for long, or the step is as
+short as the lower bound (`bound`) allows. Every shape is judged by the simulated seconds of its whole step and by the
+memory of every device, with the cheapest measures that make it fit (`Evaluator.fitted`).
 
 Of those that are nearly as fast as the best, the simplest one is the answer (`Problem.simplicity`).
 
@@ -154,16 +154,15 @@ class Search:
         return self.best is not None and self.rank[1] < inf
 
     def run(self, starts: Sequence[Shape] = ()) -> None:
-        """Improve the given shapes, or the best first ones; then perturb and improve again."""
-        starts = starts or self._starts()
-        for shape in starts:
+        """Improve the given shapes, or the best first ones; then perturb the best one and improve again."""
+        for shape in starts or self._starts():
             if self.done:
                 return
             self._improve(shape)
         random, failures = Random(0), 0
         while not self.done and self.best is not None and failures < PATIENCE:
             before = self.rank
-            self._improve(self._disturbed(self.best if random.random() < 0.7 else random.choice(starts), random))
+            self._improve(self._disturbed(self.best, random))
             failures = 0 if self.rank < before else failures + 1
 
     def simplify(self) -> None:
