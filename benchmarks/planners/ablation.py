@@ -108,7 +108,7 @@ def main() -> None:
     parser.add_argument("parts", nargs="*", default=list(PARTS), help=f"of {', '.join(PARTS)}")
     parser.add_argument("--groups", nargs="*", default=list(ALL_GROUPS), help=f"of {', '.join(ALL_GROUPS)}")
     parser.add_argument("--every", type=int, default=1, help="take one of so many requests of each group")
-    parser.add_argument("--evaluations", type=int, default=5 * EVALUATIONS, help="of each search")
+    parser.add_argument("--evaluations", type=int, default=2 * EVALUATIONS, help="of all searches for a request")
     options = parser.parse_args()
     partitioner.EVALUATIONS_PER_SECOND = options.evaluations / SECONDS
     cases = [case for name in options.groups for case in islice(ALL_GROUPS[name](), 0, None, options.every)]

@@ -41,8 +41,8 @@ NUM_RANDOM: Final = 200
 SECONDS: Final = 600.0
 """Time limit of each search, which none reaches: it ends after `EVALUATIONS`."""
 
-EVALUATIONS: Final = 2_000
-"""Limit of evaluated drafts in each search."""
+EVALUATIONS: Final = 6_000
+"""Limit of the evaluations of all searches for a request."""
 
 SCHEDULES: Final = ("1f1b", "gpipe", "zero_bubble", "interleaved", "zbv", "chimera")
 """One or two of every layout."""

@@ -218,7 +218,7 @@ def test_a_search_ends_after_its_evaluations_however_fast_the_machine_is(monkeyp
         monkeypatch.setattr(time, "perf_counter", _Clock(step))
         control = SearchControl(seconds=2.0)
         answers.append(auto(problem, control))
-        assert 0.9 * control.evaluations < control.counted < 1.5 * control.evaluations
+        assert 0.8 * control.evaluations < control.counted < 1.5 * control.evaluations
     assert answers[0] == answers[1]
 
 
@@ -227,7 +227,7 @@ def test_a_search_ends_when_its_time_is_over(monkeypatch: pytest.MonkeyPatch) ->
     control = SearchControl(seconds=2.0)
     auto(_problem(graphs.encoder_decoder(), 4), control)
     assert control.counted < 0.5 * control.evaluations
-    assert control.done == SearchControl(seconds=0.0).done == 1.0
+    assert 0.8 < control.done <= SearchControl(seconds=0.0).done == 1.0
 
 
 def test_the_programs_of_the_best_drafts_are_within_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,7 +76,7 @@ class SearchControl:
     seconds: float = 40.0
     progress: Progress | None = None
     whole: SearchControl | None = None
-    began: float = field(default_factory=time.perf_counter)
+    began: float = field(default_factory=lambda: time.perf_counter())
     counted: float = 0.0
 
     @property

@@ -200,7 +200,6 @@ def _with_step(graph: OperatorGraph, modules: list[Modules]) -> list[Modules]:
     return [*rest, (*modules[last], STEP)]
 
 
-
 def bytes_to_step(graph: OperatorGraph, modules: Sequence[Modules]) -> dict[int, Affine]:
     """Bytes per micro-batch that the user's step reads from each of the modules' groups, its own group included.
 
