@@ -13,7 +13,7 @@ from lightning_gpp.planning.assignment.assign import assign, make_plan, owner_of
 from lightning_gpp.planning.assignment.devices import count_pipelines, number_devices
 from lightning_gpp.planning.assignment.modules import around, module_tree, stage_names
 from lightning_gpp.planning.assignment.stages_spec import Entry, StagesSpec, read
-from lightning_gpp.planning.request import resolve_size
+from lightning_gpp.planning.micro_batches import resolve_size
 from lightning_gpp.wording import some
 
 
