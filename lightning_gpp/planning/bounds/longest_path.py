@@ -72,7 +72,8 @@ def distinct_weights(problem: Problem) -> Array:
         inside = {parameter for name in unit.operators for parameter in graph[name].parameters}
         weights[index] -= sum(graph.parameter_bytes[name] for name in inside & known)
         known |= inside
-    return np.maximum(weights, 0.0)
+    least: Array = np.maximum(weights, 0.0)
+    return least
 
 
 MAX_SHARE_RANGES, SHARE_RANGE = 8, 1.15
