@@ -17,7 +17,7 @@ from typing import Any, Concatenate, Literal, ParamSpec, Protocol, TypeVar, Unio
 from annotated_types import Ge, Gt
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from lightning_gpp.errors import ConfigError
+from lightning_gpp.errors import ConfigError, did_you_mean
 from lightning_gpp.validation import shown
 
 Given = TypeVar("Given", contravariant=True)
@@ -170,14 +170,27 @@ def takes_fields_of(
     def decorate(init: Callable[[Self, Made], None]) -> Callable[Concatenate[Self, Arguments], None]:
         @wraps(init)
         def constructor(self: Self, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> None:
+            _check_names(type(self).__name__, parameters, args, kwargs)
             init(self, made(*args, **kwargs))
 
         own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
-        parameters = [own, *_parameters(made)]
-        constructor.__signature__ = inspect.Signature(parameters, return_annotation=None)  # type: ignore[attr-defined]
+        parameters = _parameters(made)
+        signature = inspect.Signature([own, *parameters], return_annotation=None)
+        constructor.__signature__ = signature  # type: ignore[attr-defined]
         return constructor
 
     return decorate
+
+
+def _check_names(
+    owner: str, parameters: Sequence[inspect.Parameter], args: Sequence[object], kwargs: Mapping[str, object]
+) -> None:
+    if args:
+        raise ConfigError(f"{owner} takes its options by name, as in {owner}(schedule='1f1b'); got {shown(args[0])}.")
+    known = [parameter.name for parameter in parameters]
+    for name in kwargs:
+        if name not in known:
+            raise ConfigError(f"{owner} has no option {name!r}.{did_you_mean(name, known)}")
 
 
 def _parameters(made: Any) -> list[inspect.Parameter]:

@@ -30,7 +30,7 @@ from lightning_gpp.costs.model import Footprint, Roofline
 from lightning_gpp.errors import GPPError
 from lightning_gpp.graph import OperatorGraph
 from lightning_gpp.planning import Request, best_plan
-from lightning_gpp.planning.partitioners.auto import search
+from lightning_gpp.planning.problem import partitioner
 from lightning_gpp.schedules import schedule_names
 from tests.planning.graphs import Builder
 
@@ -38,8 +38,11 @@ Case = tuple[str, OperatorGraph, Request]
 """The partitioner, the model and the request."""
 
 NUM_RANDOM: Final = 200
-MAX_EVALUATIONS: Final = 2_000
-"""Limit of evaluated drafts in each search."""
+SECONDS: Final = 600.0
+"""Time limit of each search, which none reaches: it ends after `EVALUATIONS`."""
+
+EVALUATIONS: Final = 6_000
+"""Limit of the evaluations of all searches for a request."""
 
 SCHEDULES: Final = ("1f1b", "gpipe", "zero_bubble", "interleaved", "zbv", "chimera")
 """One or two of every layout."""
@@ -58,7 +61,7 @@ def examples() -> Iterator[tuple[str, Case]]:
                     schedules=schedule_names() if schedule == "auto" else (schedule,),
                     max_replicas=max_replicas if schedule in ("1f1b", "gpipe", "zero_bubble") else None,
                     idle_devices=False,
-                    seconds=inf,
+                    seconds=SECONDS,
                 )
                 yield f"{name} {schedule} {request.max_replicas}", ("auto", captured.graph, request)
 
@@ -77,7 +80,7 @@ def paper() -> Iterator[tuple[str, Case]]:
                     footprint=Footprint(optimizer="sgd"),
                     recompute=False,
                     idle_devices=False,
-                    seconds=inf,
+                    seconds=SECONDS,
                 )
                 yield f"{model} {num_devices} {name} {schedule}", (name, without_data(graph(model)), request)
 
@@ -106,7 +109,7 @@ def random_case(random: Random) -> Case:
         recompute=random.choice((False, False, None)),
         max_replicas=None if schedule in ("interleaved", "zbv", "chimera") else random.choice((None, None, 1)),
         idle_devices=False,
-        seconds=inf,
+        seconds=SECONDS,
     )
     return "auto", model, request
 
@@ -140,7 +143,7 @@ GROUPS: Final[dict[str, Callable[[], Iterator[tuple[str, Case]]]]] = {
 
 def recorded(names: list[str]) -> tuple[dict[str, float | None], dict[str, float]]:
     """The step time of every request, and the CPU seconds of all searches of every group."""
-    search.MAX_EVALUATIONS = MAX_EVALUATIONS
+    partitioner.EVALUATIONS_PER_SECOND = EVALUATIONS / SECONDS
     steps: dict[str, float | None] = {}
     cpu_seconds = dict.fromkeys(names, 0.0)
     for group in names:

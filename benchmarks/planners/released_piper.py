@@ -30,6 +30,8 @@ import networkx as nx
 import numpy as np
 
 from benchmarks.planners.common import table
+from benchmarks.planners.profiles import read_profile
+from benchmarks.planners.profiles.entries import unique_names
 from lightning_gpp.cluster import Cluster, Device, Link
 from lightning_gpp.costs.model import Footprint
 from lightning_gpp.costs.table import CostTable, OperatorSeconds
@@ -52,8 +54,6 @@ from lightning_gpp.planning.partitioners.piper import MAX_COUNTED
 from lightning_gpp.planning.problem.draft import Draft, side_by_side
 from lightning_gpp.planning.problem.evaluate import Evaluator
 from lightning_gpp.planning.problem.partitioner import SearchControl, partitioner_of
-from lightning_gpp.planning.readers import read_graph
-from lightning_gpp.planning.readers.entries import unique_names
 from lightning_gpp.simulation import no_copies
 
 BYTES_PER_SECOND: Final = 25 * 2**30
@@ -179,7 +179,7 @@ def objective(profile: Profile, stages: Sequence[tuple[frozenset[int], int]]) ->
 
 def question(path: Path, profile: Profile, case: Case, seconds: float) -> tuple[OperatorGraph, Request]:
     """The layers of a case, and what is asked about them."""
-    graph, costs = read_graph(path, time_unit=1.0)
+    graph, costs = read_profile(path, time_unit=1.0)
     memory = int(case.gibibytes * 2**30)
     device = Device(name="device", memory_bytes=memory, peak_flops={"float32": 1.0}, peak_bytes_per_second=1.0)
     return graph, Request(

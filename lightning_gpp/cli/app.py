@@ -26,7 +26,7 @@ from lightning_gpp.cli import schema
 from lightning_gpp.cli.config_files import config_folder
 from lightning_gpp.cli.help import ASKED, VERSION, help_text
 from lightning_gpp.cli.log_file import place_of_traceback
-from lightning_gpp.cli.stopping import EXIT_CODE, interruptible
+from lightning_gpp.cli.stopping import EXIT_CODE, interruptible, pipeable
 from lightning_gpp.cli.told import not_an_override, told
 from lightning_gpp.errors import GPPError, is_shown_elsewhere
 
@@ -60,6 +60,7 @@ class Command:
         )
 
 
+@pipeable()
 def run(command: Command) -> None:
     """Compose the configuration from the command line and hand it to the task; user errors end without a traceback."""
     if not sys.argv[1:] or set(ASKED) & set(sys.argv[1:]):

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lightning_gpp.cli.help import VERSION, examples_text, filled
-from lightning_gpp.cli.stopping import EXIT_CODE, interruptible
+from lightning_gpp.cli.stopping import EXIT_CODE, interruptible, pipeable
 from lightning_gpp.errors import ConfigError, GPPError
 
 NAME = "gpp-checkpoint"
@@ -33,6 +33,7 @@ EXAMPLES = (
 )
 
 
+@pipeable()
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command; a user's mistake ends it without a traceback."""
     given = _parser().parse_args(sys.argv[1:] if arguments is None else arguments)

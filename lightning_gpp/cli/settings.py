@@ -30,7 +30,6 @@ class TopLevelKeys:
     optimized_metric: str | None = None
     graph: str | None = None
     optimizer: str | None = None
-    time_unit: PositiveNumber = 1e-3
     compare_seconds: PositiveNumber = 120
     output: str | None = None
     timeline: str | None = None

@@ -1,8 +1,11 @@
-"""Ways to stop a command during its work: Ctrl-C and a time limit. All are for the main thread."""
+"""Ways to stop a command during its work: Ctrl-C, a time limit, a closed pipe. All are for the main thread."""
 
 from __future__ import annotations
 
+import os
+import select
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -50,6 +53,30 @@ def uninterrupted() -> Iterator[None]:
     """Inside, Ctrl-C is ignored, for the moment in which results are shown."""
     with _handled(signal.SIGINT, signal.SIG_IGN):
         yield
+
+
+@contextmanager
+def pipeable() -> Iterator[None]:
+    """Inside, a command ends without a traceback if the reader of its output, such as `head`, closes the pipe.
+
+    Raises:
+        SystemExit: the reader has gone.
+    """
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError:
+        if _has_reader():
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python writes the rest when it ends
+        sys.exit(1)
+
+
+def _has_reader() -> bool:
+    """False if nobody reads what is printed; another pipe may have been broken."""
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)
+    return not any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 @contextmanager

@@ -28,10 +28,9 @@ from lightning_gpp.capture.calls import find_calls
 from lightning_gpp.cli.configured import built, refusal
 from lightning_gpp.cluster import Cluster
 from lightning_gpp.costs.model import CostModel, Footprint
-from lightning_gpp.costs.table import CostTable
 from lightning_gpp.errors import CaptureError, ConfigError, PlanError, ShapeError
 from lightning_gpp.graph import OperatorGraph
-from lightning_gpp.planning.readers import read_graph
+from lightning_gpp.planning.graph_file import read_graph
 from lightning_gpp.stages.declared import Declared
 from lightning_gpp.strategy.checks import runs_whole
 from lightning_gpp.strategy.data import peek
@@ -52,11 +51,10 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphFile:
-    """An operator graph from a file, with its seconds if the file has them."""
+    """An operator graph from a file."""
 
     graph: OperatorGraph
     batch_size: int
-    table: CostTable | None
     footprint: Footprint
     fingerprint: str = ""
     whole: bool = False
@@ -68,14 +66,14 @@ class GraphFile:
         return self
 
     def costs(self, options: Options, cluster: Cluster, device: torch.device) -> CostModel | None:
-        """The file's seconds; None for the roofline model.
+        """None, for the roofline model.
 
         Raises:
             ConfigError: the settings want them measured.
         """
         if options.costs == "measured":
             raise ConfigError("strategy.costs=measured needs a model to run; a graph from a file (graph=...) has none.")
-        return self.table
+        return None
 
 
 def graph_file(config: DictConfig) -> GraphFile:
@@ -86,7 +84,7 @@ def graph_file(config: DictConfig) -> GraphFile:
         PlanError: the file cannot be read.
     """
     try:
-        graph, table = read_graph(config.graph, time_unit=float(config.time_unit))
+        graph = read_graph(config.graph)
     except PlanError as error:
         raise PlanError(f"graph={error}") from error  # the message begins with the path
     batch_size = config.batch_size
@@ -98,7 +96,7 @@ def graph_file(config: DictConfig) -> GraphFile:
     if not isinstance(batch_size, int) or batch_size < 1:
         raise ConfigError(f"batch_size={batch_size}; it must be a whole number >= 1.")
     footprint = Footprint(optimizer=config.optimizer or "adam", precision=str(config.trainer.precision))
-    return GraphFile(graph=graph, batch_size=batch_size, table=table, footprint=footprint)
+    return GraphFile(graph=graph, batch_size=batch_size, footprint=footprint)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,7 @@ from lightning_gpp.planning.problem.partitioner import SearchControl, partitione
 from lightning_gpp.planning.problem.problem import Problem
 from lightning_gpp.planning.problem.stage_figures import static_bytes
 
-SECONDS_PER_TRIAL: Final = 1.0
+SECONDS_PER_TRIAL: Final = 2.0
 """Time limit of the search under one suggestion, needed only if changing the draft at hand does not suffice."""
 
 SMALLER: Final = 4

@@ -23,16 +23,16 @@ from annotated_types import Ge
 from lightning_gpp.cluster import DEVICES, Cluster
 from lightning_gpp.costs.model import CostModel, Footprint
 from lightning_gpp.costs.tensor_parallel import roofline_of
-from lightning_gpp.errors import ConfigError, MicroBatchesError
+from lightning_gpp.errors import ConfigError
 from lightning_gpp.graph import OperatorGraph
 from lightning_gpp.option import option
 from lightning_gpp.planning.assignment.slices import Slicing
+from lightning_gpp.planning.micro_batches import resolve_size
 from lightning_gpp.planning.problem.partitioner import Progress
 from lightning_gpp.planning.problem.problem import Problem, operator_seconds
 from lightning_gpp.planning.problem.units import find_units
 from lightning_gpp.schedules.registry import method_of
 from lightning_gpp.simulation import WeightCopies
-from lightning_gpp.wording import counted
 
 Count = Annotated[int, Ge(1)]
 
@@ -54,7 +54,7 @@ class SearchOptions:
     idle_devices: bool | None = option(
         None,
         "true: plans may leave devices idle, because fewer are faster or just as fast. false: every device gets a "
-        "stage; if fewer would be faster, the planner says so, and by how much. Default: true, but false for processes "
+        "stage. Default: true, but false for processes "
         "on a CPU, where pipelines are tried out.",
     )
     simplicity: Annotated[float, Ge(0)] = option(
@@ -118,7 +118,7 @@ class Request(SearchOptions):
         every_device: whether the schedule's layout needs a stage on every device.
         members: numbers of adjacent devices of a node that may share the work inside a stage, ascending; the graph says
             what they divide.
-        seconds: time limit of all searches together, for partitioners that can stop at any time.
+        seconds: time limit of all searches together, for partitioners that can stop at any time; see `SearchControl`.
         progress: called during the search.
     """
 
@@ -139,7 +139,7 @@ class Request(SearchOptions):
     slack: bool = True
     every_device: bool = False
     members: tuple[int, ...] = (1,)
-    seconds: float = 10.0
+    seconds: float = 40.0
     progress: Progress | None = None
 
     def __post_init__(self) -> None:
@@ -343,64 +343,3 @@ def _numbers(request: Request, schedule: str) -> Iterator[int | None]:
         yield None
     else:
         yield from (n for n in range(1, devices + 1) if devices % n == 0 and request.batch_size % n == 0)
-
-
-def resolve_size(batch_size: int, num_micro_batches: int | None, micro_batch_size: int | None, default: int) -> int:
-    """Samples of a micro-batch.
-
-    Args:
-        batch_size: samples of the mini-batch of one pipeline replica.
-        num_micro_batches: the user's, or None.
-        micro_batch_size: the user's, or None.
-        default: number of micro-batches if the user gave neither, limited to one per sample.
-
-    Raises:
-        ConfigError: both are given, or the mini-batch cannot be cut into these micro-batches.
-    """
-    check_one_given(num_micro_batches, micro_batch_size)
-    if micro_batch_size is not None:
-        return _checked_size(batch_size, micro_batch_size)
-    if num_micro_batches is not None:
-        return _size_of(batch_size, num_micro_batches)
-    return -(-batch_size // min(max(1, default), batch_size))
-
-
-def check_one_given(num_micro_batches: int | None, micro_batch_size: int | None) -> None:
-    """Refuse both a number and a size of micro-batches.
-
-    Raises:
-        ConfigError: both are given.
-    """
-    if num_micro_batches is not None and micro_batch_size is not None:
-        raise ConfigError(
-            f"Both strategy.num_micro_batches={num_micro_batches} and strategy.micro_batch_size={micro_batch_size} are "
-            "given, but each follows from the other; give one."
-        )
-
-
-def _checked_size(batch_size: int, size: int) -> int:
-    if not 1 <= size <= batch_size:
-        raise MicroBatchesError(
-            f"strategy.micro_batch_size={size}, but a mini-batch has {counted(batch_size, 'sample')} per pipeline; "
-            f"choose a size from 1 to {batch_size}."
-        )
-    return size
-
-
-def _size_of(batch_size: int, count: int) -> int:
-    if count < 1:
-        raise ConfigError(f"strategy.num_micro_batches={count}; it must be a whole number >= 1.")
-    if count > batch_size:
-        raise MicroBatchesError(
-            f"More micro-batches than samples: strategy.num_micro_batches={count}, but a mini-batch has "
-            f"{counted(batch_size, 'sample')} per pipeline. Set strategy.num_micro_batches to at most {batch_size}, or "
-            "enlarge the batch."
-        )
-    size = -(-batch_size // count)
-    if -(-batch_size // size) != count:
-        raise MicroBatchesError(
-            f"strategy.num_micro_batches={count}: {batch_size} samples do not give {count} micro-batches of one size "
-            f"(or one less); {size} samples each give {-(-batch_size // size)}. "
-            f"Set strategy.num_micro_batches={-(-batch_size // size)}, or strategy.micro_batch_size."
-        )
-    return size

@@ -45,6 +45,9 @@ from lightning_gpp.planning.problem.prediction import Prediction, SearchFigures,
 from lightning_gpp.planning.problem.problem import Problem
 from lightning_gpp.planning.request import STANDARD, Candidate, Request, candidates, num_stages_per_device
 
+ESTIMATES_SHARE: Final = 0.6
+"""The share of a partitioner's search; the rest is for the programs of its best drafts."""
+
 
 def best_plan(partitioner: str, graph: OperatorGraph, request: Request) -> Prediction:
     """The fastest plan that fits the memory, of all schedules and numbers of pipelines that the request allows.
@@ -74,6 +77,7 @@ class _AnsweredRequest:
     question: Request
     problem: Problem
     answer: Answer
+    control: SearchControl
     seconds: float
     trial: Trial | None = None
 
@@ -118,6 +122,7 @@ class PlanSearch:
         self._bounds: dict[Request, float] = {}
         self._explained: dict[Request, str] = {}
         self._num_questions = max(1, len(set(_questions(request))))
+        self._control = SearchControl(seconds=request.seconds, progress=request.progress)
 
     def best(self) -> Prediction:
         """See `best_plan`."""
@@ -186,16 +191,22 @@ class PlanSearch:
 
     def _asked(self, question: Request) -> _AnsweredRequest:
         problem = question.problem(self.graph)
-        control = SearchControl(seconds=self.request.seconds / self._num_questions, progress=self.request.progress)
-        answer = refitted(problem, checked(self.name, problem, self.partitioner(problem, control)))
-        return _AnsweredRequest(question=question, problem=problem, answer=answer, seconds=control.elapsed)
+        control = self._control.part(1 / self._num_questions)
+        answer = checked(self.name, problem, self.partitioner(problem, control.part(ESTIMATES_SHARE)))
+        return _AnsweredRequest(
+            question=question,
+            problem=problem,
+            answer=refitted(problem, answer),
+            control=control,
+            seconds=control.elapsed,
+        )
 
     def _trial(self, candidate: Candidate, search: _AnsweredRequest) -> Trial:
         def predict(draft: Draft) -> Prediction:
             return self._predict(candidate, search.problem, draft)
 
         if search.trial is None:
-            search.trial = best_trial(search.problem, search.answer, predict)
+            search.trial = best_trial(search.problem, search.answer, predict, search.control)
             return search.trial
         return replace(search.trial, prediction=predict(search.trial.draft))
 
@@ -237,7 +248,7 @@ class PlanSearch:
         searches = {id(outcome.search): outcome.search for outcome in outcomes}.values()
         began = time.perf_counter()
         bound = self._lower_bound(outcomes, quick=interrupted)
-        remark = device_remark(best.prediction, best.trial.compared, self.request)
+        remark = device_remark(best.prediction, self.request)
         return replace(
             best.prediction,
             plan=with_remark(best.prediction.plan, remark),
@@ -370,50 +381,18 @@ def _check_number(plan: Plan, number: int, cluster: Cluster) -> None:
 
 # -- the remark on devices --------------------------------------------------------------------------------------------
 
-WORTH_SAYING: Final = 1.05
-"""The ratio of throughputs from which it is said that fewer devices are faster."""
-
 REMARK: Final = "devices"
 """The key of the remark in a plan's notes."""
 
 
-def device_remark(prediction: Prediction, compared: Prediction | None, request: Request) -> str:
-    """A sentence on the devices that a plan uses; empty if it uses all in a pipeline, and nothing is known against it.
-
-    Args:
-        prediction: the plan.
-        compared: the best plan known on all devices if this one leaves some idle, otherwise on fewer.
-        request: the request that the plan is for.
-    """
+def device_remark(prediction: Prediction, request: Request) -> str:
+    """A sentence on the devices if the plan leaves some idle, or is no pipeline; otherwise empty."""
     number, everything = prediction.used_devices, num_processes(request.cluster)
-    if number < everything:
-        return _on_fewer(prediction, compared, everything)
-    if compared is not None and compared.used_devices < number:
-        ratio = compared.samples_per_second / prediction.samples_per_second
-        if ratio >= WORTH_SAYING and compared.excess_bytes <= prediction.excess_bytes:
-            return _fewer_are_faster(compared.used_devices, number, ratio)
+    idle = everything - number
+    if idle:
+        verb = "is" if idle == 1 else "are"
+        return f"{idle} of {everything} devices {verb} idle: no plan that uses all of them was found to be faster."
     return _data_parallel(prediction.plan, number)
-
-
-def _on_fewer(prediction: Prediction, compared: Prediction | None, everything: int) -> str:
-    idle = everything - prediction.used_devices
-    text = f"{idle} of {everything} devices {_verb(idle)} idle"
-    if compared is None:
-        return f"{text}: no plan that uses all of them was found to be as fast."
-    ratio = prediction.samples_per_second / compared.samples_per_second
-    faster = f"is {ratio:.3g} times as fast as the best one found on all" if ratio > 1.005 else "is as fast as on all"
-    return f"{text}: this plan {faster}, because messages and gradients would take longer than the work that is shared."
-
-
-def _fewer_are_faster(fewer: int, number: int, ratio: float) -> str:
-    return (
-        f"{fewer} of the {number} devices would be {ratio:.3g} times as fast as this plan on all: the model is too "
-        "small for them, or the links are too slow. strategy.idle_devices=true makes that plan."
-    )
-
-
-def _verb(number: int) -> str:
-    return "is" if number == 1 else "are"
 
 
 def _data_parallel(plan: Plan, number: int) -> str:

@@ -12,7 +12,7 @@ from lightning_gpp.cluster import Cluster
 from lightning_gpp.costs.measured import MeasuredCosts
 from lightning_gpp.errors import ConfigError
 from lightning_gpp.measure.costs import measure_costs
-from lightning_gpp.planning.request import resolve_size
+from lightning_gpp.planning.micro_batches import resolve_size
 from lightning_gpp.stages.undivided import Captured
 from lightning_gpp.training.options import Context, Options
 

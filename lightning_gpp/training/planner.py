@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 from lightning_gpp.capture import Capture, capture_step
-from lightning_gpp.errors import PlanError
+from lightning_gpp.errors import ConfigError, PlanError
 from lightning_gpp.graph import OperatorGraph
 from lightning_gpp.plan import STEP, Plan
 from lightning_gpp.planning import Prediction, Request, best_order, best_plan, check_model, manual
-from lightning_gpp.planning.assignment.complete import completed, slice_again, slicing_of
+from lightning_gpp.planning.assignment.complete import check_blocks, completed, slice_again, slicing_of
 from lightning_gpp.planning.assignment.layout import lay_out_by_hand
 from lightning_gpp.planning.assignment.rebuild import rebuilt
 from lightning_gpp.planning.assignment.slices import kept_together
@@ -124,6 +124,7 @@ def plan_for(
         plan = _new_plan(captured, options, machine, num_devices, progress)
     else:
         plan = refitted(captured, known)
+        check_step_device(plan)
     check_devices(plan, num_devices, "strategy.delayed_devices" if options.delayed_devices else PROCESSES)
     check_patterns(unsliced(plan).plan, options.eight_bit_edges)
     return plan
@@ -223,6 +224,8 @@ def planned(
         prediction = best_plan(options.partitioner, captured.graph, request)
         plan = prediction.plan.with_members(options.num_members)
         return Planned(plan=plan, prediction=replace(prediction, plan=plan))
+    if options.recompute is None:
+        check_blocks(plan, captured.graph)
     plan = completed(
         plan,
         captured.graph,
@@ -232,6 +235,7 @@ def planned(
         chained=options.chain_baseline,
         slicing=options.slicing,
     )
+    check_step_device(plan)
     return Planned(plan=_scheduled(plan, captured, options, machine))
 
 
@@ -343,6 +347,21 @@ def check_devices(plan: Plan, num_devices: int, where: str = PROCESSES) -> None:
         raise PlanError(
             f"The plan needs {plan.num_devices} devices per pipeline, but there are {num_devices} ({where}). Change "
             "this number, or the plan (strategy.plan, strategy.stages)."
+        )
+
+
+def check_step_device(plan: Plan) -> None:
+    """Refuse a user's plan whose step runs elsewhere than on the device that loads the data.
+
+    Raises:
+        ConfigError: names the stage and its devices.
+    """
+    stage = plan.stages[plan.step_stage]
+    if stage.devices != (0,):
+        raise ConfigError(
+            f"Stage {stage.name!r} runs the user's step ({STEP!r}) on devices {stage.devices}; it must run on device 0 "
+            "alone, which loads the data. Number the devices accordingly; to replicate the stage's modules, give "
+            f"{STEP!r} a stage of its own."
         )
 
 

@@ -32,7 +32,7 @@ from lightning_gpp.errors import (
     PlanError,
     SelfCheckError,
 )
-from lightning_gpp.plan import STEP, Plan
+from lightning_gpp.plan import Plan
 from lightning_gpp.planning.search import REMARK
 from lightning_gpp.reports import plan_table, terminal_width
 from lightning_gpp.reports.progress import search_progress
@@ -177,7 +177,6 @@ def _set_up(
     machine = JobMachine(job, footprint or Footprint(), captured)
     found = noted_whole(_plan_of_rank_0(job, captured, batch, machine), job.whole)
     plan = plan_on_one_device(found) if job.options.delayed_devices else found
-    _check_step_device(plan)
     _check_agreement(job, captured, plan)
     _announce(job, captured, plan)
     transport = _connect(job, plan, "training")
@@ -302,16 +301,6 @@ def _plan_of_rank_0(job: Job, captured: Captured, batch: Any, machine: JobMachin
         refused = outcome or GPPError("Rank 0 made no plan.")
         raise refused.with_traceback(None)  # on all ranks at one point of the program
     return outcome
-
-
-def _check_step_device(plan: Plan) -> None:
-    stage = plan.stages[plan.step_stage]
-    if stage.devices != (0,):
-        raise ConfigError(
-            f"Stage {stage.name!r} runs the user's step ({STEP!r}) on devices {stage.devices}; it must run on device 0 "
-            "alone, which loads the data. Number the devices accordingly; to replicate the stage's modules, give "
-            f"{STEP!r} a stage of its own."
-        )
 
 
 def _check_agreement(job: Job, captured: Captured, plan: Plan) -> None:

@@ -225,7 +225,7 @@ def test_help(name: str, key: str, arguments: tuple[str, ...], tmp_path: Path) -
     assert (result.returncode, result.stderr) == (0, "")
     for part in (f"Usage: gpp-{name} ", f"gpp-{name} {TWO_TOWER}", "  cluster\n      cpu_host, ", f"  {key}\n"):
         assert part in result.stdout
-    assert "  strategy.search_seconds=10.0\n      time limit of the partitioner's search" in result.stdout
+    assert "  strategy.search_seconds=40.0\n      time limit of the partitioner's search" in result.stdout
     assert max(map(len, result.stdout.splitlines())) <= 80
     assert not list(tmp_path.iterdir())
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -95,6 +96,15 @@ def test_a_stage_declared_with_two_replicas() -> None:
     )
     plan, _ = make_plan(composed("experiment=two_tower", f"strategy.stages={stages}"))
     assert {stage.name: stage.devices for stage in plan.stages} == {"image": (1,), "text": (2, 3), "head": (0,)}
+
+
+def test_a_plan_whose_step_is_not_on_device_0_is_refused_as_in_training(tmp_path: Path) -> None:
+    plan, _ = make_plan(composed("experiment=feature_towers", "trainer.devices=2", name="plan"))
+    swapped = tuple(replace(stage, devices=tuple(1 - device for device in stage.devices)) for stage in plan.stages)
+    replace(plan, stages=swapped).save(tmp_path / "plan.yaml")
+    settings = ("experiment=feature_towers", "trainer.devices=2", f"strategy.plan={tmp_path / 'plan.yaml'}")
+    with pytest.raises(ConfigError, match=r"the user's step \('@step'\) on devices \(1,\); it must run on device 0"):
+        make_plan(composed(*settings, name="plan"))
 
 
 def test_pipelines_divide_the_devices() -> None:

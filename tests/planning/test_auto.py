@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -9,11 +10,21 @@ import pytest
 
 from lightning_gpp.cluster import Cluster, Link, Node
 from lightning_gpp.graph import OperatorGraph
-from lightning_gpp.planning import Answer, Draft, DraftStage, Evaluator, Problem, Request, SearchControl, best_plan
+from lightning_gpp.planning import (
+    Answer,
+    Draft,
+    DraftStage,
+    Evaluator,
+    Prediction,
+    Problem,
+    Request,
+    SearchControl,
+    best_plan,
+)
+from lightning_gpp.planning import search as search_front
 from lightning_gpp.planning.bounds.bound import lower_bound
 from lightning_gpp.planning.partitioners.auto import search
 from lightning_gpp.planning.partitioners.auto.search import auto
-from lightning_gpp.planning.partitioners.auto.shape import Shape
 from lightning_gpp.planning.partitioners.exhaustive import exhaustive
 from lightning_gpp.planning.problem.partitioner import partitioner_of
 from lightning_gpp.schedules import compile_program, verify
@@ -190,6 +201,62 @@ def test_little_time_gives_a_plan() -> None:
     _assert_valid(problem, _draft(auto(problem, SearchControl(seconds=0.05))))
 
 
+class _Clock:
+    """A clock that goes on by the same time whenever it is read."""
+
+    def __init__(self, step: float) -> None:
+        self.step, self.now = step, 0.0
+
+    def __call__(self) -> float:
+        self.now += self.step
+        return self.now
+
+
+def test_a_search_ends_after_its_evaluations_however_fast_the_machine_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem, answers = _problem(graphs.encoder_decoder(), 4), list[Answer]()
+    for step in (0.0, 1e-6):
+        monkeypatch.setattr(time, "perf_counter", _Clock(step))
+        control = SearchControl(seconds=2.0)
+        answers.append(auto(problem, control))
+        assert 0.8 * control.evaluations < control.counted < 1.5 * control.evaluations
+    assert answers[0] == answers[1]
+
+
+def test_a_search_ends_when_its_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "perf_counter", _Clock(0.01))
+    control = SearchControl(seconds=2.0)
+    auto(_problem(graphs.encoder_decoder(), 4), control)
+    assert control.counted < 0.5 * control.evaluations
+    assert 0.8 < control.done <= SearchControl(seconds=0.0).done == 1.0
+
+
+def test_the_programs_of_the_best_drafts_are_within_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    simulated, number = search_front.predicted, 0
+
+    def counted(*given: object, **settings: object) -> Prediction:
+        nonlocal number
+        number += 1
+        return simulated(*given, **settings)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(search_front, "predicted", counted)
+    graph, cluster = graphs.encoder_decoder(), Cluster.uniform(DEVICE, 4, LINK)
+    numbers = []
+    for seconds in (0.01, 10.0):
+        number = 0
+        best_plan("auto", graph, Request(cluster=cluster, batch_size=24, seconds=seconds))
+        numbers.append(number)
+    assert numbers[0] == 1 < numbers[1]
+
+
+def test_with_nothing_to_choose_a_search_ends_at_once() -> None:
+    """On one device only the size of micro-batches is open."""
+    cluster = Cluster.uniform(DEVICE, 1, LINK)
+    for sizes in ({}, {"micro_batch_size": 4}):
+        found = best_plan("auto", graphs.gpt(), Request(cluster=cluster, batch_size=64, **sizes))
+        assert found.search is not None
+        assert found.search.states <= 40
+
+
 def test_alternatives_are_of_other_kinds_and_say_why_they_lost() -> None:
     problem = _problem(graphs.feature_towers())
     answer = auto(problem, _control())
@@ -234,19 +301,6 @@ def test_many_units_are_searched_on_larger_ones_first(monkeypatch: pytest.Monkey
     assert max(sizes) <= problem.num_units / 2
     _assert_valid(problem, _draft(answer))
     assert answer.objective <= 1.03 * whole.objective
-
-
-def test_first_shapes_far_from_the_best_are_not_improved(monkeypatch: pytest.MonkeyPatch) -> None:
-    problem = _problem(graphs.unet(), recompute=False)
-    state, improved = search.Search(problem, _control(), bound=0.0), list[Shape]()
-    monkeypatch.setattr(search.Search, "_improve", lambda _, shape, enough=0.0: improved.append(shape))
-    monkeypatch.setattr(search, "PATIENCE", 0)
-    monkeypatch.setattr(search, "FAR", 1.05)
-    starts = state._starts()
-    near = [shape for shape in starts if state.known[shape][1] <= search.FAR * state.rank[1]]
-    state.run(starts)
-    assert improved == near
-    assert 0 < len(near) < len(starts)
 
 
 def test_a_slow_device_gets_less_work() -> None:

@@ -11,7 +11,6 @@ from lightning_gpp.cluster import DEVICES, Cluster, Device, Link, Node
 from lightning_gpp.errors import PlanError
 from lightning_gpp.planning import Evaluator, Request, SearchControl, best_plan
 from lightning_gpp.planning.bounds.bound import lower_bound
-from lightning_gpp.planning.partitioners.auto import search
 from lightning_gpp.planning.partitioners.auto.search import auto
 from lightning_gpp.planning.partitioners.exhaustive import exhaustive
 from lightning_gpp.planning.request import candidates
@@ -36,11 +35,9 @@ def test_behind_slow_links_one_device_is_best() -> None:
     assert free.plan.num_devices == 3
     assert free.plan.unused == (1, 2)
     verify(compile_program(free.plan))
-    ratio = free.samples_per_second / everything.samples_per_second
-    assert ratio > 2
-    assert everything.plan.notes["devices"].startswith(f"1 of the 3 devices would be {ratio:.3g} times as fast as")
-    assert "strategy.idle_devices=true makes that plan" in everything.search.notes[-1]
-    assert free.plan.notes["devices"].startswith(f"2 of 3 devices are idle: this plan is {ratio:.3g} times as fast as")
+    assert free.samples_per_second > 2 * everything.samples_per_second
+    assert "devices" not in everything.plan.notes
+    assert free.plan.notes["devices"].startswith("2 of 3 devices are idle: ")
 
 
 @pytest.mark.parametrize(("name", "used"), [("gpu", 1), (DEVICES["cpu"].name, 3)])
@@ -69,7 +66,7 @@ def test_more_devices_than_pieces(idle: bool) -> None:
     prediction = best_plan("auto", graphs.chain(2), request(FAST, 4, idle_devices=idle, **settings))
     assert prediction.plan.unused == (2, 3)
     assert prediction.plan.notes["devices"] == (
-        "2 of 4 devices are idle: no plan that uses all of them was found to be as fast."
+        "2 of 4 devices are idle: no plan that uses all of them was found to be faster."
     )
 
 
@@ -98,9 +95,8 @@ def test_a_layout_that_needs_all_devices_gets_no_plan_on_fewer() -> None:
 
 
 @pytest.mark.parametrize("link", [FAST, Link(latency=1e-4, bytes_per_second=1e8), SLOW], ids=["fast", "middle", "slow"])
-def test_more_devices_are_never_slower(link: Link, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_devices_are_never_slower(link: Link) -> None:
     """By the programs."""
-    monkeypatch.setattr(search, "MAX_EVALUATIONS", 300)
     found = [best_plan("auto", graphs.feature_towers(2), request(link, n, idle_devices=True)) for n in (1, 2, 4, 8)]
     seconds = [prediction.seconds for prediction in found]
     assert seconds == sorted(seconds, reverse=True)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.planners.plans import GROUPS, MAX_EVALUATIONS, Case, random_requests, ratio, step_seconds
-from lightning_gpp.planning.partitioners.auto import search
+from benchmarks.planners.plans import EVALUATIONS, GROUPS, SECONDS, Case, random_requests, ratio, step_seconds
+from lightning_gpp.planning.problem import partitioner
 
 EARLIER = json.loads((Path(__file__).parent / "step_times.json").read_text())
 """Seconds by request of `benchmarks.planners.plans`, from searches of as many evaluations; None without a plan."""
@@ -21,7 +21,7 @@ CASES = [(label, case) for label, case in random_requests() if int(label.split()
 
 @pytest.mark.parametrize(("label", "case"), CASES, ids=[label for label, _ in CASES])
 def test_no_step_is_longer(label: str, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(search, "MAX_EVALUATIONS", MAX_EVALUATIONS)
+    monkeypatch.setattr(partitioner, "EVALUATIONS_PER_SECOND", EVALUATIONS / SECONDS)
     assert ratio(EARLIER[label], step_seconds(case)) <= SAME
 
 
@@ -29,6 +29,6 @@ def test_no_step_is_longer(label: str, case: Case, monkeypatch: pytest.MonkeyPat
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("group", GROUPS)
 def test_no_step_of_a_group_is_longer(group: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(search, "MAX_EVALUATIONS", MAX_EVALUATIONS)
+    monkeypatch.setattr(partitioner, "EVALUATIONS_PER_SECOND", EVALUATIONS / SECONDS)
     ratios = {label: ratio(EARLIER[label], step_seconds(case)) for label, case in GROUPS[group]()}
     assert not {label: value for label, value in ratios.items() if value > SAME}

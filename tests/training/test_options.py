@@ -70,8 +70,15 @@ def test_a_wrong_value_is_refused_with_the_key_and_what_is_allowed(settings: dic
 
 
 def test_an_argument_that_does_not_exist() -> None:
-    with pytest.raises(TypeError, match="unexpected keyword argument 'shedule'"):
+    with pytest.raises(ConfigError, match=r"GPPStrategy has no option 'shedule'\. Did you mean schedule"):
         GPPStrategy(shedule="gpipe")  # type: ignore[call-arg]
+    with pytest.raises(ConfigError, match="Did you mean num_micro_batches"):
+        GPPStrategy(num_microbatches=4)  # type: ignore[call-arg]
+
+
+def test_an_argument_without_its_name() -> None:
+    with pytest.raises(ConfigError, match=r"as in GPPStrategy\(schedule='1f1b'\); got 'gpipe'"):
+        GPPStrategy("gpipe")  # type: ignore[misc]
 
 
 @pytest.mark.parametrize(

@@ -23,8 +23,9 @@ from lightning_gpp.training.host import Job
 from lightning_gpp.training.incoming import Incoming
 from lightning_gpp.training.optimizers import OptimizerIndex
 from lightning_gpp.training.parameters import Placement, drop, move, settle, tensors_of
+from lightning_gpp.training.planner import check_step_device
 from lightning_gpp.training.session import check_placement
-from lightning_gpp.training.setup import _check_step_device, set_up
+from lightning_gpp.training.setup import set_up
 from tests.distributed import run_distributed
 
 
@@ -128,7 +129,7 @@ def test_ranks_with_different_models() -> None:
 def test_a_step_on_several_devices() -> None:
     stage = Stage(name="all", modules=("left", STEP), devices=(0, 1), micro_batch_size=1)
     with pytest.raises(ConfigError, match=r"Stage 'all' runs the user's step .* on devices \(0, 1\)"):
-        _check_step_device(Plan(stages=(stage,), edges=(), batch_size=2))
+        check_step_device(Plan(stages=(stage,), edges=(), batch_size=2))
 
 
 def test_a_parameter_that_lives_elsewhere() -> None:

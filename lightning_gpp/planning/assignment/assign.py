@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -92,6 +92,20 @@ def owner_of(module: str, owners: dict[str, int]) -> int | None:
             return None
         module = module.rpartition(".")[0]
     return owners[module]
+
+
+def step_owner(graph: OperatorGraph, modules: Sequence[Sequence[str]]) -> int:
+    """The stage that the user's step joins by default: of those without successors, the one that sends it most."""
+    step = len(modules)
+    values = crossing(graph, assign(graph, [*modules, (STEP,)]))
+    followed = {src for src, dst in values if dst != step}
+    received = {src: _bytes(graph, flow) for (src, dst), flow in values.items() if dst == step and src != SOURCE}
+    candidates = {src: size for src, size in received.items() if src not in followed}
+    return max(candidates, key=lambda src: (candidates[src], src), default=step - 1)
+
+
+def _bytes(graph: OperatorGraph, values: Iterable[tuple[str, int]]) -> int:
+    return sum(graph[name].outputs[output].bytes(1) for name, output in values)
 
 
 def _owned(graph: OperatorGraph, owners: dict[str, int]) -> dict[str, int]:

@@ -168,13 +168,10 @@ def with_recomputed(plan: Plan, graph: OperatorGraph, recompute: bool | Sequence
     Raises:
         ConfigError: an entry is neither a stage nor a module with operators, or is the stage that runs the step.
     """
-    if recompute is None and not any(stage.recompute for stage in plan.stages):
+    if recompute is None:
         return plan
     assignment = assign(graph, [stage.modules for stage in plan.stages])
-    if recompute is not None:
-        plan = replace(plan, stages=_recomputing(plan, graph, assignment, recompute))
-    _check_blocks(plan, graph, assignment)
-    return _sized(plan, graph, assignment)
+    return _sized(replace(plan, stages=_recomputing(plan, graph, assignment, recompute)), graph, assignment)
 
 
 def with_offloaded(plan: Plan, graph: OperatorGraph, offload: bool | Sequence[str] | None) -> Plan:
@@ -243,10 +240,19 @@ def _inside(graph: OperatorGraph, assignment: Assignment, stage: int, paths: Seq
     return tuple(path for path in paths if recomputed_blocks(graph, mine, [path]))
 
 
-def _check_blocks(plan: Plan, graph: OperatorGraph, assignment: Assignment) -> None:
+def check_blocks(plan: Plan, graph: OperatorGraph) -> None:
+    """Refuse a user's plan whose stages are to recompute what they do not call.
+
+    Raises:
+        ConfigError: names the stage and the paths.
+    """
+    if not any(stage.recomputed_blocks for stage in plan.stages):
+        return
+    plan = unslice(plan, graph)
+    assignment = assign(graph, [stage.modules for stage in plan.stages])
     for index, stage in enumerate(plan.stages):
         wanted = stage.recomputed_blocks
-        missing = sorted(set(wanted) - set(_inside(graph, assignment, index, wanted))) if wanted else []
+        missing = sorted(set(wanted) - set(_inside(graph, assignment, index, wanted)))
         if missing:
             raise ConfigError(
                 f"Stage {stage.name!r} is to recompute {missing}, but calls no such modules as a whole. List modules "

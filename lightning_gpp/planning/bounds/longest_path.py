@@ -5,7 +5,7 @@ from __future__ import annotations
 import networkx as nx
 import numpy as np
 
-from lightning_gpp.planning.bounds.memory import distinct_bytes
+from lightning_gpp.plan import STEP
 from lightning_gpp.planning.bounds.path import PathBound, PathShare
 from lightning_gpp.planning.bounds.replica_costs import best_bandwidth, equally_fast, fastest, least_share, range_costs
 from lightning_gpp.planning.problem.problem import Array, Problem
@@ -19,7 +19,7 @@ def path_bound(problem: Problem, size: int) -> PathBound | None:
     units, total = _longest_path(problem, size), np.add(*fastest(problem, size))
     if not equally_fast(problem, size) or 2 * float(total[units].sum()) < float(total.sum()):
         return None
-    weights = _summed_at_the_end(problem) * distinct_bytes(problem, size)[0]
+    weights = _summed_at_the_end(problem) * distinct_weights(problem)
     return PathBound(
         shares=[_path_share(problem, size, *pair, units, weights) for pair in _equal_shares(problem, size)],
         number=-(-problem.batch_size // size),
@@ -62,6 +62,19 @@ def _path_share(problem: Problem, size: int, fewest: int, most: int, units: list
 def _summed_at_the_end(problem: Problem) -> float:
     """The part of the sums of gradients that follows the last backward: with `fsdp`, weights are gathered before."""
     return 0.0 if not problem.footprint.training else 1.0 if problem.sharding in ("none", "zero1", "auto") else 0.5
+
+
+def distinct_weights(problem: Problem) -> Array:
+    """Bytes of the weights of every unit that no unit ahead of it has, nor the user's step."""
+    graph = problem.graph
+    weights = problem.parameter_bytes.copy()
+    known = {name for operator in graph if operator.module == STEP for name in operator.parameters}
+    for index, unit in enumerate(problem.units.units):
+        inside = {parameter for name in unit.operators for parameter in graph[name].parameters}
+        weights[index] -= sum(graph.parameter_bytes[name] for name in inside & known)
+        known |= inside
+    least: Array = np.maximum(weights, 0.0)
+    return least
 
 
 MAX_SHARE_RANGES, SHARE_RANGE = 8, 1.15

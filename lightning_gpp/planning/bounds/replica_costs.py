@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -14,19 +13,15 @@ from lightning_gpp.planning.problem.problem import Array, Problem
 
 @dataclass(frozen=True, slots=True)
 class ReplicaRange:
-    """Least costs of all units for any number of replicas from `fewest` to `most`; or of several ranges, as rows."""
+    """Least costs of all units for any number of replicas from `fewest` to `most`."""
 
-    fewest: Any
-    most: Any
+    fewest: int
+    most: int
     forward: Array
-    backward: Array
-    """Seconds of a full micro-batch on one replica."""
+    """Seconds of a forward of a full micro-batch on one replica."""
 
     busy: Array
-    """Seconds of both, on average over all micro-batches."""
-
-    together: Array
-    """Device-seconds of a micro-batch on all replicas; small shares are less efficient."""
+    """Seconds of forward and backward, on average over all micro-batches."""
 
     summing: Array
     """Device-seconds of reducing the gradients."""
@@ -38,10 +33,8 @@ def range_costs(problem: Problem, size: int, fewest: int, most: int) -> ReplicaR
     shares = ((number, least_share(problem, samples, most)) for samples, number in sizes.items())
     seconds: Array = np.sum([number * np.add(*fastest(problem, share)) for number, share in shares], axis=0)
     busy = seconds * size / problem.batch_size
-    alone, shared = (np.add(*fastest(problem, samples)) for samples in (size, max(1, size // fewest)))
-    together = np.maximum(alone, fewest * np.maximum(shared, busy))
     summing = 2 * (fewest - 1) * problem.parameter_bytes / best_bandwidth(problem, fewest)
-    return ReplicaRange(fewest, most, forward, backward, busy, together, summing)
+    return ReplicaRange(fewest, most, forward, busy, summing)
 
 
 def least_share(problem: Problem, size: int, replicas: int) -> int:

@@ -36,9 +36,8 @@ class Answer:
         objective_name: its meaning and unit.
         states: partial or complete solutions visited.
         alternatives: drafts that lost, best first.
-        compared: if the draft leaves devices idle, the best draft found on all; otherwise the best on fewer, if the
-            partitioner looked for one.
         tolerance: share of the time by which a simpler draft may be slower than the fastest of all of these.
+        bound: seconds that no draft can go below; 0 if the search knows none.
         neighbours: the drafts one change away from a draft, the most promising first, with which it may be improved by
             its program; None if the partitioner's draft is to stay as it is.
         notes: remarks for the user, one sentence each.
@@ -50,25 +49,40 @@ class Answer:
     objective_name: str
     states: int
     alternatives: tuple[Alternative, ...] = ()
-    compared: Draft | None = None
     tolerance: float = 0.0
+    bound: float = 0.0
     neighbours: Callable[[Draft], Iterator[Draft]] | None = field(default=None, compare=False, repr=False)
     notes: tuple[str, ...] = ()
     interrupted: bool = False
 
 
+EVALUATIONS_PER_SECOND: Final = 700
+"""Drafts that a search evaluates for every second that it may take: a machine evaluates several times as many."""
+
+
 @dataclass(slots=True, kw_only=True)
 class SearchControl:
-    """The time limit of a search, and its report of progress.
+    """The limits of a search, and its report of progress.
+
+    A search ends after a number of evaluations, so that its answer depends neither on the speed nor on the load of the
+    machine. Only if that takes longer than `seconds`, it ends earlier.
 
     Args:
-        seconds: time after which an anytime search stops.
+        seconds: time after which an anytime search stops; it allows `EVALUATIONS_PER_SECOND` in each of them.
         progress: called during the search, if given.
+        whole: the search that this one is a part of.
     """
 
-    seconds: float = 10.0
+    seconds: float = 40.0
     progress: Progress | None = None
-    began: float = field(default_factory=time.perf_counter)
+    whole: SearchControl | None = None
+    began: float = field(default_factory=lambda: time.perf_counter())
+    counted: float = 0.0
+
+    @property
+    def evaluations(self) -> float:
+        """Number of evaluated drafts after which the search stops; what takes longer counts as several."""
+        return EVALUATIONS_PER_SECOND * self.seconds
 
     @property
     def elapsed(self) -> float:
@@ -76,7 +90,26 @@ class SearchControl:
 
     @property
     def expired(self) -> bool:
-        return self.elapsed >= self.seconds
+        over = self.elapsed >= self.seconds or self.counted >= self.evaluations
+        return over or (self.whole is not None and self.whole.expired)
+
+    @property
+    def done(self) -> float:
+        """The share of the whole search that is over."""
+        if self.whole is not None:
+            return self.whole.done
+        shares = (self.elapsed, self.seconds), (self.counted, self.evaluations)
+        return min(1.0, max(part / most if most else 1.0 for part, most in shares))
+
+    def count(self, evaluations: float = 1.0) -> None:
+        """Count evaluated drafts, here and in the whole search."""
+        self.counted += evaluations
+        if self.whole is not None:
+            self.whole.count(evaluations)
+
+    def part(self, share: float) -> SearchControl:
+        """The limits of a part of the search: a share of all, as far as that is left."""
+        return SearchControl(seconds=share * self.seconds, progress=self.progress, whole=self)
 
     def report(self, done: float, best: float, lower_bound: float = 0.0) -> None:
         if self.progress is not None:

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from heapq import nsmallest
+from math import inf
 from typing import TYPE_CHECKING, Final
 
 from lightning_gpp.cluster import Cluster
@@ -21,7 +22,7 @@ from lightning_gpp.plan import Plan
 from lightning_gpp.planning.assignment.estimate import estimate, timed
 from lightning_gpp.planning.problem.draft import Draft, other_orders, realise, unreplicated
 from lightning_gpp.planning.problem.evaluate import Evaluator
-from lightning_gpp.planning.problem.partitioner import Alternative, Answer
+from lightning_gpp.planning.problem.partitioner import Alternative, Answer, SearchControl
 from lightning_gpp.planning.problem.problem import Problem
 from lightning_gpp.planning.problem.simplicity import complexity
 from lightning_gpp.schedules import compile_program, in_flight
@@ -160,37 +161,23 @@ NUM_RUNNERS_UP: Final = 9
 NUM_STARTS: Final = 3
 """Drafts, of different numbers of stages, whose neighbours are simulated."""
 
-MAX_NEIGHBOURS: Final = 40
-"""Most neighbours that are simulated from one start."""
+RUNNERS_UP_SHARE, CLIMB_SHARE, ORDERS_SHARE = 0.3, 0.2, 0.1
+"""Shares of the evaluations for the runners-up, for the neighbours of one start, and for the orders of its stages."""
 
-MAX_ORDERS: Final = 8
-"""Most drafts with the stages of one start in other orders that are simulated."""
-
-MAX_NEIGHBOUR_ACTIONS: Final = 10_000
-"""Most actions of all of these."""
+EVALUATIONS_PER_OPERATOR, EVALUATIONS_PER_ACTION = 0.2, 0.8
+"""The number of evaluations that take as long as making the program of a plan, and simulating it."""
 
 STEPS_UNTIL_STEADY: Final = 10
 """Steps that take as long to simulate as a pipeline without a flush, which is simulated until it is steady."""
 
-MAX_ACTIONS: Final = 60_000
-"""Most actions of the steps of all runners-up that are tried; those with more than is left are passed over."""
-
-
-Tried = tuple[Draft, Prediction]
-"""A draft and the prediction for its plan."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """The best draft of a search, the prediction for its plan, and the drafts that lost.
-
-    `compared`: the prediction for `Answer.compared`; None if there is none.
-    """
+    """The best draft of a search, the prediction for its plan, and the drafts that lost."""
 
     draft: Draft
     prediction: Prediction
     alternatives: tuple[Alternative, ...] = ()
-    compared: Prediction | None = None
 
 
 def predicted(
@@ -260,7 +247,9 @@ def simulated(problem: Problem, draft: Draft) -> Prediction:
     )
 
 
-def best_trial(problem: Problem, answer: Answer, predict: Callable[[Draft], Prediction]) -> Trial:
+def best_trial(
+    problem: Problem, answer: Answer, predict: Callable[[Draft], Prediction], control: SearchControl
+) -> Trial:
     """The best of an answer's drafts, judged by their programs.
 
     A program shows what the estimate of a search leaves out: messages that share a port, the order of collectives, the
@@ -268,75 +257,92 @@ def best_trial(problem: Problem, answer: Answer, predict: Callable[[Draft], Pred
 
     Args:
         problem: the question.
-        answer: an answer with a draft.
+        answer: an answer with a draft, which is tried in any case.
         predict: simulates a draft.
+        control: the limits for all others.
 
     Raises:
         GPPError: none of the drafts can become a plan; the error is that of the search's best draft.
     """
-    predictions: list[Tried] = []
-    failures: list[GPPError] = []
-    for draft in _drafts_to_try(problem, answer):
-        try:
-            predictions.append((draft, predict(draft)))
-        except GPPError as error:
-            failures.append(error)
-    if not predictions:
-        raise failures[0]
-    _improved(problem, answer, predictions, predict)
-    draft, prediction = _chosen(problem, answer, predictions)
-    compared = None
-    if answer.compared is not None:
-        with suppress(GPPError):
-            compared = predict(answer.compared)
-    others = _others(answer, draft, dict(predictions))
-    return Trial(draft=draft, prediction=prediction, alternatives=others, compared=compared)
+    trials = _Trials(problem, answer, predict)
+    if answer.draft is not None:
+        trials.add(answer.draft, control)
+    trials.add_runners_up(control.part(RUNNERS_UP_SHARE))
+    if not trials.known:
+        raise trials.failures[0]
+    trials.improve(control)
+    draft, prediction = _chosen(problem, answer, list(trials.known.items()))
+    others = _others(answer, draft, trials.known)
+    return Trial(draft=draft, prediction=prediction, alternatives=others)
 
 
-def _improved(problem: Problem, answer: Answer, known: list[Tried], predict: Callable[[Draft], Prediction]) -> None:
-    """Add drafts that follow from the best ones by changes that shorten their programs, and those tried on the way.
+@dataclass(slots=True)
+class _Trials:
+    """The drafts whose programs were simulated, and the errors of those that have none."""
 
-    Estimates leave out some waiting, most where latencies rule, so the best estimate need not have the best program.
-    """
-    if answer.neighbours is None:
-        return
-    starts: dict[int, Tried] = {}
-    for entry in sorted(known, key=_rank):
-        starts.setdefault(len(entry[0].stages), entry)
-    first = list(starts.values())[:NUM_STARTS]
-    for start in first:
-        _climb(problem, answer.neighbours, start, known, predict, MAX_NEIGHBOURS)
-    for start in [*first, min(known, key=_rank)]:
-        _climb(problem, partial(other_orders, problem), start, known, predict, MAX_ORDERS)
+    problem: Problem
+    answer: Answer
+    predict: Callable[[Draft], Prediction]
+    known: dict[Draft, Prediction] = field(default_factory=dict)
+    tried: set[Draft] = field(default_factory=set)
+    failures: list[GPPError] = field(default_factory=list)
 
-
-def _climb(
-    problem: Problem,
-    neighbours: Callable[[Draft], Iterator[Draft]],
-    best: Tried,
-    known: list[Tried],
-    predict: Callable[[Draft], Prediction],
-    number: int,
-) -> None:
-    """Simulate neighbours of the best draft until none is faster; no more than a number of them."""
-    tried, actions = {draft for draft, _ in known}, MAX_NEIGHBOUR_ACTIONS
-    waiting = neighbours(best[0])
-    while (draft := next(waiting, None)) is not None:
-        if draft in tried:
-            continue
-        tried.add(draft)
-        number, actions = number - 1, actions - num_actions(problem, draft)
-        if number < 0 or actions < 0:
+    def add(self, draft: Draft, control: SearchControl) -> None:
+        if draft in self.tried:
             return
-        with suppress(GPPError):
-            known.append((draft, predict(draft)))
-            if _rank(known[-1]) < _rank(best):
-                best = known[-1]
-                waiting = neighbours(best[0])
+        self.tried.add(draft)
+        control.count(_evaluations(self.problem, draft))
+        try:
+            self.known[draft] = self.predict(draft)
+        except GPPError as error:
+            self.failures.append(error)
+
+    def add_runners_up(self, control: SearchControl) -> None:
+        """Simulate the best alternatives of the search, those with short estimates first."""
+        for entry in nsmallest(NUM_RUNNERS_UP, self.answer.alternatives, key=lambda entry: entry.seconds):
+            if control.expired or self.enough:
+                return
+            self.add(entry.draft, control)
+
+    def improve(self, control: SearchControl) -> None:
+        """Add drafts that follow from the best ones by changes that shorten their programs, and those tried on the way.
+
+        Estimates leave out some waiting, most where latencies rule, so the best estimate need not have the best
+        program.
+        """
+        if self.answer.neighbours is None:
+            return
+        starts: dict[int, Draft] = {}
+        for draft in sorted(self.known, key=self._rank):
+            starts.setdefault(len(draft.stages), draft)
+        first = list(starts.values())[:NUM_STARTS]
+        for start in first:
+            self._climb(self.answer.neighbours, start, control.part(CLIMB_SHARE))
+        for start in dict.fromkeys([*first, min(self.known, key=self._rank)]):
+            self._climb(partial(other_orders, self.problem), start, control.part(ORDERS_SHARE))
+
+    @property
+    def enough(self) -> bool:
+        """True if a program takes hardly longer than any can; on one device nothing waits, so estimates hold."""
+        least = inf if self.problem.num_devices == 1 else self.answer.bound
+        return any(entry.fits and entry.seconds <= least for entry in self.known.values())
+
+    def _rank(self, draft: Draft) -> tuple[float, float]:
+        return self.known[draft].rank
+
+    def _climb(self, neighbours: Callable[[Draft], Iterator[Draft]], best: Draft, control: SearchControl) -> None:
+        """Simulate neighbours of the best draft until none is faster."""
+        waiting = neighbours(best)
+        while not (control.expired or self.enough) and (draft := next(waiting, None)) is not None:
+            is_new = draft not in self.tried
+            self.add(draft, control)
+            if is_new and draft in self.known and self._rank(draft) < self._rank(best):
+                best = draft
+                waiting = neighbours(best)
 
 
-def _rank(entry: Tried) -> tuple[float, float]:
-    return entry[1].rank
+Tried = tuple[Draft, Prediction]
+"""A draft and the prediction for its plan."""
 
 
 def _chosen(problem: Problem, answer: Answer, predictions: Sequence[Tried]) -> Tried:
@@ -349,19 +355,6 @@ def _chosen(problem: Problem, answer: Answer, predictions: Sequence[Tried]) -> T
     return min(near, key=lambda entry: (complexity(problem, entry[0]), entry[1].rank))
 
 
-def _drafts_to_try(problem: Problem, answer: Answer) -> list[Draft]:
-    """The best draft of a search, and some runners-up whose steps are short enough to be simulated."""
-    if answer.draft is None:
-        return []
-    drafts, left = [answer.draft], MAX_ACTIONS
-    for entry in nsmallest(NUM_RUNNERS_UP, answer.alternatives, key=lambda entry: entry.seconds):
-        actions = num_actions(problem, entry.draft)
-        if actions <= left:
-            drafts.append(entry.draft)
-            left -= actions
-    return drafts
-
-
 def _others(answer: Answer, chosen: Draft, predictions: Mapping[Draft, Prediction]) -> tuple[Alternative, ...]:
     """The drafts that were not chosen. The search's favourite, if among them, is first, with its program's time."""
     others = tuple(entry for entry in answer.alternatives if entry.draft != chosen)
@@ -370,6 +363,12 @@ def _others(answer: Answer, chosen: Draft, predictions: Mapping[Draft, Predictio
     prediction = predictions[answer.draft]
     reason = "needs more memory" if prediction.excess_bytes else "its program takes longer than its estimate"
     return (Alternative(draft=answer.draft, seconds=prediction.seconds, reason=reason), *others)
+
+
+def _evaluations(problem: Problem, draft: Draft) -> float:
+    """The number of evaluations by an estimate that take as long as making and simulating a draft's program."""
+    actions = num_actions(problem, draft)
+    return EVALUATIONS_PER_OPERATOR * len(problem.graph) + EVALUATIONS_PER_ACTION * actions
 
 
 def num_actions(problem: Problem, draft: Draft) -> int:

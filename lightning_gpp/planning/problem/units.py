@@ -13,7 +13,7 @@ import networkx as nx
 
 from lightning_gpp.graph import Affine, Operator, OperatorGraph, TensorSpec
 from lightning_gpp.plan import SOURCE, STEP, topological
-from lightning_gpp.planning.assignment.assign import assign, crossing, forced, owner_of
+from lightning_gpp.planning.assignment.assign import assign, crossing, forced, owner_of, step_owner
 from lightning_gpp.planning.assignment.modules import ModuleNode, module_tree
 
 Modules = tuple[str, ...]
@@ -200,16 +200,6 @@ def _with_step(graph: OperatorGraph, modules: list[Modules]) -> list[Modules]:
     return [*rest, (*modules[last], STEP)]
 
 
-def step_owner(graph: OperatorGraph, modules: Sequence[Sequence[str]]) -> int:
-    """The stage that the user's step joins by default: of those without successors, the one that sends it most."""
-    step = len(modules)
-    values = crossing(graph, assign(graph, [*modules, (STEP,)]))
-    followed = {src for src, dst in values if dst != step}
-    received = {src: _bytes(graph, flow) for (src, dst), flow in values.items() if dst == step and src != SOURCE}
-    candidates = {src: size for src, size in received.items() if src not in followed}
-    return max(candidates, key=lambda src: (candidates[src], src), default=step - 1)
-
-
 def bytes_to_step(graph: OperatorGraph, modules: Sequence[Modules]) -> dict[int, Affine]:
     """Bytes per micro-batch that the user's step reads from each of the modules' groups, its own group included.
 
@@ -224,10 +214,6 @@ def bytes_to_step(graph: OperatorGraph, modules: Sequence[Modules]) -> dict[int,
         for (src, dst), flow in values.items()
         if dst == len(rest) and src != SOURCE
     }
-
-
-def _bytes(graph: OperatorGraph, values: Iterable[tuple[str, int]]) -> int:
-    return sum(graph[name].outputs[output].bytes(1) for name, output in values)
 
 
 def described(graph: OperatorGraph, modules: Sequence[Modules]) -> UnitGraph:

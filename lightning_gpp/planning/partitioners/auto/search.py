@@ -1,60 +1,64 @@
 """The default partitioner: any DAG, any stages, replicas, micro-batch size and schedule, jointly.
 
-First shapes (`seeds`) come from contiguous cuts of several orders of the units, as partitioners of chains find them,
-and from the partitioners of the literature. The best ones are improved by single changes (`moves`) as long as the step
-gets shorter. Then they are perturbed and improved again, until the time is up, there was no improvement for long, or
-the step is as short as the lower bound (`bound`) allows. Every candidate is judged by the simulated seconds of its
-whole step and by the memory of every device, with the cheapest measures that make it fit (`Evaluator.fitted`).
+First shapes are contiguous cuts of two orders of the units (`seeds`), and the draft of GraphPipe's dynamic program.
+The best ones are improved by single changes (`moves`) as long as the step gets shorter. Then the best
+of all is perturbed and improved again, until the search is over, there was no improvement for long, or the step is as
+short as the lower bound (`bound`) allows. Every shape is judged by the simulated seconds of its whole step and by the
+memory of every device, with the cheapest measures that make it fit (`Evaluator.fitted`).
 
 Of those that are nearly as fast as the best, the simplest one is the answer (`Problem.simplicity`).
 
-Fewer devices may be faster. If the problem allows idle ones, moves release and take devices; otherwise a brief second
-search finds out what they would be worth. If no draft uses all devices, as of a model that cannot be cut into that many
-stages, nor each micro-batch shared, the answer is one on fewer.
+Fewer devices may be faster: if the problem allows idle ones, moves release and take devices. If no draft uses all
+devices, as of a model that cannot be cut into that many stages, nor each micro-batch shared, the answer is one on
+fewer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from heapq import nsmallest
-from itertools import takewhile
 from math import inf
 from random import Random
 
 from lightning_gpp.planning.bounds.bound import busy_bound
 from lightning_gpp.planning.partitioners.auto.coarse import coarse
 from lightning_gpp.planning.partitioners.auto.moves import moves, with_slack
-from lightning_gpp.planning.partitioners.auto.seeds import MAX_SLOTS, Cuts, orders, published, seeds
+from lightning_gpp.planning.partitioners.auto.seeds import MAX_SLOTS, Cuts, orders, seeds
 from lightning_gpp.planning.partitioners.auto.shape import Shape
 from lightning_gpp.planning.partitioners.auto.variants import on_fewer_devices, variants
+from lightning_gpp.planning.partitioners.graphpipe import graphpipe
 from lightning_gpp.planning.problem.draft import Draft
 from lightning_gpp.planning.problem.evaluate import Evaluation, Evaluator
 from lightning_gpp.planning.problem.partitioner import Alternative, Answer, SearchControl, register_partitioner
+from lightning_gpp.planning.problem.pipeline_clock import EXACT_ACTIONS
 from lightning_gpp.planning.problem.problem import Problem
 from lightning_gpp.planning.problem.simplicity import complexity
-
-PATIENCE = 150
-"""The search ends after this many perturbations in a row without improvement."""
 
 MIN_PIECES, PIECES_PER_SLOT, COARSE_SHARE = 192, 3, 0.7
 """Number of larger units for a first search, in total and per device, and its share of the time."""
 
-FIRST_SHARE = 0.3
+PATIENCE = 150
+"""The search ends after this many perturbations in a row without improvement."""
+
+FIRST_SHARE = 0.15
 """Share of the time for finding first shapes; as much again for slack in the best ones."""
 
+GRAPHPIPE_SHARE, GRAPHPIPE_UNITS = 0.15, 300
+"""Share of the search for GraphPipe's dynamic program, and the most units for which it is quick."""
+
 NUM_STARTS = 6
-"""Number of shapes that are improved before the first perturbation."""
+"""Number of shapes that are improved."""
 
-FAR = 2
-"""Multiple of the best step time beyond which a start is not improved; perturbations of the best shape gain more."""
+IMPROVE_SHARE = 0.9
+"""Share of the search for the fastest shape; the rest is for simpler ones."""
 
-FEWER_SHARE, FEWER_STARTS = 0.1, 3
-"""Share of the time of the search on fewer devices, and number of shapes that it improves."""
+FEWER_SHARE = 0.1
+"""Share of the search for first shapes on fewer devices."""
 
-MAX_EVALUATIONS = 40_000
-"""Limit of evaluated shapes. Searches that reach it before the time limit find the same plan on every machine."""
+EVALUATIONS_PER_ACTION = 0.01
+"""The share of an evaluation that simulating one action takes as long as."""
 
 GOOD_ENOUGH = 1.002
 """Multiple of the lower bound at which the search ends, because little is left to be gained."""
@@ -76,30 +80,17 @@ Rank = tuple[float, float]
 @register_partitioner("auto")
 def auto(problem: Problem, control: SearchControl) -> Answer:
     """Find the shortest step in `control.seconds`; a good plan takes a fraction of that."""
-    search = Search(problem, control, busy_bound(problem))
+    search = Search(problem, control.part(IMPROVE_SHARE), busy_bound(problem))
     try:
         search.run(_first_results(search))
+        search.control = control
         search.simplify()
         search.save()
         if not search.found and not (problem.idle_devices or problem.every_device):
-            again = SearchControl(seconds=control.seconds, progress=control.progress)  # the time is over
-            return auto(replace(problem, idle_devices=True), again)
-        return replace(search.answer(), compared=_compared(search))
+            return auto(replace(problem, idle_devices=True), control)
+        return search.answer()
     except KeyboardInterrupt:
         return replace(search.answer(), notes=(INTERRUPTED,), interrupted=True)
-
-
-def _compared(search: Search) -> Draft | None:
-    """The best draft found on all devices if the search's best leaves some idle; on fewer if it may not."""
-    problem, best, everything = search.problem, search.best, search.problem.num_devices
-    if best is None or everything == 1:
-        return None
-    if problem.idle_devices:
-        return None if best.num_devices == everything else search.best_of(lambda shape: shape.num_devices == everything)
-    control = SearchControl(seconds=FEWER_SHARE * search.control.seconds)
-    relaxed = Search(replace(problem, idle_devices=True), control, search.bound)
-    relaxed.run_briefly(best)
-    return relaxed.best_of(lambda shape: shape.num_devices < everything)
 
 
 def _first_results(search: Search) -> list[Shape]:
@@ -109,13 +100,12 @@ def _first_results(search: Search) -> list[Shape]:
     if problem.num_units < 1.5 * num_pieces:
         return []
     coarser = coarse(problem, num_pieces)
-    seconds = COARSE_SHARE * max(0.0, control.seconds - control.elapsed)
-    first = Search(coarser.problem, SearchControl(seconds=seconds, progress=control.progress), search.bound)
+    first = Search(coarser.problem, control.part(COARSE_SHARE), search.bound)
     try:
         first.run()
     finally:
-        search.published = {coarser.refined(shape): name for shape, name in first.published.items()}
-        search.take([*search.published, *(coarser.refined(shape) for shape in first.leaders())])
+        search.named = {coarser.refined(shape): name for shape, name in first.named.items()}
+        search.take([*search.named, *(coarser.refined(shape) for shape in first.leaders())])
     return search.leaders()
 
 
@@ -123,8 +113,8 @@ def _first_results(search: Search) -> list[Shape]:
 class Search:
     """The state of one search: the ranks of shapes, and the best shape.
 
-    `refused` are shapes that are no better than the one they were made from; `published` are those that partitioners of
-    the literature found, with their names; `fastest` is the best shape before simpler ones were preferred.
+    `refused` are shapes that are no better than the one they were made from; `named` are those that are alternatives in
+    any case, with the names of their origins; `fastest` is the best shape before simpler ones were preferred.
     """
 
     problem: Problem
@@ -133,7 +123,7 @@ class Search:
     evaluate: Evaluator = field(init=False)
     known: dict[Shape, Rank] = field(default_factory=dict)
     refused: set[Shape] = field(default_factory=set)
-    published: dict[Shape, str] = field(default_factory=dict)
+    named: dict[Shape, str] = field(default_factory=dict)
     best: Shape | None = None
     rank: Rank = (inf, inf)
     fastest: Shape | None = None
@@ -156,7 +146,7 @@ class Search:
     @property
     def done(self) -> bool:
         good = self.fastest is None and self.rank[0] == 0 and self.rank[1] <= self.bound * GOOD_ENOUGH
-        return good or self.control.expired or self.evaluate.evaluations >= MAX_EVALUATIONS
+        return good or self.control.expired
 
     @property
     def found(self) -> bool:
@@ -164,23 +154,16 @@ class Search:
         return self.best is not None and self.rank[1] < inf
 
     def run(self, starts: Sequence[Shape] = ()) -> None:
-        """Improve the given shapes, or the best first ones; then perturb and improve again."""
-        starts = starts or self._starts()
-        for shape in starts:
+        """Improve the given shapes, or the best first ones; then perturb the best one and improve again."""
+        for shape in starts or self._starts():
             if self.done:
                 return
-            if not self._is_far(shape):
-                self._improve(shape)
+            self._improve(shape)
         random, failures = Random(0), 0
         while not self.done and self.best is not None and failures < PATIENCE:
             before = self.rank
-            self._improve(self._disturbed(self.best if random.random() < 0.7 else random.choice(starts), random))
+            self._improve(self._disturbed(self.best, random))
             failures = 0 if self.rank < before else failures + 1
-
-    def _is_far(self, shape: Shape) -> bool:
-        """True for a shape that takes so much longer than the best one that its improvement takes time in vain."""
-        seconds = self._judge(shape)[1]
-        return self.rank[0] == 0 and seconds > FAR * self.rank[1]
 
     def simplify(self) -> None:
         """Answer with the simplest shape that is nearly as fast as the fastest."""
@@ -216,37 +199,33 @@ class Search:
         if rank <= self.rank:
             self.best, self.rank, self.known[shape] = shape, rank, rank
 
-    def run_briefly(self, start: Shape) -> None:
-        """Improve a shape, and the best first ones on fewer devices; do not perturb."""
-        self.take([start])
-        shapes = self._cut(on_fewer_devices(self.problem, self._orders()))
-        self.take(takewhile(lambda _: not self.control.expired, shapes))
-        for shape in self.leaders()[:FEWER_STARTS]:
-            self._improve(shape)
-
-    def best_of(self, wanted: Callable[[Shape], bool]) -> Draft | None:
-        """The best of the judged shapes of a kind, as a draft; None if none fits the memory."""
-        shape = min(filter(wanted, self.known), key=self.known.__getitem__, default=None)
-        return None if shape is None or self.known[shape] >= (0, inf) else self._fitted(shape)
-
     def _starts(self) -> list[Shape]:
-        self.published = published(self.problem, self.control)
-        self.take(self.published)
-        began = self.control.elapsed
+        self._take(FIRST_SHARE, self._first_shapes())
+        if not self.done:
+            self._take_graphpipe()
         if self.problem.idle_devices:
-            fewer = self._cut(on_fewer_devices(self.problem, self._orders()))
-            self._take_until(began + FEWER_SHARE * self.control.seconds, fewer)
-        self._take_until(began + FIRST_SHARE * self.control.seconds, self._first_shapes())
+            self._take(FEWER_SHARE, self._cut(on_fewer_devices(self.problem, self._orders())))
         best = nsmallest(NUM_SLACKENED, self.known, key=self.known.__getitem__)
-        self._take_until(began + 2 * FIRST_SHARE * self.control.seconds, with_slack(self.problem, best))
+        self._take(FIRST_SHARE, with_slack(self.problem, best))
         return self.leaders()
 
-    def _take_until(self, seconds: float, shapes: Iterable[Shape]) -> None:
-        """Judge shapes, at least one, until the search has taken these seconds."""
+    def _take_graphpipe(self) -> None:
+        problem = self.problem
+        if problem.num_units <= GRAPHPIPE_UNITS and problem.num_devices <= MAX_SLOTS:
+            draft = graphpipe(problem, replace(self.control.part(GRAPHPIPE_SHARE), progress=None)).draft
+            shape = None if draft is None else Shape.of(draft)
+            if shape is not None:
+                self.named[shape] = "graphpipe"
+                self._judge(shape)
+
+    def _take(self, share: float, shapes: Iterable[Shape]) -> None:
+        """Judge shapes for a share of the search; at least one, so that there is a plan however short the time is."""
+        whole, self.control = self.control, self.control.part(share)
         for shape in shapes:
+            if self.done and self.known:
+                break
             self._judge(shape)
-            if self.control.elapsed > seconds:
-                return
+        self.control = whole
 
     def _first_shapes(self) -> Iterator[Shape]:
         problem, found = self.problem, self._orders()
@@ -258,7 +237,9 @@ class Search:
         return orders(self.problem, self.problem.seconds(self.problem.sizes[len(self.problem.sizes) // 2]).total)
 
     def _cut(self, variants: Iterable[Cuts]) -> Iterator[Shape]:
-        for cuts in takewhile(lambda _: not self.control.expired, variants):
+        for cuts in variants:
+            if self.control.expired and self.known:
+                return
             number = -(-self.problem.batch_size // cuts.size)
             for shape in seeds(self.problem, cuts, partial(self._worth, number)):
                 yield shape
@@ -267,20 +248,27 @@ class Search:
 
     def _worth(self, number: int, seconds: float) -> bool:
         """True if a plan whose slowest stage takes these seconds per micro-batch can come near the best step."""
+        self.control.count()
         return self.rank[0] > 0 or number * seconds < 1.1 * self.rank[1]
 
     def _judge(self, shape: Shape, limit: float = inf) -> Rank:
         """The rank of a shape: memory, then seconds. Seconds of `limit` or more are only a lower bound."""
         if shape not in self.known:
             rank = self.evaluate(shape.draft(), limit).rank
+            self.control.count()
             if rank[1] >= limit:
                 self.refused.add(shape)
                 return rank
             self.known[shape] = rank
+            self.control.count(EVALUATIONS_PER_ACTION * self._num_actions(shape))
             if rank < self.rank:
                 self.best, self.rank = shape, rank
-                self.control.report(self.control.elapsed / self.control.seconds, rank[1], self.bound)
+                self.control.report(self.control.done, rank[1], self.bound)
         return self.known[shape]
+
+    def _num_actions(self, shape: Shape) -> float:
+        """Number of actions that the estimate of a shape simulates, each for all replicas."""
+        return min(EXACT_ACTIONS, 2 * len(shape.groups) * -(-self.problem.batch_size // shape.size))
 
     def _improve(self, shape: Shape, enough: float = 0.0) -> None:
         """Apply changes that make the step shorter until there is none, or it is short enough."""
@@ -320,6 +308,7 @@ class Search:
             states=self.evaluate.evaluations,
             alternatives=tuple(sorted(self._alternatives(), key=lambda entry: entry.seconds)),
             tolerance=self.problem.simplicity,
+            bound=self.bound * GOOD_ENOUGH / self.problem.num_slices,
             neighbours=self._neighbours,
         )
 
@@ -332,12 +321,13 @@ class Search:
         if shape is None:
             return
         others = list(moves(self.problem, shape, self._loads(shape)))[-MAX_MOVES:]
+        self.control.count(len(others))
         ranks = {other: self.evaluate(other.draft()).rank for other in others}
         yield from (self._fitted(other) for other in sorted(ranks, key=ranks.__getitem__) if ranks[other] < (0, inf))
 
     def _alternatives(self) -> Iterator[Alternative]:
         """The best shapes with another micro-batch size, number of stages or of devices."""
-        for shape, name in self.published.items():
+        for shape, name in self.named.items():
             if shape != self.best and shape in self.known and self.known[shape][1] < inf:
                 found = self._alternative(shape)
                 yield replace(found, reason=f"{name}'s: {found.reason}")

@@ -1,4 +1,4 @@
-"""First shapes of a problem: those of published partitioners, and orders of the units, cut into stages with replicas.
+"""First shapes of a problem: two orders of the units, cut into stages with replicas.
 
 Pipelines with equal numbers of replicas come first, the most promising before the others: M micro-batches through S
 equal stages take M + S - 1 times a stage's seconds, and the reduction of its gradients.
@@ -15,10 +15,6 @@ where extend_r(i) is the position at which a stage with r replicas that begins a
 The limit rises in small steps from perfect balance; for every number of stages the first limit that suffices gives a
 shape.
 
-A stage has less time than those ahead of it, because it waits for their first forwards and after its last backward for
-theirs. So stages may get lighter towards the sink (`Cuts.taper`): with M micro-batches, a stage of t seconds behind h
-seconds of work must have M t + taper h within M times the limit.
-
 Where memory is scarce, stages of one size may recompute as much as makes them fit (`Cuts.partly`): those ahead, which
 hold more micro-batches, recompute more, and so get less work.
 """
@@ -28,8 +24,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from types import MappingProxyType
-from typing import Final
 
 import networkx as nx
 import numpy as np
@@ -38,30 +32,20 @@ from numpy.typing import NDArray
 from lightning_gpp.planning.partitioners.auto.messages import furthest, message_seconds
 from lightning_gpp.planning.partitioners.auto.scarce import ScarceMemory
 from lightning_gpp.planning.partitioners.auto.shape import Shape
-from lightning_gpp.planning.partitioners.graphpipe import graphpipe
-from lightning_gpp.planning.partitioners.pipedream import pipedream
-from lightning_gpp.planning.partitioners.piper import piper
-from lightning_gpp.planning.problem.partitioner import Partitioner, SearchControl
 from lightning_gpp.planning.problem.problem import Array, Problem
 
 
 def orders(problem: Problem, weights: Array) -> list[list[int]]:
-    """Distinct orders of units: as recorded, level by level, and branch by branch from either end of the graph."""
-    found = dict.fromkeys(tuple(order) for order in _orders(problem.order, weights))
-    return [list(order) for order in found]
+    """Orders of units branch by branch, heavy ones first, from either end of the graph; one if they are the same."""
+    graph = problem.order
+    backwards = graph.reverse()
+    found = _branches(graph, _ranks(graph, weights)), _branches(backwards, _ranks(backwards, weights))[::-1]
+    return [list(order) for order in dict.fromkeys(map(tuple, found))]
 
 
-def _orders(graph: nx.DiGraph, weights: Array) -> Iterator[list[int]]:
-    for sign in (-1, 1):
-        yield _branches(graph, _ranks(graph, weights, sign))
-        yield _branches(graph.reverse(), _ranks(graph.reverse(), weights, sign))[::-1]
-    yield list(range(len(weights)))
-    yield [unit for level in nx.topological_generations(graph) for unit in sorted(level)]
-
-
-def _ranks(graph: nx.DiGraph, weights: Array, sign: int) -> dict[int, tuple[float, int]]:
-    """Sort keys of branches: light ones first (sign 1) or heavy ones first (-1)."""
-    return {unit: (sign * weight, unit) for unit, weight in _reaching(graph, weights).items()}
+def _ranks(graph: nx.DiGraph, weights: Array) -> dict[int, tuple[float, int]]:
+    """Sort keys of branches, heavy ones first."""
+    return {unit: (-weight, unit) for unit, weight in _reaching(graph, weights).items()}
 
 
 def _reaching(graph: nx.DiGraph, weights: Array) -> dict[int, float]:
@@ -91,8 +75,8 @@ def _branches(graph: nx.DiGraph, ranks: Mapping[int, tuple[float, int]]) -> list
 FINE, COARSE = 40, 10
 """Numbers of limits on a stage's seconds to try: up to three times perfect balance, and from there to all work."""
 
-BISECTIONS = 4
-"""Bisections between the last two limits, which balance stages to a fraction of a percent."""
+BISECTIONS, EQUAL_BISECTIONS = 4, 12
+"""Bisections between the last two limits, and all for equal stages, which balance them to a fraction of a percent."""
 
 Positions = NDArray[np.int64]
 
@@ -110,7 +94,6 @@ class Cuts:
         schedule: the name that shapes get.
         fitting: stages fit the memory, with one micro-batch in flight per following stage.
         num_devices: the first devices to use; 0: all.
-        taper: the share of the work ahead of a stage for which it waits, from 0 to 1.
         equal: every stage has one group of devices.
         partly: stages recompute as much as makes them fit; only with `equal`.
     """
@@ -123,7 +106,6 @@ class Cuts:
     schedule: str = "1f1b"
     fitting: bool = False
     num_devices: int = 0
-    taper: float = 0.0
     equal: bool = False
     partly: bool = False
 
@@ -138,8 +120,18 @@ def replica_counts(most: int, size: int) -> list[int]:
 
 
 def seeds(problem: Problem, cuts: Cuts, worth: Callable[[float], bool]) -> Iterator[Shape]:
-    """A shape for every useful number of stages, while `worth` accepts the seconds of its slowest stage."""
+    """A shape for every useful number of stages, while `worth` accepts the seconds of its slowest stage.
+
+    If stages are to be equal, it is the one with as many stages as groups of devices.
+    """
     table = _Table(problem, cuts)
+    if cuts.equal:
+        limit, ends = table.balanced()
+        if ends and worth(limit):
+            yield _shape(problem, cuts, ends, [cuts.width] * len(ends))
+        return
+    if not table.fits():
+        return
     found: set[int] = set()
     refused = table.balance
     for limit in table.limits():
@@ -149,7 +141,7 @@ def seeds(problem: Problem, cuts: Cuts, worth: Callable[[float], bool]) -> Itera
             found.add(num_stages)
             ends, replicas = table.tightened(refused, limit, num_stages) or (ends, replicas)
             yield _shape(problem, cuts, ends, replicas)
-        if len(found) >= table.num_answers:
+        if len(found) >= table.most_stages:
             return
         refused = limit
 
@@ -164,7 +156,6 @@ class _Table:
         most = max(1, int(min(self.num_slots, problem.max_replicas / cuts.width)))
         self.counts = [1] if cuts.equal else replica_counts(most, cuts.size // cuts.width)
         self.most_stages = min(self.num_slots, problem.num_units)
-        self.num_answers = 1 if cuts.equal else self.most_stages
         self.seconds = [self._prefix(count * cuts.width) for count in self.counts]
         self.messages = [self._messages(count * cuts.width) for count in self.counts]
         self.balance = self.seconds[0][-1] / self.num_slots
@@ -203,9 +194,8 @@ class _Table:
 
     def _extensions(self, limit: float) -> Positions:
         """For every number of replicas and position, where a stage that begins there must end to keep the limit."""
-        waits = self.cuts.taper * self.cuts.size / self.problem.batch_size
         rows = zip(self.seconds, self.messages, strict=True)
-        ends = np.stack([_extended(row, sent, limit * (1 + 1e-9), waits) for row, sent in rows])
+        ends = np.stack([_extended(row, sent, limit * (1 + 1e-9)) for row, sent in rows])
         return ends if self.borders is None else np.minimum(ends, self.borders)
 
     def _fitting(self, num_following: int) -> Positions:
@@ -248,6 +238,35 @@ class _Table:
             best, low, high = (solved, low, middle) if solved else (best, middle, high)
         return best
 
+    def fits(self) -> bool:
+        """True if some stages on some devices fit the memory, however long they take."""
+        allowed, reach = self._allowed(float(self.limits()[-1])), np.full(self.num_slots + 1, -1, dtype=np.int64)
+        reach[0] = 0
+        for stage in range(self.most_stages):
+            reach, _ = self._step(reach, allowed(stage))
+            if reach.max() >= len(self.reverse):
+                return True
+        return False
+
+    def balanced(self) -> tuple[float, list[int]]:
+        """The least limit with which a stage on every group of devices suffices, and their ends; none if none does."""
+        low, high = self.balance, float(self.seconds[0][-1])
+        best = self._equal(high)
+        for _ in range(EQUAL_BISECTIONS if best else 0):
+            middle = (low * high) ** 0.5
+            ends = self._equal(middle)
+            best, low, high = (ends, low, middle) if ends else (best, middle, high)
+        return high, best
+
+    def _equal(self, limit: float) -> list[int]:
+        """The ends of stages on one group of devices each, which leave a unit for every stage that follows."""
+        allowed, ends, most = self._allowed(limit), [0], len(self.reverse) - self.num_slots
+        for stage in range(self.num_slots):
+            ends.append(min(int(allowed(stage)[0, ends[-1]]), most + stage + 1))
+            if ends[-1] == ends[-2]:
+                return []
+        return ends[1:] if ends[-1] == len(self.reverse) else []
+
     def _allowed(self, limit: float) -> Callable[[int], Positions]:
         """The ends of stages, as in `_extensions`, by the number of stages behind them."""
         if self.cuts.partly:
@@ -287,14 +306,11 @@ class _Table:
         return ends, [self.counts[row] * self.cuts.width for row in reversed(rows)]
 
 
-def _extended(row: Array, messages: Array | None, limit: float, waits: float) -> Positions:
-    """For every position of a row of prefix sums, the last end of a stage whose seconds, and `waits` times those of all
-    work ahead of it, are within the limit.
-    """
-    latest = (row + limit - waits * float(row[-1])) / (1 - waits)
+def _extended(row: Array, messages: Array | None, limit: float) -> Positions:
+    """For every position of a row of prefix sums, the last end of a stage whose seconds are within the limit."""
     if messages is not None:
-        return furthest(row, messages, latest)
-    return np.searchsorted(row, latest, side="right") - 1
+        return furthest(row, messages, row + limit)
+    return np.searchsorted(row, row + limit, side="right") - 1
 
 
 def slowest_kind(problem: Problem) -> int:
@@ -334,23 +350,3 @@ def _shape(problem: Problem, cuts: Cuts, ends: list[int], replicas: list[int]) -
 
 MAX_SLOTS = 64
 """Beyond this number, devices are assigned in groups of equal size."""
-
-PUBLISHED: Final[Mapping[str, tuple[Partitioner, int]]] = MappingProxyType(
-    {"graphpipe": (graphpipe, 300), "pipedream": (pipedream, 64), "piper": (piper, 10)}
-)
-"""Partitioners whose drafts the search begins with, and the most units for which each is quick."""
-
-PUBLISHED_SHARE = 0.2
-"""The share of the time that they may take, those that can stop at any time."""
-
-
-def published(problem: Problem, control: SearchControl) -> dict[Shape, str]:
-    """Shapes that the partitioners of the literature find, unless they would take too long, with their names."""
-    found: dict[Shape, str] = {}
-    for name, (partitioner, most) in PUBLISHED.items():
-        if problem.num_units <= most and problem.num_devices <= MAX_SLOTS:
-            draft = partitioner(problem, SearchControl(seconds=PUBLISHED_SHARE * control.seconds)).draft
-            shape = None if draft is None else Shape.of(draft)
-            if shape is not None:
-                found.setdefault(shape, name)
-    return found

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 from math import inf
-from typing import Final
 
 from lightning_gpp.planning.partitioners.auto.seeds import MAX_SLOTS, Cuts, slowest_kind
 from lightning_gpp.planning.problem.problem import Problem
@@ -14,17 +13,13 @@ from lightning_gpp.planning.problem.problem import Problem
 
 def variants(problem: Problem, found: list[list[int]]) -> Iterator[Cuts]:
     """Ways to cut, the most promising first: equal replicas; middle sizes, branches apart; then all others."""
-    yield from _equal(problem, found[:2])
+    yield from _equal(problem, found)
     width, *wider = _widths(problem)
     for apart in (True, False):
         yield from _cuts(problem, found, [width], apart=apart)
     if problem.replicable:
         shared = [width for width in wider if width <= problem.max_replicas]
-        yield from _cuts(problem, found[:2], shared, apart=True)
-
-
-TAPERS: Final = (0.0, 0.4)
-"""Values of `Cuts.taper`: all stages equally heavy, and lighter towards the sink."""
+        yield from _cuts(problem, found, shared, apart=True)
 
 
 def _equal(problem: Problem, found: list[list[int]]) -> Iterator[Cuts]:
@@ -34,9 +29,8 @@ def _equal(problem: Problem, found: list[list[int]]) -> Iterator[Cuts]:
     widths = [w for w in range(1, number + 1) if number % w == 0 and w <= most and number // w <= problem.num_units]
     ways = [(_step_on_paper(problem, cuts), cuts) for cuts in _cuts(problem, found, widths, apart=True)]
     for seconds, cuts in sorted(ways, key=lambda way: way[0]):
-        tapers = TAPERS if cuts.size < problem.batch_size and not problem.continuous else TAPERS[:1]
         if seconds < inf:
-            yield from (replace(cuts, equal=True, taper=taper) for taper in tapers)
+            yield replace(cuts, equal=True)
             if not cuts.recompute and _is_scarce(problem, cuts):
                 yield replace(cuts, equal=True, partly=True)
 
@@ -68,7 +62,7 @@ def on_fewer_devices(problem: Problem, found: list[list[int]]) -> Iterator[Cuts]
     for number in numbers:
         if 0 < number < problem.num_devices:
             width = next(width for width in _widths(problem) if number % width == 0 or width > number)
-            for cuts in _cuts(problem, found[:2], [min(width, number)], apart=True):
+            for cuts in _cuts(problem, found, [min(width, number)], apart=True):
                 yield replace(cuts, num_devices=number)
 
 

@@ -25,7 +25,7 @@ def auto_with_members(problem: Problem, control: SearchControl, drafts: Mapping[
     search = Search(problem, control, members_bound(problem))
     try:
         shapes = {shape: name for draft, name in drafts.items() if (shape := Shape.of(draft)) is not None}
-        search.published = {shape: name for shape, name in shapes.items() if name}
+        search.named = {shape: name for shape, name in shapes.items() if name}
         search.take(shapes)
         search.run(search.leaders())
         search.simplify()

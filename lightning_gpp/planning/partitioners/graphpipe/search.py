@@ -46,6 +46,9 @@ FIRST_FACTORS = (1.25, 2.0, 2.0, 2.0, 2.0, 4.0, inf)
 If there is a size before this one, the first target is a little above its result.
 """
 
+STATES_PER_EVALUATION = 200
+"""The number of states that take as long as the evaluation of a draft."""
+
 OBJECTIVE = "seconds per sample of the slowest stage, transfers and all-reduce included"
 
 
@@ -154,6 +157,7 @@ class _GraphPipeSearch:
         solver = Solver(entry.tables, target, self.grid)
         pieces = strategy(solver)
         self.states += solver.states
+        self.control.count(solver.states / STATES_PER_EVALUATION)
         if pieces is None:
             return False
         entry.pieces, entry.high = pieces, max(piece.seconds for piece in pieces)
@@ -229,7 +233,7 @@ def _notes(conversion: Conversion, search: _GraphPipeSearch, found: bool) -> Ite
     if conversion.inlined:
         yield f"{len(conversion.inlined)} units of negligible cost that many others read were placed after the search."
     if search.stopped:
-        yield f"The search stopped after {search.control.seconds:g} s; the bottleneck may be improved."
+        yield "The search stopped before its end; the bottleneck may be improved."
     if not found:
         yield (
             f"No stages fit the memory of the {search.problem.num_devices} devices of {search.problem.cluster.name!r} "

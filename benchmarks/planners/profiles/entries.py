@@ -14,6 +14,7 @@ from lightning_gpp.errors import PlanError
 from lightning_gpp.graph import Affine, Operator, OperatorGraph, TensorSpec
 from lightning_gpp.plan import STEP
 from lightning_gpp.planning.assignment.assign import DATA
+from lightning_gpp.planning.graph_file import cyclic
 
 FLOAT_BYTES = 4
 """Bytes of an element of a parameter; the profiles were taken in single precision."""
@@ -123,13 +124,6 @@ def edges_of(edges: Sequence[AnyEdge], ids: Iterable[int], file: str) -> dict[Pr
     if not nx.is_directed_acyclic_graph(graph):
         raise cyclic(file, [str(source) for source, *_ in nx.find_cycle(graph)])
     return joined
-
-
-def cyclic(file: str, names: list[str]) -> PlanError:
-    return PlanError(
-        f"{file}: edges form a cycle: {' -> '.join([*names, names[0]])}. "
-        "No operator of it could ever start; remove one of these edges."
-    )
 
 
 def read_by_step(entries: Mapping[int, ProfileOperator], pairs: Iterable[ProfileEdge]) -> set[int]:

@@ -1,36 +1,42 @@
-"""Operator graphs that this library wrote (`OperatorGraph.to_json`)."""
+"""Operator graphs from files that this library wrote (`OperatorGraph.to_json`)."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import networkx as nx
 
 from lightning_gpp.errors import PlanError
+from lightning_gpp.files import read_json
 from lightning_gpp.graph import Affine, Operator, OperatorGraph
 from lightning_gpp.graph.operator_graph import REMEDY
-from lightning_gpp.planning.readers.entries import cyclic
 
 
-def recognises(content: Mapping[str, Any]) -> bool:
-    return "operators" in content
-
-
-def read(content: Mapping[str, Any], file: str) -> OperatorGraph:
+def read_graph(path: str | Path) -> OperatorGraph:
     """Read a graph, and check all that planning relies on.
 
     Raises:
-        PlanError: a key is missing, an edge or a parameter does not exist, or the order is not that of a run.
+        PlanError: the file cannot be read, a key is missing, an edge or a parameter does not exist, or the order is not
+            that of a run.
     """
-    graph = OperatorGraph.from_json(json.dumps(content), place=file)
+    file = str(path)
+    graph = OperatorGraph.from_json(json.dumps(read_json(path, error=PlanError)), place=file)
     if not len(graph):
         raise PlanError(f"{file}: operators is empty. {REMEDY}")
     _check_edges(graph, file)
     _check_figures(graph, file)
     _check_parameters(graph, file)
     return graph
+
+
+def cyclic(file: str, names: Sequence[str]) -> PlanError:
+    """The error for operators that wait for each other."""
+    return PlanError(
+        f"{file}: edges form a cycle: {' -> '.join([*names, names[0]])}. "
+        "No operator of it could ever start; remove one of these edges."
+    )
 
 
 def _check_figures(graph: OperatorGraph, file: str) -> None:

@@ -37,10 +37,7 @@ from typing import Annotated, Any, Literal
 import networkx as nx
 from pydantic import Field
 
-from lightning_gpp.costs.table import CostTable
-from lightning_gpp.errors import PlanError
-from lightning_gpp.graph import OperatorGraph
-from lightning_gpp.planning.readers.entries import (
+from benchmarks.planners.profiles.entries import (
     Amount,
     ProfileOperator,
     assemble,
@@ -51,7 +48,10 @@ from lightning_gpp.planning.readers.entries import (
     read_by_step,
     unique_names,
 )
-from lightning_gpp.planning.readers.pairing import Profile, ProfileNode, paired, profile_of, read_by_loss
+from benchmarks.planners.profiles.pairing import Profile, ProfileNode, paired, profile_of, read_by_loss
+from lightning_gpp.costs.table import CostTable
+from lightning_gpp.errors import PlanError
+from lightning_gpp.graph import OperatorGraph
 from lightning_gpp.validation import validated
 
 
@@ -83,7 +83,7 @@ def recognises(content: Mapping[str, Any]) -> bool:
 
 
 def read(content: Mapping[str, Any], file: str, time_unit: float) -> tuple[OperatorGraph, CostTable]:
-    """See `lightning_gpp.planning.readers.read_graph`."""
+    """See `benchmarks.planners.profiles.read_graph`."""
     checked = validated(_DnnContent, content, place=file, error=PlanError, extra="ignore")
     listed = nodes_of(checked.nodes, file)
     names = unique_names({number: name_of(node) for number, node in listed.items()})

@@ -24,10 +24,7 @@ from typing import Annotated, Any
 from annotated_types import MinLen
 from pydantic import Field
 
-from lightning_gpp.costs.table import CostTable
-from lightning_gpp.errors import PlanError
-from lightning_gpp.graph import OperatorGraph
-from lightning_gpp.planning.readers.entries import (
+from benchmarks.planners.profiles.entries import (
     Amount,
     ProfileOperator,
     assemble,
@@ -38,6 +35,9 @@ from lightning_gpp.planning.readers.entries import (
     read_by_step,
     unique_names,
 )
+from lightning_gpp.costs.table import CostTable
+from lightning_gpp.errors import PlanError
+from lightning_gpp.graph import OperatorGraph
 from lightning_gpp.validation import validated
 
 FORWARD_SHARE = 1 / 3
@@ -86,7 +86,7 @@ def recognises(content: Mapping[str, Any]) -> bool:
 
 
 def read(content: Mapping[str, Any], file: str, time_unit: float) -> tuple[OperatorGraph, CostTable]:
-    """See `lightning_gpp.planning.readers.read_graph`."""
+    """See `benchmarks.planners.profiles.read_graph`."""
     profile = validated(_PiperContent, content, place=file, error=PlanError, extra="ignore")
     nodes = nodes_of(profile.nodes, file)
     names = unique_names({number: name_of(node) for number, node in nodes.items()})
