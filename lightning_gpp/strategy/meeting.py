@@ -35,12 +35,12 @@ _ASKED: Final = timedelta(seconds=5)
 """The time for who has taken a port to say so."""
 _STEP: Final = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
 _REMEDY: Final = (
-    "Two jobs need two ports: set the environment variable MASTER_PORT to a free one for this job, on all of its ranks. "
-    "If that is left of an earlier start of this job, end it."
+    "Two jobs need two ports: set the environment variable MASTER_PORT to a free one for this job, on all ranks. If "
+    "that is left of an earlier start of this job, end it."
 )
 
 
-def meeting_point(environment: ClusterEnvironment, patience: timedelta) -> Store | None:
+def meeting_point(environment: ClusterEnvironment, num_nodes: int, patience: timedelta) -> Store | None:
     """The store in which ranks find each other before there is a process group; None if there is one already.
 
     Each restart by torchrun has its own part of the store: in the old one are the addresses of processes that ended.
@@ -57,7 +57,7 @@ def meeting_point(environment: ClusterEnvironment, patience: timedelta) -> Store
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         store, _, _ = next(rendezvous("env://", timeout=patience))
     else:
-        store = _store(address, port, rank, job_of(environment), patience)
+        store = _store(address, port, rank, job_of(environment, num_nodes), patience)
         store.set_timeout(patience)
     store = PrefixStore(attempt, store)
     _take(store, rank, f"{address}:{port}")
@@ -68,12 +68,14 @@ _meetings: Final = itertools.count()
 """Numbers the process groups of this process; all ranks start them in the same order."""
 
 
-def job_of(environment: ClusterEnvironment) -> str:
+def job_of(environment: ClusterEnvironment, num_nodes: int) -> str:
     """What tells this job from others that were given the same port; empty if the launcher does not say."""
     if run := os.environ.get("TORCHELASTIC_RUN_ID"):
         return f"torchrun's run {run}"
     if isinstance(environment, SLURMEnvironment):
         return " ".join(f"{name}={os.environ[name]}" for name in _STEP if name in os.environ)
+    if num_nodes > 1:
+        return ""  # each machine has a launcher of its own
     if launcher := os.environ.get(LAUNCHER):
         return f"started by process {launcher}"
     if isinstance(environment, LightningEnvironment) and not environment.creates_processes_externally:

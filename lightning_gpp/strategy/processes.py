@@ -200,7 +200,7 @@ class JobProcesses:
     def _meet(self, environment: ClusterEnvironment, monitor: FailureMonitor) -> Control:
         """Start the watch, then what would wait for a rank that has ended: process group and mesh."""
         options = self.options
-        store = meeting_point(environment, timedelta(seconds=monitor.patience))
+        store = meeting_point(environment, self.num_nodes, timedelta(seconds=monitor.patience))
         monitor.start(None if store is None else exchange_through_store(store))
         untie_from_launcher()
         start_process_group(environment, options.process_group_backend, self.root_device, options.timeout, store)

@@ -1,4 +1,4 @@
-"""A port has one job: who comes to another job's port, or as a rank that is there, ends and says so; that job goes on."""
+"""A port has one job: who comes to another job's port, or as a rank that is there, ends; that job goes on."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LAUNCHERS = {
     "steps of an allocation": ({**STEPS, "SLURM_LOCALID": "{rank}", "SLURM_NODEID": "0"}, [3, 2]),
     "by hand": ({}, [1, 3, 2]),
 }
-"""What tells two jobs apart, and who comes before the last rank of the first job: where nothing tells them, all of it."""
+"""What tells two jobs apart, and who comes before the last rank of the first job."""
 
 
 def wait_until(true: object) -> None:
@@ -100,7 +100,8 @@ def test_a_rank_that_is_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the launcher says nothing about the job, as if the process were a restarted one."""
     monkeypatch.setenv("MASTER_PORT", str(free_port()))
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    assert meeting.job_of(LightningEnvironment()) == f"started by process {os.getpid()}"
+    assert meeting.job_of(LightningEnvironment(), num_nodes=1) == f"started by process {os.getpid()}"
+    assert meeting.job_of(LightningEnvironment(), num_nodes=2) == ""
     store = dist.HashStore()
     meeting._take(store, 1, "host:1")
     with pytest.raises(ConfigError, match=rf"Rank 1 of the job at host:1 .* is process {os.getpid()} on .*MASTER_PORT"):
