@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 import torch
 
 from lightning_gpp.checkpoints.atomic import being_written, locked, put, reason, synchronise
-from lightning_gpp.errors import CheckpointError, MissingCheckpointError
+from lightning_gpp.errors import CheckpointError, GPPError, MissingCheckpointError
 
 
 def write_file(checkpoint: Any, path: Path) -> None:
@@ -40,13 +39,16 @@ def reading(path: Path) -> Iterator[None]:
     """
     try:
         yield
-    except (OSError, RuntimeError, ValueError, EOFError, LookupError, pickle.UnpicklingError) as error:
-        if "weights_only" in str(error):  # says what may not be loaded, and what to do
+    except (GPPError, MemoryError):
+        raise
+    except Exception as error:  # unpickling junk raises anything
+        if "GLOBAL" in str(error):  # of weights_only: says what may not be loaded, and what to do
             raise
+        why = "its content is no pickle of tensors" if "weights_only" in str(error) else reason(error).rstrip(".")
         kind = MissingCheckpointError if isinstance(error, FileNotFoundError) else CheckpointError
         raise kind(
-            f"{path} is not a checkpoint that can be read: {reason(error).rstrip('.')}. If it was one, it is damaged: "
-            "give another one (ckpt_path)."
+            f"{path} is not a checkpoint that can be read: {why}. If it was one, it is damaged, or has objects of "
+            "classes that are not here: give another one (ckpt_path)."
         ) from error
 
 

@@ -215,8 +215,8 @@ class GPPFabricStrategy(JobProcesses, ParallelStrategy):
 
     def _resume(self, entry: dict[str, Any]) -> None:
         """Continue the random streams of the run that wrote a checkpoint."""
-        if self._lazy is not None and entry:
-            self._lazy.resume(int(entry["step"]), int(entry["seed"]))
+        if self._lazy is not None and "seed" in entry:
+            self._lazy.resume(entry.get("step", 0), entry["seed"])
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
         """The undivided module's state; complete on rank 0. All ranks call this together."""

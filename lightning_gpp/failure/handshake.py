@@ -66,14 +66,11 @@ class Listener:
             PeerFailure: ranks are missing after `patience` seconds.
         """
         missing, began, told = set(range(1, world_size)), time.monotonic(), False
-        with self._socket, _Guests(self._socket, self.address.token) as guests:
+        with self._socket, _Guests(self._socket, self.address.token, missing) as guests:
             while missing:
                 for link in guests.introduced():
-                    if link.rank in missing:
-                        missing.remove(link.rank)
-                        come(link)
-                    else:
-                        link.close()
+                    missing.remove(link.rank)
+                    come(link)
                 waited = time.monotonic() - began
                 if missing and waited > patience:
                     raise _missing(missing, patience)
@@ -96,10 +93,10 @@ class _Guest:
 
 
 class _Guests:
-    """Connections to a port, until they have introduced themselves."""
+    """Connections to a port, until they have introduced themselves as one of the ranks that are missing."""
 
-    def __init__(self, server: socket.socket, token: str) -> None:
-        self._server, self._token = server, token
+    def __init__(self, server: socket.socket, token: str, missing: set[int]) -> None:
+        self._server, self._token, self._missing = server, token, missing
         self._waiting: dict[socket.socket, _Guest] = {}
         server.setblocking(False)
         self._selector = selectors.DefaultSelector()
@@ -138,6 +135,8 @@ class _Guests:
         try:
             link = _read(guest, self._token)
             if link is not None:
+                if link.rank not in self._missing:
+                    raise _Stranger("one too many")
                 guest.connection.sendall(_introduction(0, self._token))
         except (_Stranger, OSError):
             self._show_out(guest.connection)
@@ -221,7 +220,9 @@ def _read(guest: _Guest, token: str) -> PeerLink | None:
         return None
     guest.received += chunk
     presented, rest = guest.received[: len(token)], guest.received[len(token) :]
-    if not chunk or (len(presented) == len(token) and not hmac.compare_digest(presented, token.encode())):
+    if not chunk:
+        raise _Stranger("the other side has closed the connection; it may have a rank of this number already")
+    if len(presented) == len(token) and not hmac.compare_digest(presented, token.encode()):
         raise _Stranger("wrong token")
     line, complete, more = rest.partition(b"\n")
     if len(line) > _LIMIT:

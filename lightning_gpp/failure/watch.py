@@ -240,6 +240,7 @@ class Watcher(threading.Thread):
                 continue
             stopped = " (it is stopped)" if state in _STOPPED else ""
             self._adopt(self._found(link, f"stopped answering {silence:.1f} s ago{stopped}"))
+            link.process.kill()
 
     def _action(self) -> str:
         try:
@@ -325,8 +326,6 @@ class Watcher(threading.Thread):
         self._announce(cause)
         self.known.set()  # comes last: the failed rank may end after this
         self._conclude(Verdict.ENDS, cause)
-        if not cause.reported:
-            cause.process.kill()
 
     def _grace(self, cause: Cause) -> float:
         if cause.rank == self.rank:

@@ -68,7 +68,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         file = present(Path(path)) / META if whole else Path(path)
         with reading(file):
             checkpoint = super().load_checkpoint(file, *args, **kwargs)
-        return joined(Folder(path), checkpoint) if whole else checkpoint
+            return joined(Folder(path), checkpoint) if whole else checkpoint
 
     def remove_checkpoint(self, path: Any) -> None:
         """Remove a file or folder, which nobody takes for a checkpoint as soon as parts are missing."""

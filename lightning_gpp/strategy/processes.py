@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import atexit
-import itertools
 import os
 import sys
 from abc import abstractmethod
 from datetime import timedelta
-from functools import cache, cached_property
+from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from torch import Tensor
-from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # they have no types
-from torch.distributed.rendezvous import rendezvous
+from torch.distributed import Store  # type: ignore[attr-defined]  # it has no types
 
 from lightning_gpp._compat.lightning_processes import (
     LAUNCHER,
@@ -30,12 +28,13 @@ from lightning_gpp._compat.lightning_processes import (
     set_rank_zero,
     subprocess_launcher,
 )
-from lightning_gpp.errors import ConfigError, PeerFailure
+from lightning_gpp.errors import ConfigError
 from lightning_gpp.failure.handshake import exchange_through_store
 from lightning_gpp.failure.hangs import Activity, Wait
 from lightning_gpp.failure.monitor import FailureMonitor
 from lightning_gpp.failure.processes import bind_to_parent, release_from_parent
 from lightning_gpp.runtime.queues import open_queues
+from lightning_gpp.strategy.meeting import meeting_point
 from lightning_gpp.training.control import Control
 from lightning_gpp.training.data_parallel import WorldSizeReads
 from lightning_gpp.training.engine import Engine
@@ -73,41 +72,6 @@ def check_script(num_processes: int, remedy: str) -> None:
             f"in a file and start that (in a notebook: !python train.py), {remedy}or choose devices=1 here: "
             "strategy.delayed_devices and gpp-plan show there how a pipeline would train."
         )
-
-
-def meeting_point(environment: ClusterEnvironment, patience: timedelta) -> Store | None:
-    """The store in which ranks find each other before there is a process group; None if there is one already.
-
-    Each restart by torchrun has its own part of the store: in the old one are the addresses of processes that ended.
-    Likewise each process group, if user code destroys one between two runs.
-    """
-    if dist.is_initialized():
-        return None
-    attempt = f"gpp/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{next(_meetings)}"
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        store, _, _ = next(rendezvous("env://", timeout=patience))
-        return PrefixStore(attempt, store)
-    rank, world_size = environment.global_rank(), environment.world_size()
-    address, port = environment.main_address, environment.main_port
-    try:
-        store = _store(address, port, world_size, rank == 0, patience)
-    except dist.DistError as error:
-        raise PeerFailure(
-            f"Rank {rank} cannot reach rank 0 at {address}:{port} (MASTER_ADDR, MASTER_PORT): {error}. Its process has "
-            "ended, or has not come so far: look at its output."
-        ) from error
-    store.set_timeout(patience)
-    return PrefixStore(attempt, store)
-
-
-_meetings: Final = itertools.count()
-"""Numbers the process groups of this process; all ranks start them in the same order."""
-
-
-@cache
-def _store(address: str, port: int, world_size: int, serves: bool, patience: timedelta) -> Store:
-    """The store of this process; it stays, because other ranks would still find it while rank 0 makes a new one."""
-    return TCPStore(address, port, world_size, serves, patience, wait_for_workers=False, multi_tenant=True)
 
 
 def start_process_group(
@@ -247,7 +211,7 @@ class JobProcesses:
     def _meet(self, environment: ClusterEnvironment, monitor: FailureMonitor) -> Control:
         """Start the watch, then what would wait for a rank that has ended: process group and mesh."""
         options = self.options
-        store = meeting_point(environment, timedelta(seconds=monitor.patience))
+        store = meeting_point(environment, self.num_nodes, timedelta(seconds=monitor.patience))
         monitor.start(None if store is None else exchange_through_store(store))
         untie_from_launcher()
         start_process_group(environment, options.process_group_backend, self.root_device, options.timeout, store)

@@ -15,7 +15,10 @@ from lightning_gpp.errors import CheckpointError
     [
         ([1], r"a.ckpt cannot be resumed: it is no mapping"),
         ({"gpp": "text"}, r"its entry 'gpp' is a str"),
-        ({"gpp": {"seed": 1, "step": "many"}}, r"its entry gpp.step is 'many', not of the type int"),
+        ({"gpp": {"seed": 1, "step": "many"}}, r"its entry gpp.step is 'many', not a whole number"),
+        ({"gpp": {"seed": -1, "step": 2}}, r"its entry gpp.seed is -1, not a whole number, 0 or more"),
+        ({"gpp": {"seed": 1, "step": True}}, r"its entry gpp.step is True, not a whole number"),
+        ({"gpp": {"pipeline": {"updates": None}}}, r"its entry gpp.pipeline.updates is None, not a whole number"),
         ({"gpp": {"pipeline": [0] * 1000}}, r"its entry gpp.pipeline is \[0, .{0,90}, not of the type mapping"),
     ],
 )

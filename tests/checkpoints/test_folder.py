@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import os
+import random
 import re
 import resource
 import subprocess
@@ -17,9 +19,10 @@ import torch.distributed as dist
 from lightning_gpp.checkpoints import atomic
 from lightning_gpp.checkpoints.convert import convert, opened, ordinary
 from lightning_gpp.checkpoints.folder import META, METADATA, is_folder, write_folder
-from lightning_gpp.checkpoints.layout import dumped
+from lightning_gpp.checkpoints.layout import dumped, entry_of
 from lightning_gpp.checkpoints.stored import Folder
 from lightning_gpp.errors import CheckpointError
+from lightning_gpp.strategy.checkpoints import AtomicCheckpointIO
 from tests.checkpoints.differences import differences
 from tests.distributed import run_distributed
 
@@ -103,12 +106,41 @@ def test_a_damaged_folder_is_refused_with_the_name_of_its_file(
     assert visible(tmp_path) == ["last.ckpt"]
 
 
-@pytest.mark.parametrize("content", [b"", b"no checkpoint"])
+def zipped(entry: bytes) -> bytes:
+    """A file of torch, whose pickle is replaced."""
+    file = io.BytesIO()
+    torch.save({"state_dict": {}}, file)
+    return file.getvalue().replace(b"state_dict", entry)
+
+
+JUNK = {
+    "nothing": b"",
+    "text": b"no checkpoint",
+    "a megabyte": random.Random(1).randbytes(1 << 20),
+    "zeros": bytes(1 << 20),
+    "half": zipped(b"state_dict")[:300],
+    "an opcode that overflows": b"\x8e" + b"\xff" * 8,
+    "a class that is not here": b"cnowhere\nnothing\n.",
+    "changed": zipped(b"\xff" * 10),
+}
+
+
+@pytest.mark.parametrize("content", JUNK.values(), ids=JUNK)
 def test_a_file_that_is_no_checkpoint_is_refused(content: bytes, tmp_path: Path) -> None:
     path = tmp_path / "last.ckpt"
     path.write_bytes(content)
-    with pytest.raises(CheckpointError, match=r"last.ckpt is not a checkpoint that can be read: .* it is damaged"):
-        convert(path, tmp_path / "copy.ckpt")
+    for read in (AtomicCheckpointIO().load_checkpoint, opened):
+        with pytest.raises(CheckpointError, match=r"last.ckpt is not a checkpoint that can be read: .* it is damaged"):
+            read(path, **({} if read is opened else {"weights_only": content == JUNK["a megabyte"]}))
+
+
+@pytest.mark.parametrize("meta", [[1], {"gpp": "text"}, {"gpp": {"names": 3}}, {"gpp": {"pipeline": [1]}}], ids=str)
+def test_a_folder_whose_facts_are_of_wrong_types_is_refused(meta: Any, tmp_path: Path) -> None:
+    path = tmp_path / "last.ckpt"
+    write(path, 1)
+    torch.save(meta, path / META)
+    with pytest.raises(CheckpointError, match=r"last.ckpt"):
+        entry_of(AtomicCheckpointIO().load_checkpoint(path), path)
 
 
 def test_a_file_that_does_not_exist_is_not_found(tmp_path: Path) -> None:

@@ -1,0 +1,108 @@
+"""A port has one job: who comes to another job's port, or as a rank that is there, ends; that job goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import socket
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
+
+from lightning_gpp.errors import ConfigError
+from lightning_gpp.strategy import meeting
+from tests.failure.pipeline_rank import free_port, processes_running
+from tests.failure.preempted import environment, fit
+
+STEPS = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_STEP_ID": "{job}",
+    "SLURM_NTASKS": "2",
+    "SLURM_NTASKS_PER_NODE": "2",
+    "SLURM_PROCID": "{rank}",
+}
+LAUNCHERS = {
+    "torchrun": ({"TORCHELASTIC_RUN_ID": "run {job}"}, [3, 2]),
+    "steps of an allocation": ({**STEPS, "SLURM_LOCALID": "{rank}", "SLURM_NODEID": "0"}, [3, 2]),
+    "by hand": ({}, [1, 3, 2]),
+}
+"""What tells two jobs apart, and who comes before the last rank of the first job."""
+
+
+def wait_until(true: object) -> None:
+    assert callable(true)
+    deadline = time.monotonic() + 40
+    while not true() and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+
+def is_open(port: int) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
+        return True
+    return False
+
+
+def one_of_two_jobs(number: int, _: int, port: int, folder: str, launcher: str) -> None:
+    """Rank `number % 2` of job `number // 2`."""
+    (job, rank), (variables, before) = divmod(number, 2), LAUNCHERS[launcher]
+    environment(rank, 2, port)
+    del os.environ["TORCHELASTIC_RUN_ID"]
+    os.environ.update({name: value.format(job=job, rank=rank) for name, value in variables.items()})
+    if number != 0:
+        wait_until(lambda: is_open(port))
+    if number == 1 and number not in before:
+        wait_until(lambda: all("MASTER_PORT" in Path(folder, f"rank{each}.txt").read_text() for each in before))
+    if number > 1 and 1 in before:
+        wait_until(lambda: "trained" in Path(folder, "rank0.txt").read_text())
+    fit(folder, 2)
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_of_two_jobs_at_one_port_the_first_goes_on(tmp_path: Path, launcher: str) -> None:
+    with processes_running(tmp_path, 4, one_of_two_jobs, str(tmp_path), launcher) as running:
+        running.wait(150)
+    assert running.codes == [0, 0, 1, 1], running.output()
+    assert "complete" in running.output(0)
+    assert "First cause" not in running.output()
+    for rank in (2, 3):
+        taken = (
+            rf"ConfigError: .*process {running.pids[0 if rank == 2 or launcher != 'by hand' else 1]} on .*MASTER_PORT"
+        )
+        assert re.search(taken, running.output(rank)), running.output(rank)
+
+
+def silent(server: socket.socket) -> None:
+    """Accept connections, and say nothing."""
+    kept = []
+    with contextlib.suppress(OSError):
+        while True:
+            kept.append(server.accept())
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_port_of_another_program_is_not_waited_for(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meeting, "_ASKED", timedelta(seconds=1))
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        threading.Thread(target=silent, args=(server,), daemon=True).start()
+        port = server.getsockname()[1]
+        with pytest.raises(Exception, match="another program.*" if rank else "MASTER_PORT.* another program"):
+            meeting._store("127.0.0.1", port, rank, "", timedelta(seconds=1))
+
+
+def test_a_rank_that_is_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the launcher says nothing about the job, as if the process were a restarted one."""
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    assert meeting.job_of(LightningEnvironment(), num_nodes=1) == f"started by process {os.getpid()}"
+    assert meeting.job_of(LightningEnvironment(), num_nodes=2) == ""
+    store = dist.HashStore()
+    meeting._take(store, 1, "host:1")
+    with pytest.raises(ConfigError, match=rf"Rank 1 of the job at host:1 .* is process {os.getpid()} on .*MASTER_PORT"):
+        meeting._take(store, 1, "host:1")
