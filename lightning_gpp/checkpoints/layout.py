@@ -53,8 +53,8 @@ def _check(entry: Mapping[str, Any], kinds: Mapping[str, type], where: str, path
     """Raise CheckpointError for a value of another kind, and for a negative number."""
     for name, kind in kinds.items():
         value = entry.get(name)
-        right = isinstance(value, kind) and not (kind is int and (isinstance(value, bool) or value < 0))
-        if name in entry and not right:
+        whole = kind is not int or (type(value) is int and value >= 0)
+        if name in entry and not (whole and isinstance(value, kind)):
             needed = "a whole number, 0 or more" if kind is int else f"of the type {kind.__name__.lower()}"
             raise CheckpointError(
                 f"{path} cannot be resumed: its entry {where}.{name} is {repr(value)[:80]}, not {needed}. It was "

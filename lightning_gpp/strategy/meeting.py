@@ -105,19 +105,19 @@ def _store(address: str, port: int, rank: int, job: str, patience: timedelta) ->
 
 def _connected(address: str, port: int, patience: timedelta, *, serves: bool = False) -> Store:
     """A store that this process serves, or another one. Who listens there and says nothing is not waited for."""
-    made: list[Store | dist.DistError] = []
+    made: list[Store] = []
+    failed: list[Exception] = [dist.DistNetworkError("who listens there does not answer")]
 
     def connect() -> None:
         try:
             made.append(TCPStore(address, port, None, serves, patience, wait_for_workers=False, multi_tenant=True))
         except dist.DistError as error:
-            made.append(error)
+            failed.append(error)
 
     bounded(connect, (patience + _ASKED).total_seconds())
-    store = made[0] if made else dist.DistNetworkError("who listens there does not answer")
-    if isinstance(store, dist.DistError):
-        raise store
-    return store
+    if not made:
+        raise failed[-1]
+    return made[0]
 
 
 def _taken(port: str, by: str) -> str:
