@@ -65,19 +65,16 @@ def refuses_check(job: Job, plan: Plan) -> str:
     return ""
 
 
-def check_first(job: Job, captured: Captured, plan: Plan, batch: Any, transport: Transport) -> bool:
+def check_first(job: Job, captured: Captured, plan: Plan, batch: Any, transport: Transport) -> None:
     """Compare split and unsplit model on the first pipeline if the user wants it and it is possible. All ranks call
     this.
-
-    Returns:
-        Whether it warned of a loss that is another one in micro-batches.
 
     Raises:
         IndivisibleError: on all ranks of all pipelines.
         SelfCheckError: see `self_check`.
     """
     if captured.step != TRAINING or isinstance(captured, Undivided) or not _wanted(job, plan):
-        return False
+        return
     outcome: Findings | IndivisibleError = Findings()
     if job.control.pipeline == 0:
         with undisturbed(), fork_rng([] if job.device.type == "cpu" else [job.device]):
@@ -91,7 +88,6 @@ def check_first(job: Job, captured: Captured, plan: Plan, batch: Any, transport:
         raise outcome
     job.host.average(outcome.averaged)
     job.host.reduce(outcome.reduced)
-    return outcome.warned
 
 
 def _wanted(job: Job, plan: Plan) -> bool:
@@ -122,12 +118,11 @@ class Findings:
     """The findings of a self-check that are no errors.
 
     `averaged`: names of logged sums, maxima and minima that are means over micro-batches. `reduced`: how
-    numbers given to aggregators follow from those of micro-batches, if not as means. `warned`: whether it warned.
+    numbers given to aggregators follow from those of micro-batches, if not as means.
     """
 
     averaged: Set[str] = frozenset()
     reduced: Mapping[tuple[str, int], str] = field(default_factory=dict)
-    warned: bool = False
 
 
 def self_check(job: Job, captured: Capture | Declared, plan: Plan, batch: Any, transport: Transport) -> Findings:
@@ -171,7 +166,7 @@ def self_check(job: Job, captured: Capture | Declared, plan: Plan, batch: Any, t
         control.warn(warning)
     if verdict := _anywhere(control, difference):
         raise SelfCheckError(verdict)
-    return replace(findings, warned=bool(warning))
+    return findings
 
 
 def _anywhere(control: Control, found: str) -> str:
