@@ -34,6 +34,7 @@ from lightning_gpp.strategy.data import Placeholder, SharedIterator, is_moved_by
 from lightning_gpp.strategy.data_state import as_before
 from lightning_gpp.strategy.hooks.attached import AttachedHooks
 from lightning_gpp.strategy.hooks.copies import complete_copies
+from lightning_gpp.strategy.hooks.readers import BATCH, BatchReaders
 from lightning_gpp.strategy.hooks.saving import SavingHooks
 from lightning_gpp.strategy.metrics import MetricStates
 from lightning_gpp.strategy.processes import given_seed
@@ -117,13 +118,15 @@ class Run:
         )
         check_divided(control.mesh.most_members, parallel)
         self.incoming = Incoming(self.module, control, options.batch_dims)
+        self._readers = BatchReaders(trainer, control, device)
         self._metrics = MetricStates(self.module, control, device)
-        self.steps = Steps(self.module, control, host, self.incoming, device, self._set_up_evaluation)
+        shared = self._readers, self._metrics
+        self.steps = Steps(self.module, control, host, self.incoming, device, self._set_up_evaluation, *shared)
         self.reading = ReadAhead(trainer, self.incoming, device)
         self._num_steps, self._pipeline = int(resumed.get("step", 0)), dict(resumed.get("pipeline", {}))
         self._mini_batches = int(resumed.get("mini_batches", 0))
         self._optimizers: Sequence[Optimizer] = ()
-        self._hooks = AttachedHooks(trainer, control, device, self.steps, lambda: self._trained)
+        self._hooks = AttachedHooks(trainer, control, device, self._readers, self.steps, lambda: self._trained)
         self._saving_later = SavingHooks(trainer)
         self._example_input: Any = None
         self._compared: set[str] = set()
@@ -211,12 +214,14 @@ class Run:
     def announced(self, batch: Any) -> Any:
         """Tell the ranks of the pipeline the size and form of a mini-batch; returns what hooks get on this rank.
 
-        Ranks that do not run the step have a placeholder.
+        Ranks that do not run the step have a placeholder, unless hooks of callbacks read the mini-batch.
         """
         if self.control.runs_step:
             batch = self.job.in_device(batch)
         if not self.reading.announce(batch):
             return None
+        if BATCH in self._readers.read.get(step_of(self.trainer), ()):
+            return self._readers.everywhere(batch)
         return batch if self.control.runs_step else Placeholder(torch.empty(self.incoming.batch_size, 0))
 
     # -- attached -----------------------------------------------------------------------------------------------------

@@ -20,8 +20,10 @@ from lightning_gpp.errors import GPPError
 from lightning_gpp.strategy.aggregates import Aggregates
 from lightning_gpp.strategy.batch_sizes import finds_sizes
 from lightning_gpp.strategy.checks import facts_of_trainer, reads_data
+from lightning_gpp.strategy.hooks.readers import METRICS, RESULT, BatchReaders
 from lightning_gpp.strategy.logs import LogExchange, LogRecorder, UserCode
 from lightning_gpp.strategy.messages import inform
+from lightning_gpp.strategy.metrics import MetricStates
 from lightning_gpp.training.control import Control
 from lightning_gpp.training.engine import Engine
 from lightning_gpp.training.host import Host
@@ -131,6 +133,8 @@ class Steps:
         incoming: announces the next mini-batch.
         device: the device of this rank.
         set_up: sets up the engine at the first mini-batch, from the name of the step and the mini-batch.
+        readers: what hooks around mini-batches read.
+        metrics: the metrics that the steps update.
 
     Attributes:
         mirrored: what the steps change in attributes of the module.
@@ -147,6 +151,8 @@ class Steps:
         incoming: Incoming,
         device: torch.device,
         set_up: Callable[[str, Any], Engine],
+        readers: BatchReaders,
+        metrics: MetricStates,
     ) -> None:
         self.module, self.control, self.host, self.incoming, self.device = module, control, host, incoming, device
         self.logs = LogExchange(control, device)
@@ -154,7 +160,7 @@ class Steps:
         self.engine: Engine | None = None
         self.trace: TraceFile | None = None
         self.mirrored = MirroredState(module, control, device)
-        self._set_up = set_up
+        self._set_up, self._readers, self._metrics = set_up, readers, metrics
         self._told = set[str]()
 
     @property
@@ -165,7 +171,7 @@ class Steps:
     def train(self, arguments: Sequence[Any], last: bool) -> Any:
         """Run forwards and backwards of a mini-batch; returns the loss.
 
-        With the rest of a dict where the step ran.
+        With the rest of a dict where the step ran, and everywhere if hooks of callbacks read it.
         """
         engine, scale = self.engine, 1.0 if self.scale is None else self.scale.factor
         if engine is None:
@@ -179,6 +185,7 @@ class Steps:
             self.trace.add(engine)
         loss, rest = engine.loss_of(outputs) if outputs else (torch.zeros(()), {})
         (number,) = self._share([loss], changed)
+        rest = self._for_hooks(TRAINING, rest)
         if not self.control.loads:
             loss = torch.full((), number, dtype=torch.float64, device=self.device)
         return {"loss": loss, **rest} if rest else loss
@@ -194,7 +201,8 @@ class Steps:
     def evaluate(self, step: str, arguments: Sequence[Any]) -> Any:
         """Run a validation, test or prediction step. Returns its result on the rank that runs it, elsewhere None.
 
-        All ranks run a step as a whole, and have its result, except predictions.
+        All ranks run a step as a whole, and have its result, except predictions. So they do of other steps if hooks of
+        callbacks read it.
         """
         if self.engine is None:
             self.engine = self._set_up(step, arguments[0])
@@ -212,7 +220,14 @@ class Steps:
         if whole:
             return result
         self._share([])
-        return result if self.control.loads else None
+        return self._for_hooks(step, result if self.control.loads else None)
+
+    def _for_hooks(self, step: str, result: Any) -> Any:
+        """Give every rank what hooks around the step read. Returns the result, everywhere if they read it."""
+        read = self._readers.read.get(step, ())
+        if METRICS in read:
+            self._metrics.share()
+        return self._readers.everywhere(result) if RESULT in read else result
 
     def _warn_of_means(self, names: Sequence[str]) -> None:
         if new := [name for name in names if name not in self._told]:

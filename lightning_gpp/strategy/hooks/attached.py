@@ -11,7 +11,6 @@ import torch
 from lightning_gpp.strategy.hooks.lending import LendingHooks
 from lightning_gpp.strategy.hooks.logged import LoggedValues
 from lightning_gpp.strategy.hooks.optimizers import OptimizerHooks
-from lightning_gpp.strategy.hooks.predictions import PredictionHooks
 from lightning_gpp.strategy.hooks.random_numbers import RandomHooks
 from lightning_gpp.strategy.hooks.saving import SavingHooks
 from lightning_gpp.strategy.hooks.shared import SharedHooks, SharedToggles
@@ -37,6 +36,7 @@ class AttachedHooks:
         trainer: of the run.
         control: the side channel of this rank.
         device: the device of this rank.
+        readers: give all ranks what hooks read of steps.
         steps: runs the steps.
         trained: returns the engine that trains.
 
@@ -49,12 +49,13 @@ class AttachedHooks:
         trainer: pl.Trainer,
         control: Control,
         device: torch.device,
+        readers: _AroundHooks,
         steps: Steps,
         trained: Callable[[], Engine],
     ) -> None:
         module, self._control = trainer.lightning_module, control
         self._divided: list[_AroundHooks] = [
-            PredictionHooks(trainer, control),
+            readers,
             SavingHooks(trainer),
             RandomHooks(trainer, Mirror(control, device).one_stream),
             LendingHooks(trainer, lambda: None if steps.engine is None else steps.engine.lending),
