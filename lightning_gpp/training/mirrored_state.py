@@ -10,6 +10,7 @@ from __future__ import annotations
 import pickle
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import is_dataclass
 from operator import is_
 from typing import Any, Final
 
@@ -177,7 +178,7 @@ def _is_told(value: Any) -> bool:
 
 
 def _is_data(value: Any) -> bool:
-    """True for what is sent at the end of an epoch: data without modules, functions and objects of the user's."""
+    """True for what is sent at the end of an epoch: data, and dataclasses of the user's."""
     leaves = pytree.tree_leaves(list(value) if isinstance(value, set | frozenset) else value)
     return all(isinstance(leaf, (*TOLD, np.ndarray)) or _is_here(leaf) for leaf in leaves) and _is_found_elsewhere(
         value
