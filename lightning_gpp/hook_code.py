@@ -45,11 +45,6 @@ def names_set(function: types.FunctionType) -> set[str]:
     return _arguments_of(function, "STORE_ATTR")
 
 
-def names_only_set(function: types.FunctionType) -> set[str]:
-    """Those that it does not read."""
-    return names_set(function) - _arguments_of(function, "LOAD_")
-
-
 def _arguments_of(function: types.FunctionType, kind: str) -> set[Any]:
     return {each.argval for each in dis.get_instructions(function) if each.opname.startswith(kind)}
 

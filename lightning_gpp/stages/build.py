@@ -24,7 +24,6 @@ from lightning_gpp.slices import unsliced
 from lightning_gpp.stages.code import StageCode, StageFunction, variable
 from lightning_gpp.stages.slices import Slicer, repeated
 from lightning_gpp.stages.step import StepRunner, UserStep, slots_of
-from lightning_gpp.stages.tail import tail_of
 from lightning_gpp.user_code import user_function
 
 
@@ -198,10 +197,6 @@ def _stage(
     unneeded = _unneeded(capture, assignment)
     code = StageCode(capture.network, module, mine, list(received), wanted, specs, blocks, unneeded)
     forward = code.compile()
-    if holds_step and (tail := tail_of(code, answers)) is not None:
-        step.tail, known = tail, list(dict.fromkeys([*wanted, *tail.read]))
-        code = StageCode(capture.network, module, mine, list(received), known, specs, blocks, unneeded)
-        forward = code.compile()
     states = code.used_states | {name for op in operators.values() for name in (*op.parameters, *op.buffers)}
     parameters = tuple(name for name in capture.graph.parameter_sizes if name in states)
     buffers = tuple(name for name in capture.graph.buffer_bytes if name in states)

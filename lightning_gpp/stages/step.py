@@ -31,7 +31,6 @@ from lightning_gpp.stages.code import variable
 from lightning_gpp.stages.effects import modules_of_step, named_in_step, without_effects
 from lightning_gpp.stages.holes import Holes
 from lightning_gpp.stages.kept_metrics import states_kept
-from lightning_gpp.stages.tail import Tail
 from lightning_gpp.wording import named
 
 
@@ -184,16 +183,12 @@ class UserStep(StepRunner):
     specs: list[list[TensorSpec]]
     input_keys: dict[str, InputKey]
     input_specs: dict[str, TensorSpec]
-    watcher: Callable[[MicroBatch, Mapping[str, torch.Tensor]], None] | None = None
-    """Called with the values of each run, before the step may change them."""
     names: Set[str] = frozenset()
     """Names in the step's code."""
     outside: Sequence[Attribute] = ()
     """Attributes outside of the module that the step may change."""
     counts: bool = True
     """False for runs that leave mini-batches as they are."""
-    tail: Tail | None = None
-    """Computes results of the network that have no samples from values that have."""
 
     def __post_init__(self) -> None:
         self._calls = self.network.network_calls()
@@ -369,7 +364,7 @@ class UserStep(StepRunner):
 
     def with_module(self, module: nn.Module) -> UserStep:
         """The step of a copy of the module, without mini-batches, for runs that do not count."""
-        return replace(self, module=module, watcher=None, counts=False, _open={}, _users_streams=ExitStack())
+        return replace(self, module=module, counts=False, _open={}, _users_streams=ExitStack())
 
     def run(self, micro_batch: MicroBatch, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Run the step with the results of its network calls from `values`. Returns `{LOSS: loss}` in training.
@@ -388,8 +383,6 @@ class UserStep(StepRunner):
         def answer(number: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return self._result(self._expect(number, module), (args, kwargs), value)
 
-        if self.watcher is not None:
-            self.watcher(micro_batch, values)
         self.start_streams(micro_batch)
         own, key = self._own_streams, (micro_batch.lane, micro_batch.index)
         with own.counting(key) if own else nullcontext(), answered(self._modules, answer), holes or nullcontext():

@@ -33,8 +33,6 @@ from lightning_gpp.strategy.checks import (
 from lightning_gpp.strategy.data import Placeholder, SharedIterator, is_moved_by_reading, peek
 from lightning_gpp.strategy.data_state import as_before
 from lightning_gpp.strategy.hooks.attached import AttachedHooks
-from lightning_gpp.strategy.hooks.attributes import AttributesForHooks
-from lightning_gpp.strategy.hooks.collected import ResultsOfSteps
 from lightning_gpp.strategy.hooks.copies import complete_copies
 from lightning_gpp.strategy.hooks.readers import BATCH, BatchReaders
 from lightning_gpp.strategy.hooks.saving import SavingHooks
@@ -104,8 +102,7 @@ class Run:
         check_callbacks(trainer, control.num_devices)
         check_loop(trainer, control.num_processes)
         device = strategy.root_device
-        self._kept = AttributesForHooks(trainer, control, device)
-        host = LightningHost(self.module, self.precision, self._kept, alone=control.num_processes == 1)
+        host = LightningHost(self.module, self.precision, alone=control.num_processes == 1)
         self.job = Job(
             module=self.module,
             control=control,
@@ -121,18 +118,15 @@ class Run:
         )
         check_divided(control.mesh.most_members, parallel)
         self.incoming = Incoming(self.module, control, options.batch_dims)
-        self._readers = BatchReaders(trainer, control, device, self._kept)
+        self._readers = BatchReaders(trainer, control, device)
         self._metrics = MetricStates(self.module, control, device)
-        shared = self._readers, self._metrics, self._kept
+        shared = self._readers, self._metrics
         self.steps = Steps(self.module, control, host, self.incoming, device, self._set_up_evaluation, *shared)
         self.reading = ReadAhead(trainer, self.incoming, device)
         self._num_steps, self._pipeline = int(resumed.get("step", 0)), dict(resumed.get("pipeline", {}))
         self._mini_batches = int(resumed.get("mini_batches", 0))
         self._optimizers: Sequence[Optimizer] = ()
-        self._hooks = AttachedHooks(
-            trainer, control, device, (self._readers, self._kept), self.steps, lambda: self._trained
-        )
-        self._results = ResultsOfSteps(trainer, control, device)
+        self._hooks = AttachedHooks(trainer, control, device, self._readers, self.steps, lambda: self._trained)
         self._saving_later = SavingHooks(trainer)
         self._example_input: Any = None
         self._compared: set[str] = set()
@@ -311,8 +305,7 @@ class Run:
         self._metrics.share()
         step = step_of(self.trainer)
         if self.control.num_devices > 1 and self.engine is not None and not self.engine.runs_whole(step):
-            self._kept.end_epoch()
-            self._results.share(step)
+            self.steps.mirrored.end_epoch()
         if self.trainer.training and self.control.num_processes > 1 and self.job.options.weights == SYNCHRONOUS:
             check_alike(facts_of_schedules(map(_plain, self._optimizers)), self.control.everyone)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from types import MappingProxyType
@@ -17,14 +17,10 @@ from torch import Tensor, nn
 from lightning_gpp._compat.lightning import replace_batch
 from lightning_gpp.capture.attributes import Attribute
 from lightning_gpp.errors import GPPError
-from lightning_gpp.plan import Plan
 from lightning_gpp.strategy.aggregates import Aggregates
 from lightning_gpp.strategy.batch_sizes import finds_sizes
 from lightning_gpp.strategy.checks import facts_of_trainer, reads_data
-from lightning_gpp.strategy.hooks.attributes import AttributesForHooks
-from lightning_gpp.strategy.hooks.counted import CountedCalls
-from lightning_gpp.strategy.hooks.kept import ReadByHooks
-from lightning_gpp.strategy.hooks.readers import ATTRIBUTES, METRICS, RESULT, BatchReaders
+from lightning_gpp.strategy.hooks.readers import METRICS, RESULT, BatchReaders
 from lightning_gpp.strategy.logs import LogExchange, LogRecorder
 from lightning_gpp.strategy.messages import inform
 from lightning_gpp.strategy.metrics import MetricStates
@@ -33,9 +29,9 @@ from lightning_gpp.training.engine import Engine
 from lightning_gpp.training.host import Host
 from lightning_gpp.training.incoming import Incoming
 from lightning_gpp.training.loss_scale import LossScale
+from lightning_gpp.training.mirrored_state import MirroredState
 from lightning_gpp.training.options import Context
 from lightning_gpp.training.planner import TRAINING
-from lightning_gpp.training.step_attributes import take_over
 from lightning_gpp.training.trace import TraceFile
 
 CONTEXTS: Final = {
@@ -52,16 +48,16 @@ _TYPES: Final = {"bf16": torch.bfloat16, "16": torch.float16}
 class LightningHost(Host):
     """The trainer as a host: steps compute in the contexts of its precision plugin, and their logs are recorded.
 
-    `kept`: the attributes that steps change. `alone`: there is one process.
+    `alone`: there is one process.
 
     Attributes:
         recorder: recorder of the logs of the user's step.
         scaler: the precision plugin's scaler of the loss, if it has one.
     """
 
-    def __init__(self, module: pl.LightningModule, plugin: Precision, kept: AttributesForHooks, *, alone: bool) -> None:
+    def __init__(self, module: pl.LightningModule, plugin: Precision, *, alone: bool) -> None:
         super().__init__(precision=_TYPES.get(str(plugin.precision).split("-")[0]))
-        self._module, self._plugin, self._kept = module, plugin, kept
+        self._module, self._plugin = module, plugin
         self.scaler = getattr(plugin, "scaler", None)
         self.recorder = LogRecorder(module)
         self._aggregates = Aggregates(module)
@@ -78,8 +74,6 @@ class LightningHost(Host):
     def _run(self, context: Context, batch: int | None, num_samples: int) -> Iterator[None]:
         with self.recorder.run(num_samples, context, batch), self._aggregates.run(batch, num_samples):
             yield
-        if batch is not None:
-            self._kept.note_micro_batch(batch, num_samples)
 
     def turn(self, batch: int) -> None:
         """Take what was recorded for this mini-batch of training, whose step is complete."""
@@ -100,7 +94,6 @@ class LightningHost(Host):
     def forget(self, batches: range) -> None:
         self.recorder.forget(batches)
         self._aggregates.forget(batches)
-        self._kept.unlike.forget(batches)
 
     def stand_ins(self, module: nn.Module) -> dict[str, Any]:
         return stand_ins(self._module, module)
@@ -140,9 +133,9 @@ class Steps:
         set_up: sets up the engine at the first mini-batch, from the name of the step and the mini-batch.
         readers: what hooks around mini-batches read.
         metrics: the metrics that the steps update.
-        kept: the attributes that the steps change.
 
     Attributes:
+        mirrored: what the steps change in attributes of the module.
         engine: the engine that runs the steps; None before it is set up.
         scale: the scale of the loss; None for 1.
         trace: trace of the training steps, if the user wants one.
@@ -158,15 +151,14 @@ class Steps:
         set_up: Callable[[str, Any], Engine],
         readers: BatchReaders,
         metrics: MetricStates,
-        kept: AttributesForHooks,
     ) -> None:
         self.module, self.control, self.host, self.incoming, self.device = module, control, host, incoming, device
         self.logs = LogExchange(control, device)
         self.scale = LossScale.of(host.scaler, control, device)
         self.engine: Engine | None = None
         self.trace: TraceFile | None = None
-        self._set_up, self._readers, self._metrics, self._kept = set_up, readers, metrics, kept
-        self._read_by_hooks, self._counted = ReadByHooks(module.trainer, control), CountedCalls(control)
+        self.mirrored = MirroredState(module, control, device)
+        self._set_up, self._readers, self._metrics = set_up, readers, metrics
         self._told = set[str]()
 
     @property
@@ -183,12 +175,9 @@ class Steps:
         if engine is None:
             raise GPPError("The training step runs before the trainer's set-up; use trainer.fit(model).")
         accumulated = self.module.trainer.accumulate_grad_batches
-        self._kept.begin(TRAINING)
-        self._kept.begin_training(engine.num_steps)
+        self._begin()
         outputs = engine.train(arguments, accumulated=accumulated, last=last, scale=scale)
-        changed, unlike = self._kept.changed(TRAINING), self._kept.unlike.of(engine.num_steps - 1)
-        if changed or unlike:
-            self._warn_of(changed, unlike, engine.plan, len(outputs))
+        changed = self._changed()
         self.host.turn(engine.num_steps - 1)
         if self.trace is not None:
             self.trace.add(engine)
@@ -199,12 +188,13 @@ class Steps:
             loss = torch.full((), number, dtype=torch.float64, device=self.device)
         return {"loss": loss, **rest} if rest else loss
 
-    def _warn_of(self, changed: Mapping[Attribute, Any], unlike: Set[Attribute], plan: Plan, parts: int) -> None:
-        """Warn of attributes that several micro-batches have changed, if one process would have other values."""
-        if parts > 1:
-            self._read_by_hooks.tell(changed, unlike)
-        if plan.stages[plan.step_stage].micro_batch_size > 1:  # else calls are samples, which may be counted
-            self._counted.tell(changed, parts)
+    def _begin(self) -> None:
+        if self.control.num_devices > 1:
+            self.mirrored.begin()
+
+    def _changed(self) -> dict[Attribute, Any]:
+        """What the step has changed since `_begin`."""
+        return self.mirrored.end() if self.control.num_devices > 1 else {}
 
     def evaluate(self, step: str, arguments: Sequence[Any]) -> Any:
         """Run a validation, test or prediction step. Returns its result on the rank that runs it, elsewhere None.
@@ -217,13 +207,12 @@ class Steps:
             if self.engine.runs_whole(step):  # from the first mini-batch on, which other ranks do not have yet
                 arguments = self.engine.hand_out(arguments)
         self.host.recorder.reset()
-        self._kept.begin(step)
         whole = self.engine.runs_whole(step)
         if not whole:  # else all ranks run it
-            self._kept.note(step)
+            self._begin()
         result = self.engine.run(step, arguments)
         if not whole:
-            self._kept.changed(step)
+            self._changed()
         if step == "predict_step":
             return result if self.control.loads else None
         if whole:
@@ -236,8 +225,6 @@ class Steps:
         read = self._readers.read.get(step, ())
         if METRICS in read:
             self._metrics.share()
-        if ATTRIBUTES in read:
-            self._kept.share()
         return self._readers.everywhere(result) if RESULT in read else result
 
     def _warn_of_means(self, names: Sequence[str]) -> None:
@@ -264,7 +251,7 @@ class Steps:
         if has_kept:
             kept = self.control.share_object(dict(kept))
             if not self.control.runs_step:
-                take_over(self.module, kept, self.device)
+                self.mirrored.take(kept)
         if stop:
             trainer.should_stop = True
         count = len(rest) - 2 * len(calls)

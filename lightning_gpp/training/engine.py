@@ -43,7 +43,6 @@ from lightning_gpp.training.parameters import drop, move, tensors_of
 from lightning_gpp.training.planner import TRAINING
 from lightning_gpp.training.predicted import computing_seconds
 from lightning_gpp.training.pruning import Pruning
-from lightning_gpp.training.repeated import RepeatedComparison
 from lightning_gpp.training.replicas import Replicas
 from lightning_gpp.training.runner import Outputs, Runner, loss_and_rest, losses_of
 from lightning_gpp.training.session import Session
@@ -68,7 +67,6 @@ class Engine:
         gradients: checks and clips gradients if there is no flush.
         finite: checks losses and gradients, of all ranks together; None does not.
         hooks: users' hooks on gradients of parameters; None without training.
-        comparison: compares losses during training; None if this rank does not.
         whole: runs steps as a whole, on all ranks.
         as_whole: names of the steps that run as a whole; others run on micro-batches, in evaluation if they can.
         machine: returns the machine that the plan was made for.
@@ -95,7 +93,6 @@ class Engine:
         gradients: StageGradients | None = None,
         finite: FiniteCheck | None = None,
         hooks: ParameterHooks | None = None,
-        comparison: RepeatedComparison | None = None,
     ) -> None:
         self._sessions, self._indices, self._replicas = sessions, indices, replicas
         self._asynchronous, self._gradients, self._finite = asynchronous, gradients, finite
@@ -105,7 +102,7 @@ class Engine:
         self.machine, self.num_steps = machine, num_steps
         self.pruning = Pruning(self.module, self._layout.placement, self.control, self.device)
         self.lending = lending_of(self.job, self._layout)
-        self._runner = Runner(sessions, lambda: [index.optimizer for index in self._indices], asynchronous, comparison)
+        self._runner = Runner(sessions, lambda: [index.optimizer for index in self._indices], asynchronous)
         self._feed = Feed(self.ahead)
         self._evaluation = EvaluationSteps(
             sessions,

@@ -26,35 +26,12 @@ from lightning_gpp.training.captured_anew import SessionCache
 from lightning_gpp.training.foreign import alone
 from lightning_gpp.training.memory_trials import agreed
 from lightning_gpp.training.planner import TRAINING
-from lightning_gpp.training.repeated import RepeatedComparison
 from lightning_gpp.training.segments import later
 from lightning_gpp.training.session import Session
 from lightning_gpp.training.sessions import Sessions
 
 Outputs = Sequence[tuple[MicroBatch, Any]]
 """The results of the user's step for each micro-batch, in order."""
-
-
-class ComparisonTurns:
-    """Counts the mini-batches of a run, and says at which the loss is compared.
-
-    These are number 0, 1, 2, 4, 8, ..., and the first ones of epochs, as long as not many were compared.
-    """
-
-    def __init__(self) -> None:
-        self._count, self._compared, self._epoch = 0, 0, None
-
-    def next(self, epoch: Any) -> bool:
-        """True if the next mini-batch is compared, which is one of this epoch."""
-        number, begins, self._epoch = self._count, epoch != self._epoch, epoch
-        self._count += 1
-        if number & (number - 1) == 0 or (begins and self._compared < _FEW + number // _RARELY):
-            self._compared += 1
-            return True
-        return False
-
-
-_FEW, _RARELY = 8, 16
 
 
 class Runner:
@@ -64,7 +41,6 @@ class Runner:
         sessions: makes the sessions, which run the user's steps.
         optimizers: the optimizers, in the user's order.
         asynchronous: training without a flush between mini-batches; None flushes after each.
-        comparison: compares losses during training; None if this rank does not.
 
     Attributes:
         current: the session of the last mini-batch.
@@ -76,7 +52,6 @@ class Runner:
         sessions: Sessions,
         optimizers: Callable[[], list[Optimizer]],
         asynchronous: Asynchronous | None,
-        comparison: RepeatedComparison | None = None,
     ) -> None:
         self._new, self._optimizers, self._asynchronous = sessions.new, optimizers, asynchronous
         self._job, self._incoming = sessions.job, sessions.incoming
@@ -85,7 +60,6 @@ class Runner:
         self._sessions = SessionCache[Session](self._job.control.warn)
         self._trained: Session | None = None
         self._running: dict[str, tuple[Session, int]] = {}
-        self._comparison, self._turns = comparison, ComparisonTurns()
 
     def session(self, step: str, arguments: Sequence[Any]) -> Session:
         """The session for a mini-batch, which becomes the current one."""
@@ -114,20 +88,7 @@ class Runner:
         if self._asynchronous is not None:
             return self._train_ahead(self._asynchronous, arguments, weight, accumulated, number)
         session = self.session(TRAINING, arguments)
-        run = partial(self.flushed, session, arguments, weight, number)
-        return self._compared(session, arguments, number, run) if self._is_compared() else run()
-
-    def _is_compared(self) -> bool:
-        if self._comparison is None or self._comparison.ended:
-            return False
-        return self._turns.next(getattr(self._job.module, "current_epoch", None))
-
-    def _compared(self, session: Session, arguments: Sequence[Any], number: int, run: Callable[[], Outputs]) -> Outputs:
-        assert self._comparison is not None
-        batch, *rest = arguments
-        with on_one_rank():
-            outputs: Outputs = self._comparison.during(session, batch, rest, self._incoming.batch_size, number, run)
-        return outputs
+        return self.flushed(session, arguments, weight, number)
 
     def flushed(self, session: Session, arguments: Sequence[Any], weight: float, number: int) -> Outputs:
         """Run a step that ends with an empty pipeline. Returns its results where it ran."""

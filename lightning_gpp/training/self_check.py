@@ -72,19 +72,16 @@ def refuses_check(job: Job, plan: Plan) -> str:
     return ""
 
 
-def check_first(job: Job, captured: Captured, plan: Plan, batch: Any, transport: Transport) -> Findings:
+def check_first(job: Job, captured: Captured, plan: Plan, batch: Any, transport: Transport) -> None:
     """Compare split and unsplit model on the first pipeline if the user wants it and it is possible. All ranks call
     this.
-
-    Returns:
-        What was found on the rank that runs the step, on all ranks.
 
     Raises:
         IndivisibleError: on all ranks of all pipelines.
         SelfCheckError: see `self_check`.
     """
     if captured.step != TRAINING or isinstance(captured, Undivided) or not _wanted(job, plan):
-        return Findings()
+        return
     outcome: Findings | IndivisibleError = Findings()
     if job.control.pipeline == 0:
         with undisturbed(), fork_rng([] if job.device.type == "cpu" else [job.device]):
@@ -98,7 +95,6 @@ def check_first(job: Job, captured: Captured, plan: Plan, batch: Any, transport:
         raise outcome
     job.host.combine(outcome.combined)
     job.host.reduce(outcome.reduced)
-    return outcome
 
 
 def _wanted(job: Job, plan: Plan) -> bool:
@@ -129,13 +125,11 @@ class Findings:
     """The findings of a self-check that are no errors.
 
     `combined`: how logged values follow from those of micro-batches, if not as those of batches do, by name. `reduced`:
-    how numbers given to aggregators follow from those of micro-batches, if not as means. `warned`: whether it warned of
-    a loss that is another one in micro-batches.
+    how numbers given to aggregators follow from those of micro-batches, if not as means.
     """
 
     combined: Mapping[str, str] = field(default_factory=dict)
     reduced: Mapping[tuple[str, int], str] = field(default_factory=dict)
-    warned: bool = False
 
 
 def self_check(job: Job, captured: Capture | Declared, plan: Plan, batch: Any, transport: Transport) -> Findings:
@@ -186,7 +180,7 @@ def self_check(job: Job, captured: Capture | Declared, plan: Plan, batch: Any, t
         (job.host.inform if control.first else log.info)(tried(text, works))
     if verdict := _anywhere(control, found):
         raise SelfCheckError(verdict)
-    return replace(findings, warned=bool(warning))
+    return findings
 
 
 def _anywhere(control: Control, found: str) -> str:

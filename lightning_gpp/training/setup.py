@@ -63,9 +63,8 @@ from lightning_gpp.training.options import Options
 from lightning_gpp.training.parameter_hooks import ParameterHooks, check_hooks
 from lightning_gpp.training.parameters import equalise, move, place, settle
 from lightning_gpp.training.planner import TRAINING, part_of_member, plan_for
-from lightning_gpp.training.repeated import RepeatedComparison
 from lightning_gpp.training.replicas import Layout, Replicas, idle_sharding
-from lightning_gpp.training.self_check import Findings, check_first
+from lightning_gpp.training.self_check import check_first
 from lightning_gpp.training.sessions import Sessions
 from lightning_gpp.training.step_errors import check_step
 from lightning_gpp.training.whole_check import comparison
@@ -186,7 +185,8 @@ def _set_up(
     compared = found_calls is None or batch is not None
     equalise(job.module, job.control)
     with job.host.unheard():
-        findings = check_first(job, captured, plan, batch, transport) if compared else Findings()
+        if compared:
+            check_first(job, captured, plan, batch, transport)
     if not (job.whole and job.control.num_processes == 1):
         for optimizer in optimizers:
             check_first_order(optimizer)
@@ -240,7 +240,6 @@ def _set_up(
         machine=machine.look,
         num_steps=num_steps,
         hooks=hooks,
-        comparison=None if findings.warned or not _compares_losses(job) else RepeatedComparison(job, findings.combined),
     )
 
 
@@ -250,13 +249,6 @@ def _parts_of_processes(job: Job, layout: Layout) -> list[set[str]]:
     if layout.plan.sharding == "none" or idle_sharding(layout.plan, job.control.num_pipelines):
         return parts
     return parts + [set(sorted(part)[first::2]) for part in parts for first in range(2)]
-
-
-def _compares_losses(job: Job) -> bool:
-    """True on the rank that compares losses during training. Shards cannot be read by one rank alone."""
-    options = job.options
-    alone = job.control.first and job.parallel is None and options.sharding != "fsdp"
-    return alone and options.self_check is not False
 
 
 def _finite_check(job: Job, layout: Layout, optimizers: Sequence[Optimizer]) -> FiniteCheck | None:

@@ -1,9 +1,8 @@
-"""Hooks on all ranks read what steps and forwards have changed in parts of the module, and in evaluation."""
+"""Hooks at the ends of epochs read on all ranks what steps and forwards have changed in parts of the module."""
 
 from __future__ import annotations
 
 from collections import deque
-from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -33,12 +32,12 @@ class Counting(nn.Module):
 
 
 class Noting(nn.Module):
-    """A loss that keeps numbers, lists, tensors and an object."""
+    """A loss that keeps numbers, lists and tensors."""
 
     def __init__(self) -> None:
         super().__init__()
         self.number, self.history, self.recent = 0, list[float](), deque[float](maxlen=2)
-        self.running, self.state = torch.zeros(()), SimpleNamespace(sum=0.0)
+        self.running = torch.zeros(())
 
     def forward(self, logits: Tensor, target: Tensor) -> Tensor:
         loss = cross_entropy(logits, target)
@@ -46,7 +45,6 @@ class Noting(nn.Module):
         self.history += [loss.item()] * 30  # soon a list of more than 64
         self.recent.append(loss.item())
         self.running = 0.9 * self.running + 0.1 * loss.detach()
-        self.state.sum += loss.item()
         return loss
 
 
@@ -54,13 +52,11 @@ class Keeping(TwoTowers):
     def __init__(self) -> None:
         super().__init__()
         self.left, self.before, self.loss_of = Counting(self.left), Counting(), Noting()
-        self.steps = SimpleNamespace(number=0)
         self.right.flag = ""
         self.hits = self.all = 0
         self.read: list[Any] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:  # type: ignore[override]
-        self.steps.number += 1
         self.right.flag = f"{self.right.flag}{batch_idx}"
         a, b, y = batch
         return self.loss_of(self(self.before(a), b), y)
@@ -81,15 +77,12 @@ class Keeping(TwoTowers):
 
     def on_train_epoch_end(self) -> None:
         loss, text = self.loss_of, self.right.flag
-        self.read += [loss.number, sum(loss.history), sum(loss.recent), float(loss.running), loss.state.sum, text]
-        self.read += [self.steps.number, self.before.calls, self.before.kept["calls"]]
+        self.read += [loss.number, sum(loss.history), sum(loss.recent), float(loss.running), text]
+        self.read += [self.before.calls, self.before.kept["calls"]]
         self.log("mean", self.left.mean)
 
 
 class Reading(pl.Callback):
-    def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
-        module.read.append((module.left.calls, float(module.left.mean)))
-
     def on_validation_epoch_end(self, trainer: Any, module: Any) -> None:
         module.log("accuracy", module.hits / module.all)
         module.read.append((module.hits, module.all))

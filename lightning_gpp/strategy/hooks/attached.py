@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Protocol
 
 import lightning.pytorch as pl
@@ -49,13 +49,13 @@ class AttachedHooks:
         trainer: pl.Trainer,
         control: Control,
         device: torch.device,
-        readers: Sequence[_AroundHooks],
+        readers: _AroundHooks,
         steps: Steps,
         trained: Callable[[], Engine],
     ) -> None:
         module, self._control = trainer.lightning_module, control
         self._divided: list[_AroundHooks] = [
-            *readers,
+            readers,
             SavingHooks(trainer),
             RandomHooks(trainer, Mirror(control, device).one_stream),
             LendingHooks(trainer, lambda: None if steps.engine is None else steps.engine.lending),

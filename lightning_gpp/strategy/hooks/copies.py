@@ -18,7 +18,7 @@ from lightning_gpp.capture.attributes import FRAMEWORKS
 from lightning_gpp.training.checkpoint import merge
 from lightning_gpp.training.control import Control
 from lightning_gpp.training.foreign import Foreign
-from lightning_gpp.training.step_attributes import NOT_USERS
+from lightning_gpp.training.mirrored_state import NOT_USERS
 from lightning_gpp.user_code import own_attributes
 
 _DEPTH: Final = 5

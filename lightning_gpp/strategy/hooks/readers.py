@@ -22,7 +22,6 @@ from torch import Tensor
 from lightning_gpp._compat.torch import pytree
 from lightning_gpp.hook_code import names_in_hook
 from lightning_gpp.replaced import Replaced
-from lightning_gpp.strategy.hooks.attributes import AttributesForHooks
 from lightning_gpp.strategy.hooks.found import ACTING, names_in, owners_of, user_hooks
 from lightning_gpp.training.control import Control
 from lightning_gpp.training.planner import TRAINING
@@ -31,7 +30,6 @@ from lightning_gpp.user_code import user_function
 BATCH: Final = "batch"
 RESULT: Final = "result"
 METRICS: Final = "metrics"
-ATTRIBUTES: Final = "attributes"
 
 _LOOPS: Final = {TRAINING: "train", "validation_step": "validation", "test_step": "test"}
 _PLACES: Final = {"start": {BATCH: 0}, "end": {RESULT: 0, BATCH: 1}}
@@ -57,16 +55,14 @@ class BatchReaders:
         trainer: of the run.
         control: the side channel of this rank.
         device: the device of this rank.
-        kept: shares the attributes that steps change.
 
     Attributes:
         read: what hooks around each step read: the mini-batch (`BATCH`), the result (`RESULT`), values of metrics that
-            the step updates (`METRICS`), attributes that it, or a forward, changes (`ATTRIBUTES`).
+            the step updates (`METRICS`).
     """
 
-    def __init__(self, trainer: pl.Trainer, control: Control, device: torch.device, kept: AttributesForHooks) -> None:
-        self._trainer, self._control, self._kept = trainer, control, kept
-        self._device = device
+    def __init__(self, trainer: pl.Trainer, control: Control, device: torch.device) -> None:
+        self._trainer, self._control, self._device = trainer, control, device
         self.read: dict[str, set[str]] = {}
         self._silenced = Replaced()
 
@@ -74,11 +70,7 @@ class BatchReaders:
         """Agree on what is read; silence hooks of prediction where there are no predictions. All ranks call this."""
         *callbacks, module = owners_of(self._trainer)
         found = {
-            step: {
-                *_arguments_read([*callbacks, module], loop),
-                *self._metrics_read(loop),
-                *({ATTRIBUTES} if self._kept.read_around(loop) else ()),
-            }
+            step: {*_arguments_read([*callbacks, module], loop), *self._metrics_read(loop)}
             for step, loop in _LOOPS.items()
         }
         self.read = self._control.broadcast(found)

@@ -1,0 +1,204 @@
+"""What steps and forwards keep in attributes of the module, on all ranks of its pipeline.
+
+A training step runs on one rank, forwards run where their stages are, and hooks run everywhere. So what a step has
+changed reaches the other ranks as one difference: numbers, texts and small containers of them with its logs, and all
+else (lists of results, tensors, what forwards and evaluation have changed) before the hooks at the end of an epoch.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import is_dataclass
+from operator import is_
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torchmetrics import Metric
+
+from lightning_gpp._compat.lightning_module import LIGHTNING_STATE
+from lightning_gpp._compat.torch import pytree, version
+from lightning_gpp.capture.attributes import (
+    MOST_ITEMS,
+    MOST_NUMBERS,
+    OF_EVERY_MODULE,
+    SCALARS,
+    TOLD,
+    Attribute,
+    copy_of,
+    dotted,
+    is_plain,
+    same_contents,
+    same_value,
+)
+from lightning_gpp.training.control import Control
+
+NOT_USERS: Final = OF_EVERY_MODULE | LIGHTNING_STATE
+"""Names of attributes of a LightningModule that are torch's and Lightning's."""
+MOST_BYTES: Final = 64 << 20
+"""Bytes of tensors and arrays that a rank sends at the end of an epoch, at most."""
+_CONTAINERS: Final = (list, tuple, dict, set, deque)
+_NOTHING: Final = object()
+
+Attributes = dict[str, Any]
+"""The dictionary that has the attributes of a part of the module."""
+
+
+class MirroredState:
+    """Notes what changes in attributes around each step, and gives it to the other ranks of the pipeline.
+
+    Args:
+        module: the user's module, with whose parts, except metrics and layers of torch, the attributes are.
+        control: the side channel of this rank.
+        device: the device of this rank.
+    """
+
+    def __init__(self, module: nn.Module, control: Control, device: torch.device) -> None:
+        self._module, self._control, self._device = module, control, device
+        self._changed: set[Attribute] = set()
+        self._parts: list[tuple[str, Attributes]] = []
+        self._values: list[Attributes] = []
+        self._marks: dict[Attribute, Any] = {}
+
+    def begin(self) -> None:
+        """Note the present values, before a step. All ranks call this."""
+        if not self._parts:
+            self._parts = [(path, vars(part)) for path, part in self._module.named_modules() if _may_keep(part)]
+        self._values = [dict(own) for _, own in self._parts]
+        self._marks = {(path, name): _mark(value) for path, own in self._parts for name, value in _changing(own)}
+
+    def end(self) -> dict[Attribute, Any]:
+        """Note what has changed since `begin`. Returns the plain values among it."""
+        changed = list(self._changes())
+        self._changed.update(changed)
+        values = ((key, self._owner(key)[key[1]]) for key in changed)
+        return {key: value for key, value in values if _is_told(value)}
+
+    def _changes(self) -> Iterator[Attribute]:
+        for (path, own), before in zip(self._parts, self._values, strict=True):
+            if len(before) != len(own) or not all(map(is_, before.values(), own.values())):
+                yield from ((path, name) for name, value in own.items() if _is_other(name, value, before))
+        for key, mark in self._marks.items():
+            own = self._owner(key)
+            if key[1] in own and not _is_same(mark, own[key[1]]):
+                yield key
+
+    def take(self, values: Mapping[Attribute, Any]) -> None:
+        """Set attributes to the values of another rank; a container keeps its identity, because others may have it."""
+        for key, value in values.items():
+            own, name = self._owner(key), key[1]
+            _put(own, name, pytree.tree_map_only(Tensor, self._here, value))
+
+    def end_epoch(self) -> None:
+        """Give all ranks the present values of what has changed. All ranks of the pipeline call this together.
+
+        The present ones, because hooks may have set others since, on all ranks. Where two ranks have changed an
+        attribute, that of the step's rank counts.
+        """
+        mine, self._changed = self._sendable(sorted(self._changed)), set()
+        gathered: list[dict[Attribute, Any]] = self._control.gather_in_pipeline(mine)
+        own = mine.keys() if self._control.runs_step else set[Attribute]()
+        for values in [*gathered[1:], gathered[0]]:
+            self.take({key: value for key, value in values.items() if key not in own})
+        self._parts = []  # hooks may make others
+
+    def _sendable(self, keys: Iterable[Attribute]) -> dict[Attribute, Any]:
+        values = {key: self._owner(key).get(key[1]) for key in keys}
+        found = {key: value for key, value in values.items() if _is_data(value)}
+        if (size := sum(map(_bytes, pytree.tree_leaves(list(found.values()))))) > MOST_BYTES:
+            self._control.warn(
+                f"Steps have kept {size >> 20} MiB in {', '.join(map(dotted, found))}. More than {MOST_BYTES >> 20} "
+                "MiB are not sent to other ranks, on which hooks at the end of the epoch find what was there before: "
+                "keep what hooks need as a torchmetrics object, or log it."
+            )
+            found = {key: value for key, value in found.items() if _is_told(value)}
+        return pytree.tree_map_only(Tensor, _on_cpu, found)  # type: ignore[no-any-return]
+
+    def _owner(self, key: Attribute) -> Attributes:
+        return vars(self._module.get_submodule(key[0]))
+
+    def _here(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self._device)
+
+
+def _put(own: Attributes, name: str, value: Any) -> None:
+    now: Any = own.get(name)
+    if type(now) is type(value) and isinstance(now, list):
+        now[:] = value
+    elif type(now) is type(value) and isinstance(now, dict | set):
+        now.clear()
+        now.update(value)
+    else:
+        own[name] = value
+
+
+def _may_keep(part: nn.Module) -> bool:
+    """False for metrics, whose states have a way of their own, and for layers of torch, which keep nothing."""
+    return not isinstance(part, Metric) and not type(part).__module__.startswith("torch.")
+
+
+def _is_other(name: str, value: Any, before: Attributes) -> bool:
+    if name in NOT_USERS or before.get(name, _NOTHING) is value:
+        return False
+    return not (isinstance(value, SCALARS) and same_value(before.get(name, _NOTHING), value))
+
+
+def _changing(own: Attributes) -> Iterator[tuple[str, Any]]:
+    """The attributes whose values may change in place."""
+    for name, value in own.items():
+        if isinstance(value, (*_CONTAINERS, Tensor, np.ndarray)) and name not in NOT_USERS:
+            yield name, value
+
+
+def _mark(value: Any) -> Any:
+    """What tells whether a value has changed in place."""
+    if isinstance(value, Tensor):
+        return version(value)
+    if isinstance(value, np.ndarray) or len(value) <= MOST_ITEMS:
+        return copy_of(value)
+    return len(value)
+
+
+def _is_same(mark: Any, now: Any) -> bool:
+    if isinstance(now, Tensor):
+        return bool(mark == version(now))
+    if isinstance(mark, int) and isinstance(now, _CONTAINERS):
+        return mark == len(now)
+    return mark is None or same_contents(mark, now)
+
+
+def _is_told(value: Any) -> bool:
+    """True for what is sent after each step: numbers, texts, and small tensors and containers."""
+    if isinstance(value, Tensor):
+        return not value.is_meta and value.layout == torch.strided and value.numel() <= MOST_NUMBERS
+    return is_plain(value) or (isinstance(value, TOLD) and _is_found_elsewhere(value))
+
+
+def _is_data(value: Any) -> bool:
+    """True for what is sent at the end of an epoch: data, and dataclasses of the user's."""
+    leaves = pytree.tree_leaves(list(value) if isinstance(value, set | frozenset) else value)
+    are_data = all(isinstance(leaf, (*TOLD, np.ndarray)) or is_dataclass(leaf) or _is_here(leaf) for leaf in leaves)
+    return are_data and _is_found_elsewhere(value)
+
+
+def _is_here(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and not isinstance(leaf, nn.Parameter) and not leaf.is_meta
+
+
+def _is_found_elsewhere(value: Any) -> bool:
+    """False for instances of classes that other processes cannot find."""
+    try:
+        return bool(pickle.dumps(pytree.tree_map_only(Tensor | np.ndarray, lambda _: 0, value)))
+    except (pickle.PicklingError, AttributeError, TypeError):
+        return False
+
+
+def _bytes(leaf: Any) -> int:
+    return leaf.nbytes if isinstance(leaf, Tensor | np.ndarray) else 0
+
+
+def _on_cpu(tensor: Tensor) -> Tensor:
+    return tensor.detach().cpu()
