@@ -83,7 +83,7 @@ class Options(SearchOptions):
     search_seconds: Annotated[float, Gt(0)] = option(
         40.0,
         "time limit of the partitioner's search. It evaluates a number of drafts for each of these seconds, which most "
-        "machines do in a third of them, so that the plan depends neither on the machine nor on its load; it ends "
+        "machines do in less time, so that the plan depends neither on the machine nor on its load; it ends "
         "earlier if nothing can be gained.",
         allowed="more than 0 seconds",
     )
