@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
 from itertools import chain
 from operator import attrgetter, methodcaller
 from typing import Any, Final
@@ -18,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch._subclasses.fake_tensor import unset_fake_temporarily as unset_fake_temporarily
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.autograd.graph import GradientEdge, Node, _engine_run_backward
+from torch.distributed import distributed_c10d as _c10d
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
@@ -182,6 +184,33 @@ def without_splits() -> Iterator[None]:
         yield
     finally:
         world.bound_device_id = bound
+
+
+_default_group = ContextVar[Any]("default_group", default=None)
+
+
+class _WorldOfThread(_c10d._World):
+    """What torch.distributed knows, with a default group that one thread may have for itself."""
+
+    @property
+    def default_pg(self) -> Any:
+        group = _default_group.get()
+        return self._default_pg if group is None else group
+
+    @default_pg.setter
+    def default_pg(self, value: Any) -> None:
+        self._default_pg = value
+
+
+@contextmanager
+def default_group(group: Any) -> Iterator[None]:
+    """Inside, `torch.distributed` uses this group where none is given; other threads go on as before."""
+    _c10d._world.__class__ = _WorldOfThread
+    token = _default_group.set(group)
+    try:
+        yield
+    finally:
+        _default_group.reset(token)
 
 
 # --- autograd

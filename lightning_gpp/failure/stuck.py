@@ -16,6 +16,7 @@ from typing import Any, Final
 
 import torch
 
+from lightning_gpp._compat.lightning_processes import RUN
 from lightning_gpp.failure.hangs import Wait, named
 from lightning_gpp.failure.stacks import is_of_user, outwards
 
@@ -26,8 +27,6 @@ _COLLECTIVES: Final = tuple(
     str(Path(_TORCH, "distributed", file)) for file in ("distributed_c10d.py", "_functional_collectives.py")
 )
 """The files of torch's collectives; other parts of torch.distributed also read and write files."""
-_RUN: Final = "_run_stage"
-"""The function of Lightning's trainer around everything that all ranks do: what called it is no call of one rank."""
 _PAIRWISE: Final = ("send", "recv", "isend", "irecv", "send_object_list", "recv_object_list", "batch_isend_irecv")
 
 
@@ -89,7 +88,7 @@ def _standstill(frame: FrameType, wait: Wait | None) -> Standstill | None:
         return None
     ranks = () if wait is None else wait.ranks
     what = "" if wait is None else f"waiting for {wait.what}"
-    end = next((n for n, each in enumerate(frames) if each.f_code.co_name == _RUN), len(frames))
+    end = next((n for n, each in enumerate(frames) if each.f_code.co_name == RUN), len(frames))
     user = next((n for n, each in enumerate(frames[:end]) if is_of_user(each.f_code.co_filename)), None)
     if user is None or not calls:
         return Standstill(call=calls[-1] if calls else "", ranks=ranks, what=what)

@@ -12,7 +12,7 @@ from typing import Final
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_gpp._compat.torch import without_splits
+from lightning_gpp._compat.torch import default_group, without_splits
 from lightning_gpp.errors import ConfigError
 
 CONTROL_BACKEND: Final = "gloo"
@@ -191,7 +191,7 @@ class Mesh:
 
     def _new(self, processes: Sequence[int], backend: str | None) -> dist.ProcessGroup:
         kind = self.backend if backend is None else backend
-        with without_splits() if kind == CONTROL_BACKEND else nullcontext(), _default_group(self.everyone):
+        with without_splits() if kind == CONTROL_BACKEND else nullcontext(), default_group(self.everyone):
             group: dist.ProcessGroup = dist.new_group(list(processes), timeout=self._timeout, backend=backend)
         return group
 
@@ -219,10 +219,13 @@ class Mesh:
         Args:
             alone: the other pipelines do not run this code, so this process stands for all.
         """
+        if self.most_members > 1:  # code that divides its work among members knows that there are other processes
+            yield
+            return
         before, group = self.stand_in, self._only_this() if alone and self.num_pipelines > 1 else self.replica_group
         self.stand_in = group
         try:
-            with _default_group(group):
+            with default_group(group):
                 yield
         finally:
             self.stand_in = before
@@ -230,7 +233,7 @@ class Mesh:
     def _only_this(self) -> dist.ProcessGroup:
         """A group of this process, which the others need not know."""
         if self._alone is None:
-            with without_splits(), _default_group(self.everyone):
+            with without_splits(), default_group(self.everyone):
                 self._alone = dist.new_group([self.own_process], timeout=self._timeout, use_local_synchronization=True)
         return self._alone
 
@@ -263,16 +266,6 @@ class Mesh:
         if self.backend == CONTROL_BACKEND:
             return group, group
         return group, self.process_groups("members", devices, CONTROL_BACKEND).get(tuple(self.members))
-
-
-@contextmanager
-def _default_group(group: dist.ProcessGroup | None) -> Iterator[None]:
-    """Inside, `torch.distributed` uses this group where none is given."""
-    before, dist.group.WORLD = dist.group.WORLD, group
-    try:
-        yield
-    finally:
-        dist.group.WORLD = before
 
 
 def _check_world_size(members: Sequence[int], num_pipelines: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -72,10 +72,10 @@ class Holes(TorchFunctionMode):
             return self.device
         self._inside = True
         try:
-            on_meta = [_on_meta(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+            on_meta = [_outline(leaf) for leaf in leaves]
             versions = [version(leaf) if isinstance(leaf, torch.Tensor) else 0 for leaf in on_meta]
             args, kwargs = pytree.tree_unflatten(on_meta, structure)
-            result = func(*args, **kwargs)
+            result = _MOVES.get(func, func)(*args, **kwargs)
         finally:
             self._inside = False
         changed = [
@@ -88,6 +88,17 @@ class Holes(TorchFunctionMode):
             self.targets.append(target)
             self.add((result, changed))
         return result
+
+
+_MOVES: Final[dict[Any, Any]] = {torch.Tensor.cpu: torch.Tensor.clone, torch.Tensor.cuda: torch.Tensor.clone}
+"""Functions that would need the values of their tensor, and what gives their result without."""
+
+
+def _outline(leaf: Any) -> Any:
+    """An argument without memory: nothing is moved to a device."""
+    if isinstance(leaf, torch.device):
+        return torch.device("meta")
+    return _on_meta(leaf) if isinstance(leaf, torch.Tensor) else leaf
 
 
 def _on_meta(tensor: torch.Tensor) -> torch.Tensor:

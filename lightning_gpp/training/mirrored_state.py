@@ -17,7 +17,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torchmetrics import Metric
+from torchmetrics import Metric, MetricCollection
 
 from lightning_gpp._compat.lightning_module import LIGHTNING_STATE
 from lightning_gpp._compat.torch import pytree, version
@@ -41,6 +41,7 @@ NOT_USERS: Final = OF_EVERY_MODULE | LIGHTNING_STATE
 MOST_BYTES: Final = 64 << 20
 """Bytes of tensors and arrays that a rank sends at the end of an epoch, at most."""
 _CONTAINERS: Final = (list, tuple, dict, set, deque)
+_DEEPEST: Final = 3
 _NOTHING: Final = object()
 
 Attributes = dict[str, Any]
@@ -61,14 +62,15 @@ class MirroredState:
         self._changed: set[Attribute] = set()
         self._parts: list[tuple[str, Attributes]] = []
         self._values: list[Attributes] = []
-        self._marks: dict[Attribute, Any] = {}
+        self._marks: dict[Attribute, tuple[Any, Any]] = {}
 
     def begin(self) -> None:
         """Note the present values, before a step. All ranks call this."""
         if not self._parts:
             self._parts = [(path, vars(part)) for path, part in self._module.named_modules() if _may_keep(part)]
         self._values = [dict(own) for _, own in self._parts]
-        self._marks = {(path, name): _mark(value) for path, own in self._parts for name, value in _changing(own)}
+        found = ((path, name, value) for path, own in self._parts for name, value in _changing(own))
+        self._marks = {(path, name): (value, _mark(value)) for path, name, value in found}
 
     def end(self) -> dict[Attribute, Any]:
         """Note what has changed since `begin`. Returns the plain values among it."""
@@ -81,9 +83,8 @@ class MirroredState:
         for (path, own), before in zip(self._parts, self._values, strict=True):
             if len(before) != len(own) or not all(map(is_, before.values(), own.values())):
                 yield from ((path, name) for name, value in own.items() if _is_other(name, value, before))
-        for key, mark in self._marks.items():
-            own = self._owner(key)
-            if key[1] in own and not _is_same(mark, own[key[1]]):
+        for key, (value, mark) in self._marks.items():
+            if self._owner(key).get(key[1]) is value and not _is_same(mark, value):
                 yield key
 
     def take(self, values: Mapping[Attribute, Any]) -> None:
@@ -137,7 +138,7 @@ def _put(own: Attributes, name: str, value: Any) -> None:
 
 def _may_keep(part: nn.Module) -> bool:
     """False for metrics, whose states have a way of their own, and for layers of torch, which keep nothing."""
-    return not isinstance(part, Metric) and not type(part).__module__.startswith("torch.")
+    return not isinstance(part, Metric | MetricCollection) and not type(part).__module__.startswith("torch.")
 
 
 def _is_other(name: str, value: Any, before: Attributes) -> bool:
@@ -153,21 +154,32 @@ def _changing(own: Attributes) -> Iterator[tuple[str, Any]]:
             yield name, value
 
 
-def _mark(value: Any) -> Any:
-    """What tells whether a value has changed in place."""
+def _mark(value: Any, depth: int = 0) -> Any:
+    """What tells whether a value has changed in place: a version, a copy, the length and marks of what is inside."""
     if isinstance(value, Tensor):
         return version(value)
-    if isinstance(value, np.ndarray) or len(value) <= MOST_ITEMS:
+    if isinstance(value, np.ndarray):
         return copy_of(value)
-    return len(value)
+    if len(value) > MOST_ITEMS:
+        return len(value), None, []
+    return len(value), copy_of(value), [_mark(each, depth + 1) for each in _inside(value, depth)]
 
 
-def _is_same(mark: Any, now: Any) -> bool:
+def _inside(container: Any, depth: int) -> list[Any]:
+    """The containers in a container."""
+    items = container.values() if isinstance(container, dict) else container
+    return [each for each in items if isinstance(each, _CONTAINERS)] if depth < _DEEPEST else []
+
+
+def _is_same(mark: Any, now: Any, depth: int = 0) -> bool:
     if isinstance(now, Tensor):
         return bool(mark == version(now))
-    if isinstance(mark, int) and isinstance(now, _CONTAINERS):
-        return mark == len(now)
-    return mark is None or same_contents(mark, now)
+    if isinstance(now, np.ndarray):
+        return mark is None or same_contents(mark, now)
+    length, copied, marks = mark
+    if length != len(now) or (copied is not None and not same_contents(copied, now)):
+        return False
+    return all(_is_same(each, other, depth + 1) for each, other in zip(marks, _inside(now, depth), strict=False))
 
 
 def _is_told(value: Any) -> bool:

@@ -86,7 +86,7 @@ def check_first(job: Job, captured: Captured, plan: Plan, batch: Any, transport:
     if job.control.pipeline == 0:
         with undisturbed(), fork_rng([] if job.device.type == "cpu" else [job.device]):
             try:
-                outcome = self_check(job, captured, _comparable(job.module, plan), batch, transport)
+                outcome = self_check(job, captured, _comparable(job, captured, plan), batch, transport)
             except IndivisibleError as error:
                 outcome = error
         forget_vectors()
@@ -105,12 +105,17 @@ def _wanted(job: Job, plan: Plan) -> bool:
     return wanted and not reasons
 
 
-def _comparable(module: nn.Module, plan: Plan) -> Plan:
-    """The plan without stage replicas if there is BatchNorm, which normalises each replica's share by itself."""
+def _comparable(job: Job, captured: Capture | Declared, plan: Plan) -> Plan:
+    """The plan without stage replicas if there is BatchNorm, which normalises each replica's share by itself; and
+    without micro-batches if network calls of a step as a whole are not cut, as they mix samples.
+    """
     replicated = any(len(stage.devices) > 1 for stage in plan.stages)
-    if not replicated or not any(isinstance(part, BatchNorm) for part in module.modules()):
+    normalised = replicated and any(isinstance(part, BatchNorm) for part in job.module.modules())
+    uncut = job.whole and captured.graph.mixes_samples
+    if not normalised and not uncut:
         return plan
-    stages = tuple(replace(stage, devices=stage.devices[:1], round_robin=False) for stage in plan.stages)
+    sizes = {"micro_batch_size": captured.batch_size} if uncut else {}
+    stages = tuple(replace(stage, devices=stage.devices[:1], round_robin=False, **sizes) for stage in plan.stages)
     unused = set(range(plan.num_devices)) - {stage.devices[0] for stage in stages}
     return replace(plan, stages=stages, schedule="gpipe", unused=tuple(sorted(unused)), sharding="none", period=0)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -132,20 +131,6 @@ def test_the_number_of_devices_is_configured_not_found() -> None:
 def test_other_strategies_have_no_plan() -> None:
     with pytest.raises(ConfigError, match="gpp-plan plans for strategy=gpp, not for SingleDeviceStrategy"):
         make_plan(commands.composed("experiment=two_tower", "strategy=single_device", name="plan"))
-
-
-@pytest.mark.parametrize(
-    ("machine", "small"),
-    [(("cluster=dgx_h100", "strategy.idle_devices=false"), True), (("trainer.devices=2",), False)],
-)
-def test_a_model_that_is_too_small_for_its_devices_is_told(
-    machine: tuple[str, ...], small: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", "400")
-    show(composed("experiment=two_tower", *machine))
-    told = re.search(r"too small for 8 devices: .* ([\d.]+) times as fast as one of them", capsys.readouterr().out)
-    assert (told is not None) == small
-    assert told is None or 0.5 < float(told[1]) < 2
 
 
 def test_a_plan_for_another_model_is_refused(tmp_path: Path) -> None:

@@ -4,16 +4,10 @@ from __future__ import annotations
 
 from omegaconf import OmegaConf
 
-from lightning_gpp._compat.omegaconf import key_of, raw_value
+from lightning_gpp._compat.omegaconf import key_of
 
 
 def test_key_of() -> None:
     config = OmegaConf.create({"trainer": {"callbacks": {"stop": {"patience": 3}}}})
     assert key_of(config.trainer.callbacks.stop) == "trainer.callbacks.stop"
     assert key_of(config) == ""
-
-
-def test_raw_value() -> None:
-    config = OmegaConf.create({"width": 8, "model": {"width": "${width}", "depth": 2}})
-    assert raw_value(config.model, "width") == "${width}"
-    assert raw_value(config.model, "depth") == "2"

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 from torch.distributed.device_mesh import init_device_mesh
@@ -28,6 +31,7 @@ from lightning_gpp._compat.torch import (
     check_gradients_by,
     check_gradients_plainly,
     checkpoint_regions,
+    default_group,
     fake_mode,
     forget_compiled_call,
     forget_division,
@@ -591,3 +595,18 @@ def test_forget_division() -> None:
             parallelize_module(module, mesh, ColwiseParallel())
         forget_division(module)
         parallelize_module(module, mesh, ColwiseParallel())
+
+
+def test_default_group(tmp_path: Path) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        everyone, other, seen = dist.group.WORLD, dist.new_group([0]), list[Any]()
+        with default_group(other):
+            thread = threading.Thread(target=lambda: seen.append(dist.group.WORLD))
+            thread.start()
+            thread.join()
+            assert dist.group.WORLD is other
+            assert (dist.get_rank(), dist.get_world_size()) == (0, 1)
+        assert seen == [everyone] == [dist.group.WORLD]
+    finally:
+        dist.destroy_process_group()

@@ -35,15 +35,17 @@ class Center(nn.Module):
 class Communicating(harness.TwoTowers):
     """Its steps and a module call collectives of every kind."""
 
-    def __init__(self) -> None:
+    def __init__(self, gathers: bool = True) -> None:
         super().__init__()
-        self.center = Center()
+        self.center, self.gathers = Center(), gathers
         self.seen_by_all: list[Any] = []
 
     def common(self, batch: Any) -> Tensor:
         a, b, y = batch
         count = torch.tensor(float(len(y)), dtype=torch.float64)
-        features = self.all_gather(self.left(a), sync_grads=True).reshape(-1, len(y), 6).mean(0)
+        features = self.left(a)
+        if self.gathers:
+            features = self.all_gather(features, sync_grads=True).reshape(-1, len(y), 6).mean(0)
         logits = self.head(torch.cat([features, self.right[:2](b)], dim=1))
         if dist.is_initialized():
             dist.barrier()
@@ -88,9 +90,9 @@ class Lonely(harness.TwoTowers):
                 dist.barrier()
 
 
-def fitted(strategy: Any, size: int = 8) -> dict[str, Any]:
+def fitted(strategy: Any, size: int = 8, gathers: bool = True) -> dict[str, Any]:
     torch.manual_seed(0)
-    module = Communicating().double()
+    module = Communicating(gathers).double()
     trainer = harness.trainer(strategy, 1 if strategy == "auto" else 2, use_distributed_sampler=True)
     loader = harness.loader(16, size)
     trainer.fit(module, loader, loader)
@@ -122,7 +124,7 @@ def test_with_one_pipeline_they_are_those_of_one_process(step: str) -> None:
 
 
 def on_two_pipelines(rank: int) -> dict[str, Any]:
-    return fitted(harness.strategy(stages=None, num_pipelines=2, num_micro_batches=1, timeout=20.0), size=4)
+    return fitted(harness.strategy(stages=None, num_pipelines=2, num_micro_batches=1, timeout=20.0), 4, False)
 
 
 def test_with_several_pipelines_they_go_over_these() -> None:
