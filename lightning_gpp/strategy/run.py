@@ -281,7 +281,8 @@ class Run:
             self.reading.train(self.engine.ahead)
 
     def begin_evaluation(self, step: str) -> None:
-        """Read mini-batches before their turn; the engine may be set up at the first one."""
+        """Read mini-batches before their turn; the engine may be set up at the first one. Hooks may read metrics."""
+        self._metrics.share()
         if self._reads_ahead:
             self.reading.evaluate(lambda: 0 if self.engine is None else self.engine.ahead(step))
 

@@ -114,7 +114,7 @@ def _comparable(job: Job, captured: Capture | Declared, plan: Plan) -> Plan:
     uncut = job.whole and captured.graph.mixes_samples
     if not normalised and not uncut:
         return plan
-    sizes = {"micro_batch_size": captured.batch_size} if uncut else {}
+    sizes: dict[str, Any] = {"micro_batch_size": captured.batch_size} if uncut else {}
     stages = tuple(replace(stage, devices=stage.devices[:1], round_robin=False, **sizes) for stage in plan.stages)
     unused = set(range(plan.num_devices)) - {stage.devices[0] for stage in stages}
     return replace(plan, stages=stages, schedule="gpipe", unused=tuple(sorted(unused)), sharding="none", period=0)
