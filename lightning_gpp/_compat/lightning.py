@@ -393,14 +393,3 @@ def _first_fetched(fetcher: Any, moved: bool) -> list[Any]:
     first = list(itertools.islice(_rest_of(fetcher.iterator), 1))
     fetcher.iterator = itertools.chain(first, _rest_of(fetcher.iterator))
     return first
-
-
-def parameters_to_prune(callback: Any) -> list[tuple[Any, str]]:
-    """The modules and names of the parameters that a ModelPruning prunes, after its set-up."""
-    return list(callback._parameters_to_prune)
-
-
-def original_layers(callback: Any) -> list[tuple[Any, Any]]:
-    """The modules that a ModelPruning prunes, each with its copy of before training; empty if it keeps none."""
-    layers = (callback._original_layers or {}).values()
-    return [(callback._parameters_to_prune[layer["names"][0][0]][0], layer["data"]) for layer in layers]

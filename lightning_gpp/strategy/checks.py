@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import StochasticWeightAveraging
+from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging
 from torch import nn
 
 from lightning_gpp._compat.lightning import uses_dataloader_iter
@@ -126,6 +126,17 @@ def check_callbacks(trainer: pl.Trainer, num_devices: int) -> None:
             "The callback StochasticWeightAveraging computes the statistics of BatchNorm anew, from mini-batches, but "
             "stages see micro-batches. Use EMAWeightAveraging(use_buffers=True), or a norm within samples "
             "(trainer.callbacks)."
+        )
+
+
+def check_processes(callbacks: Iterable[object], num_processes: int) -> None:
+    """Raise ConfigError for callbacks that change the module in ways that only one process can follow."""
+    if num_processes > 1 and any(isinstance(callback, ModelPruning) for callback in callbacks):
+        raise ConfigError(
+            "The callback ModelPruning (trainer.callbacks) ranks and renames parameters during training, but each of "
+            f"{num_processes} processes has those of its stages only. Prune the module before trainer.fit, for example "
+            'by torch.nn.utils.prune.l1_unstructured(model.layer, "weight", amount=0.3), whose mask stays in training, '
+            "or train on one process (trainer.devices=1)."
         )
 
 

@@ -26,6 +26,7 @@ from lightning_gpp.strategy.batch_sizes import check_loop, check_search
 from lightning_gpp.strategy.checks import (
     check_callbacks,
     check_module,
+    check_processes,
     copies_of,
     facts_of_loaders,
     runs_whole,
@@ -38,7 +39,6 @@ from lightning_gpp.strategy.hooks.readers import BATCH, BatchReaders
 from lightning_gpp.strategy.hooks.saving import SavingHooks
 from lightning_gpp.strategy.metrics import MetricStates
 from lightning_gpp.strategy.processes import given_seed
-from lightning_gpp.strategy.pruning import check_pruning, pruning_callbacks
 from lightning_gpp.strategy.steps import LightningHost, Steps, step_of
 from lightning_gpp.training.agreement import check_alike, facts_of_schedules
 from lightning_gpp.training.control import Control
@@ -101,6 +101,7 @@ class Run:
             check_scaled(options)
         check_callbacks(trainer, control.num_devices)
         check_loop(trainer, control.num_processes)
+        check_processes(getattr(trainer, "callbacks", ()), control.num_processes)
         device = strategy.root_device
         host = LightningHost(self.module, self.precision, alone=control.num_processes == 1)
         self.job = Job(
@@ -164,7 +165,6 @@ class Run:
         )
         self.job = self.steps.engine.job  # which may run the step as a whole
         if self.control.num_processes > 1:
-            check_pruning(pruning_callbacks(self.trainer), self.job, self.steps.engine.plan)
             check_search(self.trainer, self.job, self.steps.engine.plan)
         self.steps.engine.load_pipeline_state_dict(self._pipeline)
         self._pipeline = {}

@@ -29,6 +29,7 @@ PACKAGES = {"tensorboard": "tensorboard"}
 """Packages that scenarios need, and the tests otherwise do not."""
 
 REFUSED = {
+    "callback_pruning": "Prune the module before trainer.fit",
     "hook_NormOfWeights": "if not p.is_meta",
     "step_Quasi": "L-BFGS",
     "whole_Quasi": "L-BFGS",

@@ -12,7 +12,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import BatchSizeFinder, ModelPruning
+from lightning.pytorch.callbacks import BatchSizeFinder
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -592,32 +592,6 @@ def test_resuming_from(tmp_path: Path) -> None:
     assert (connected, trainer.global_step, trainer.ckpt_path) == ([True], 6, path)
     assert module.weight.item() == -6.0
     assert "resume_start" not in vars(trainer._checkpoint_connector)
-
-
-# --- pruning
-
-
-def pruning(module: nn.Module) -> ModelPruning:
-    parameters = [(module.get_submodule("0"), "weight"), (module.get_submodule("0"), "bias")]
-    return ModelPruning("l1_unstructured", parameters_to_prune=parameters)
-
-
-def test_parameters_to_prune() -> None:
-    module = nn.Sequential(nn.Linear(1, 1))
-    callback = pruning(module)
-    callback.setup(None, module, "fit")  # type: ignore[arg-type]
-    assert compat.parameters_to_prune(callback) == [(module[0], "weight"), (module[0], "bias")]
-
-
-def test_original_layers() -> None:
-    module = nn.Sequential(nn.Linear(1, 1))
-    callback = pruning(module)
-    assert compat.original_layers(callback) == []
-    callback.setup(None, module, "fit")  # type: ignore[arg-type]
-    ((part, copied),) = compat.original_layers(callback)
-    assert part is module[0]
-    assert copied is not part
-    assert copied.weight.equal(part.weight)
 
 
 def test_lightning_state() -> None:

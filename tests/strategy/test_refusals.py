@@ -338,12 +338,7 @@ ROWS: dict[str, list[Any]] = {
     "an optimizer that calls": ["repeated closure"],
     "`sync_batchnorm=True`": [test_batch_norm_over_replicas],
     "BatchSizeFinder": [test_batch_sizes.test_trials_on_which_ranks_could_not_agree_are_refused],
-    "ModelPruning with": [
-        test_pruning.test_refused,
-        test_pruning.test_tied_parameters_are_refused,
-        test_pruning.test_a_module_that_is_pruned_already_is_refused,
-        test_pruning.test_folders_are_refused,
-    ],
+    "ModelPruning on": [test_pruning.test_callbacks_are_refused_on_several_processes],
     "StochasticWeightAveraging": [test_callbacks.test_batch_norm_is_not_averaged_from_micro_batches],
     "asynchronous weights, FSDP": [test_a_scaled_loss],
     "a gradient of a gradient": ["gradient of a gradient", "gradient of a gradient, later"],
