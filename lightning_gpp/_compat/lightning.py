@@ -8,7 +8,6 @@ import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -204,11 +203,6 @@ def uses_dataloader_iter(step: Callable[..., Any]) -> bool:
     from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
     return bool(is_param_in_hook_signature(step, "dataloader_iter", explicit=True))
-
-
-def is_path_of_a_rank(path: Any) -> bool:
-    """True for the checkpoint of the search for a batch size, to which Lightning gives another name on every rank."""
-    return Path(str(path)).name.startswith(".scale_batch_size_")
 
 
 def leave_signals_alone(trainer: Any) -> None:

@@ -22,7 +22,6 @@ from lightning_gpp.checkpoints.stored import StoredValues
 from lightning_gpp.errors import CheckpointError, GPPError
 from lightning_gpp.plan import Plan
 from lightning_gpp.strategy.ahead import ReadAhead
-from lightning_gpp.strategy.batch_sizes import check_loop, check_search
 from lightning_gpp.strategy.checks import (
     check_callbacks,
     check_module,
@@ -100,10 +99,9 @@ class Run:
         if fitting and getattr(self.precision, "scaler", None) is not None:
             check_scaled(options)
         check_callbacks(trainer, control.num_devices)
-        check_loop(trainer, control.num_processes)
-        check_processes(getattr(trainer, "callbacks", ()), control.num_processes)
+        check_processes(trainer, control.num_processes)
         device = strategy.root_device
-        host = LightningHost(self.module, self.precision, alone=control.num_processes == 1)
+        host = LightningHost(self.module, self.precision)
         self.job = Job(
             module=self.module,
             control=control,
@@ -164,8 +162,6 @@ class Run:
             num_steps=self._num_steps,
         )
         self.job = self.steps.engine.job  # which may run the step as a whole
-        if self.control.num_processes > 1:
-            check_search(self.trainer, self.job, self.steps.engine.plan)
         self.steps.engine.load_pipeline_state_dict(self._pipeline)
         self._pipeline = {}
         if self.job.options.trace:

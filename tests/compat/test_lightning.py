@@ -12,7 +12,6 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import BatchSizeFinder
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -294,24 +293,6 @@ def test_forget_indices() -> None:
     trainer.predict(Line(), loader())
     assert seen == [[[0, 1], [2, 3]], []]
     compat.forget_indices(loader().batch_sampler)  # one that keeps no indices
-
-
-def test_is_path_of_a_rank(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Lightning's search names its checkpoint after a random number."""
-
-    class Sized(Line):
-        batch_size, validation_step = 2, None
-
-        def train_dataloader(self) -> Any:
-            return DataLoader(torch.ones(8, 1), batch_size=self.batch_size)
-
-    finder = BatchSizeFinder(max_trials=1, steps_per_trial=1)
-    trainer, saved = L.Trainer(**QUIET, default_root_dir=tmp_path, callbacks=[finder]), list[Any]()
-    save = trainer.save_checkpoint
-    monkeypatch.setattr(trainer, "save_checkpoint", lambda path: (saved.append(path), save(path)))
-    trainer.fit(Sized())
-    assert list(map(compat.is_path_of_a_rank, saved)) == [True]
-    assert not compat.is_path_of_a_rank(tmp_path / "last.ckpt")
 
 
 def test_uses_dataloader_iter() -> None:

@@ -337,7 +337,7 @@ ROWS: dict[str, list[Any]] = {
     "a schedule of learning rates": [test_disagreement.test_the_first_difference_is_named_on_all_ranks],
     "an optimizer that calls": ["repeated closure"],
     "`sync_batchnorm=True`": [test_batch_norm_over_replicas],
-    "BatchSizeFinder": [test_batch_sizes.test_trials_on_which_ranks_could_not_agree_are_refused],
+    "BatchSizeFinder": [test_batch_sizes.test_searches_are_refused_on_several_processes],
     "ModelPruning on": [test_pruning.test_callbacks_are_refused_on_several_processes],
     "StochasticWeightAveraging": [test_callbacks.test_batch_norm_is_not_averaged_from_micro_batches],
     "asynchronous weights, FSDP": [test_a_scaled_loss],
