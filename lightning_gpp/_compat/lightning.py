@@ -8,7 +8,6 @@ import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -206,11 +205,6 @@ def uses_dataloader_iter(step: Callable[..., Any]) -> bool:
     return bool(is_param_in_hook_signature(step, "dataloader_iter", explicit=True))
 
 
-def is_path_of_a_rank(path: Any) -> bool:
-    """True for the checkpoint of the search for a batch size, to which Lightning gives another name on every rank."""
-    return Path(str(path)).name.startswith(".scale_batch_size_")
-
-
 def leave_signals_alone(trainer: Any) -> None:
     """Keep Lightning from handling signals: its handlers wait for other ranks, which wait elsewhere."""
     trainer._signal_connector.register_signal_handlers = lambda: None
@@ -393,14 +387,3 @@ def _first_fetched(fetcher: Any, moved: bool) -> list[Any]:
     first = list(itertools.islice(_rest_of(fetcher.iterator), 1))
     fetcher.iterator = itertools.chain(first, _rest_of(fetcher.iterator))
     return first
-
-
-def parameters_to_prune(callback: Any) -> list[tuple[Any, str]]:
-    """The modules and names of the parameters that a ModelPruning prunes, after its set-up."""
-    return list(callback._parameters_to_prune)
-
-
-def original_layers(callback: Any) -> list[tuple[Any, Any]]:
-    """The modules that a ModelPruning prunes, each with its copy of before training; empty if it keeps none."""
-    layers = (callback._original_layers or {}).values()
-    return [(callback._parameters_to_prune[layer["names"][0][0]][0], layer["data"]) for layer in layers]

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
-from lightning.pytorch.callbacks import ModelPruning, WeightAveraging
+from lightning.pytorch.callbacks import WeightAveraging
 
 from lightning_gpp.checkpoints.atomic import present, remove
 from lightning_gpp.checkpoints.file import reading, write_file
@@ -33,9 +33,6 @@ SHARDED_ABOVE: Final = 4 * 2**30
 """Bytes of parameters and buffers of the largest model that is saved as one file, unless the user chooses. With Adam
 rank 0 needs three times as much host memory for that.
 """
-
-_IN_FILES: Final = {WeightAveraging: "averaged", ModelPruning: "masked"}
-"""Callbacks that give a checkpoint other weights than those of the module, and what they are."""
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -95,18 +92,17 @@ class Checkpoints:
     def begin(self, callbacks: Sequence[object] = ()) -> None:
         """Save in the background from now on, if the user wants that.
 
-        `callbacks`: those of the trainer; weights that they average or mask are saved in files only.
+        `callbacks`: those of the trainer; weights that they average are saved in files only.
 
         Raises:
             ConfigError: there are such weights, and checkpoints are to be folders.
         """
         self._saver.background, self._group = self._options.async_save, None
-        found = [kind for kind in _IN_FILES if any(isinstance(callback, kind) for callback in callbacks)]
-        self._only_files = bool(found)
-        if found and self._options.state_dict_type == "sharded":
+        self._only_files = any(isinstance(callback, WeightAveraging) for callback in callbacks)
+        if self._only_files and self._options.state_dict_type == "sharded":
             raise ConfigError(
-                f"strategy.state_dict_type=sharded does not go together with the callback {found[0].__name__}, whose "
-                f"{_IN_FILES[found[0]]} weights folders cannot have yet. Set strategy.state_dict_type=full."
+                "strategy.state_dict_type=sharded does not go together with the callback WeightAveraging, whose "
+                "averaged weights folders cannot have yet. Set strategy.state_dict_type=full."
             )
 
     def sharded(self, engine: Engine | None) -> bool:

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import StochasticWeightAveraging
+from lightning.pytorch.callbacks import BatchSizeFinder, ModelPruning, StochasticWeightAveraging
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 
 from lightning_gpp._compat.lightning import uses_dataloader_iter
@@ -126,6 +127,25 @@ def check_callbacks(trainer: pl.Trainer, num_devices: int) -> None:
             "The callback StochasticWeightAveraging computes the statistics of BatchNorm anew, from mini-batches, but "
             "stages see micro-batches. Use EMAWeightAveraging(use_buffers=True), or a norm within samples "
             "(trainer.callbacks)."
+        )
+
+
+def check_processes(trainer: pl.Trainer, num_processes: int) -> None:
+    """Raise ConfigError for callbacks that do what only one process can do."""
+    callbacks = getattr(trainer, "callbacks", ()) if num_processes > 1 else ()
+    if any(isinstance(callback, BatchSizeFinder) for callback in callbacks):
+        raise ConfigError(
+            "The callback BatchSizeFinder (trainer.callbacks; Tuner.scale_batch_size adds it) tries sizes until one "
+            f"does not fit, which is an error on one of {num_processes} processes while the others wait. Compare "
+            "the memory of each device in gpp-plan for some batch sizes, or search on one process (trainer.devices=1), "
+            "and remove the callback."
+        )
+    if trainer.state.fn == TrainerFn.FITTING and any(isinstance(callback, ModelPruning) for callback in callbacks):
+        raise ConfigError(
+            "The callback ModelPruning (trainer.callbacks) ranks and renames parameters during training, but each of "
+            f"{num_processes} processes has those of its stages only. Prune the module before trainer.fit, for example "
+            'by torch.nn.utils.prune.l1_unstructured(model.layer, "weight", amount=0.3), whose mask stays in training, '
+            "or train on one process (trainer.devices=1)."
         )
 
 

@@ -22,10 +22,10 @@ from lightning_gpp.checkpoints.stored import StoredValues
 from lightning_gpp.errors import CheckpointError, GPPError
 from lightning_gpp.plan import Plan
 from lightning_gpp.strategy.ahead import ReadAhead
-from lightning_gpp.strategy.batch_sizes import check_loop, check_search
 from lightning_gpp.strategy.checks import (
     check_callbacks,
     check_module,
+    check_processes,
     copies_of,
     facts_of_loaders,
     runs_whole,
@@ -38,7 +38,6 @@ from lightning_gpp.strategy.hooks.readers import BATCH, BatchReaders
 from lightning_gpp.strategy.hooks.saving import SavingHooks
 from lightning_gpp.strategy.metrics import MetricStates
 from lightning_gpp.strategy.processes import given_seed
-from lightning_gpp.strategy.pruning import check_pruning, pruning_callbacks
 from lightning_gpp.strategy.steps import LightningHost, Steps, step_of
 from lightning_gpp.training.agreement import check_alike, facts_of_schedules
 from lightning_gpp.training.control import Control
@@ -100,9 +99,9 @@ class Run:
         if fitting and getattr(self.precision, "scaler", None) is not None:
             check_scaled(options)
         check_callbacks(trainer, control.num_devices)
-        check_loop(trainer, control.num_processes)
+        check_processes(trainer, control.num_processes)
         device = strategy.root_device
-        host = LightningHost(self.module, self.precision, alone=control.num_processes == 1)
+        host = LightningHost(self.module, self.precision)
         self.job = Job(
             module=self.module,
             control=control,
@@ -163,9 +162,6 @@ class Run:
             num_steps=self._num_steps,
         )
         self.job = self.steps.engine.job  # which may run the step as a whole
-        if self.control.num_processes > 1:
-            check_pruning(pruning_callbacks(self.trainer), self.job, self.steps.engine.plan)
-            check_search(self.trainer, self.job, self.steps.engine.plan)
         self.steps.engine.load_pipeline_state_dict(self._pipeline)
         self._pipeline = {}
         if self.job.options.trace:

@@ -18,7 +18,6 @@ from lightning_gpp._compat.lightning import replace_batch
 from lightning_gpp.capture.attributes import Attribute
 from lightning_gpp.errors import GPPError
 from lightning_gpp.strategy.aggregates import Aggregates
-from lightning_gpp.strategy.batch_sizes import finds_sizes
 from lightning_gpp.strategy.checks import facts_of_trainer, reads_data
 from lightning_gpp.strategy.hooks.readers import METRICS, RESULT, BatchReaders
 from lightning_gpp.strategy.logs import LogExchange, LogRecorder
@@ -48,20 +47,17 @@ _TYPES: Final = {"bf16": torch.bfloat16, "16": torch.float16}
 class LightningHost(Host):
     """The trainer as a host: steps compute in the contexts of its precision plugin, and their logs are recorded.
 
-    `alone`: there is one process.
-
     Attributes:
         recorder: recorder of the logs of the user's step.
         scaler: the precision plugin's scaler of the loss, if it has one.
     """
 
-    def __init__(self, module: pl.LightningModule, plugin: Precision, *, alone: bool) -> None:
+    def __init__(self, module: pl.LightningModule, plugin: Precision) -> None:
         super().__init__(precision=_TYPES.get(str(plugin.precision).split("-")[0]))
         self._module, self._plugin = module, plugin
         self.scaler = getattr(plugin, "scaler", None)
         self.recorder = LogRecorder(module)
         self._aggregates = Aggregates(module)
-        self._finds_sizes = not alone and finds_sizes(module.trainer)
 
     def context(self, step: str) -> Context:
         context: Context = getattr(self._plugin, CONTEXTS[step])
@@ -100,10 +96,6 @@ class LightningHost(Host):
 
     def facts(self) -> dict[str, str]:
         return facts_of_trainer(self._module.trainer)
-
-    @property
-    def tries_sizes(self) -> bool:
-        return self._finds_sizes and not getattr(self._module.trainer, "callbacks", ())  # removed for trials
 
     def reads_data(self, step: str) -> bool:
         return reads_data(self._module, step)

@@ -16,11 +16,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_gpp._compat.lightning import (
-    current_hook,
-    is_path_of_a_rank,
-    layer_sync,
-)
+from lightning_gpp._compat.lightning import current_hook, layer_sync
 from lightning_gpp._compat.lightning_module import set_device
 from lightning_gpp.checkpoints.layout import entry_of
 from lightning_gpp.checkpoints.stored import StoredValues
@@ -43,7 +39,6 @@ from lightning_gpp.training.checkpoint import load_state
 from lightning_gpp.training.engine import Engine
 from lightning_gpp.training.joining import disconnect
 from lightning_gpp.training.members import agreed_division
-from lightning_gpp.training.memory_trials import agreed
 from lightning_gpp.training.options import Options
 from lightning_gpp.training.parameters import move
 from lightning_gpp.training.predicted import simulated
@@ -260,8 +255,7 @@ class GPPStrategy(RanksStrategy):
         if self._steps.whole and self._training.plan.num_devices > 1:
             closure = once(closure)
         with self._training.divided_optimizers():
-            step = partial(super().optimizer_step, optimizer, closure, model, **kwargs)
-            return agreed(self._running.control, step) if self._running.job.host.tries_sizes else step()
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
@@ -336,8 +330,6 @@ class GPPStrategy(RanksStrategy):
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Read a checkpoint of this strategy, under any plan, or of plain Lightning."""
-        if is_path_of_a_rank(checkpoint_path):
-            checkpoint_path = self.broadcast(checkpoint_path)
         self._begin(f"reading {checkpoint_path}")
         self._checkpoints.wait()
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only)

@@ -103,12 +103,12 @@ def own_optimizer_state(
     return index.merged(
         {
             name: {key: value for key, value in shards.items() if saved(name, value)}
-            for name, shards in ((name, _shards(values, tensors[name])) for name, values in state.items())
+            for name, shards in ((name, _shards(values, tensors.get(name))) for name, values in state.items())
         }
     )
 
 
-def _shards(values: Mapping[str, Any], pattern: Tensor) -> dict[str, Any]:
+def _shards(values: Mapping[str, Any], pattern: Tensor | None) -> dict[str, Any]:
     return {key: state_shard(value, pattern) for key, value in values.items()}
 
 
@@ -237,7 +237,7 @@ def make_whole(module: nn.Module, placement: Placement, control: Control) -> Non
     """Give global rank 0 the values of all parameters and buffers, on the CPU. All ranks must call it."""
     tensors = tensors_of(module)
     held = placement.held_by(control.device)
-    mine = {name: tensors[name].detach() for name in held if name in tensors}  # pruning takes some out of the module
+    mine = {name: tensors[name].detach() for name in held if name in tensors}  # hooks take some out of the module
     received = merge(mine if control.pipeline == 0 else {}, control)
     if not control.first:
         return

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Final
 
 import torch
@@ -42,7 +42,6 @@ from lightning_gpp.training.parameter_hooks import ParameterHooks
 from lightning_gpp.training.parameters import drop, move, tensors_of
 from lightning_gpp.training.planner import TRAINING
 from lightning_gpp.training.predicted import computing_seconds
-from lightning_gpp.training.pruning import Pruning
 from lightning_gpp.training.replicas import Replicas
 from lightning_gpp.training.runner import Outputs, Runner, loss_and_rest, losses_of
 from lightning_gpp.training.session import Session
@@ -75,7 +74,6 @@ class Engine:
     Attributes:
         num_steps: number of mini-batches trained so far, which also numbers the random streams.
         trains_whole: whether the training step runs as a whole.
-        pruning: the pruned parameters.
         lending: gives ranks the values of others for a while; None where they cannot be lent.
     """
 
@@ -100,7 +98,6 @@ class Engine:
         self.job, self._layout, self._incoming = sessions.job, sessions.layout, sessions.incoming
         self.module, self.control, self.device = self.job.module, self.job.control, self.job.device
         self.machine, self.num_steps = machine, num_steps
-        self.pruning = Pruning(self.module, self._layout.placement, self.control, self.device)
         self.lending = lending_of(self.job, self._layout)
         self._runner = Runner(sessions, lambda: [index.optimizer for index in self._indices], asynchronous)
         self._feed = Feed(self.ahead)
@@ -301,12 +298,10 @@ class Engine:
         weight = scale / accumulated
         if not self._runner.sums:
             weight /= self._incoming.batch_size * self.control.num_pipelines
-        with self.control.mesh.peers(), self._surrounded(accumulates=accumulated > 1 or not last):
+        with self.control.mesh.peers(), self._watched(accumulates=accumulated > 1 or not last):
             outputs = self._runner.train(arguments, weight, accumulated, self.num_steps)
-        if not last:
-            self._mask_gradients()
-            if self._parameter_hooks.waiting_for:
-                self._parameter_hooks.run()
+        if not last and self._parameter_hooks.waiting_for:
+            self._parameter_hooks.run()
         if self.current is not None and self.current.latest is not None:
             self.current.tell_not_split()
             self._stragglers.note(self.current.latest)
@@ -315,19 +310,9 @@ class Engine:
         self.num_steps += 1
         return outputs
 
-    @contextmanager
-    def _surrounded(self, *, accumulates: bool) -> Iterator[None]:
-        """A context for the forwards and backwards of a mini-batch, where parameters have hooks or are pruned."""
-        with ExitStack() as contexts:
-            if self._training.hooked:
-                contexts.enter_context(self._parameter_hooks.waiting(accumulates=accumulates))
-            if self.pruning.pruned:
-                contexts.enter_context(self.pruning.applied())
-            yield
-
-    def _mask_gradients(self) -> None:
-        if self.pruning.pruned:
-            self.pruning.mask_gradients()
+    def _watched(self, *, accumulates: bool) -> AbstractContextManager[None]:
+        """A context for the forwards and backwards of a mini-batch, where parameters may have hooks."""
+        return self._parameter_hooks.waiting(accumulates=accumulates) if self._training.hooked else nullcontext()
 
     def loss_of(self, outputs: Outputs) -> tuple[Tensor, dict[str, Any]]:
         """The loss of a mini-batch, and the rest of the dict that a training step returned."""
@@ -338,7 +323,6 @@ class Engine:
         """Complete the reductions of gradients over ranks with the same parameters, before an optimizer step."""
         hooks = self._parameter_hooks
         self._training.finish()
-        self._mask_gradients()
         if self._asynchronous is not None:
             self._asynchronous.sum_gradients()
         if hooks.waiting_for:
@@ -368,7 +352,7 @@ class Engine:
 
     def run(self, step: str, arguments: Sequence[Any]) -> Any:
         """Run an evaluation step on the announced mini-batch. Returns its result where it ran."""
-        with self.control.mesh.peers(), self.pruning.applied():
+        with self.control.mesh.peers():
             return self._evaluation.run(step, arguments)
 
     @property
@@ -391,9 +375,9 @@ class Engine:
         `sharded`: nothing is sent; every rank has the entries that it saves, and meta tensors for others.
         """
         if self._released:
-            check_held(self.module, self.pruning.placement, self.control)
-        with self.job.shown(), self.pruning.shown():
-            return (own_state if sharded else whole_state)(self.module, self.pruning.placement, self.control)
+            check_held(self.module, self._layout.placement, self.control)
+        with self.job.shown():
+            return (own_state if sharded else whole_state)(self.module, self._layout.placement, self.control)
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
         """Load a state dict of the undivided module; every rank keeps its part.
@@ -401,7 +385,7 @@ class Engine:
         Raises:
             CheckpointError: keys or shapes do not fit.
         """
-        with self.job.shown(), self.pruning.shown():
+        with self.job.shown():
             load_state(self.module, state, strict)
         drop(self.module, self._layout.placement.elsewhere(self.control), self.device)
         self._incoming.follow()
@@ -421,7 +405,7 @@ class Engine:
         """
         state = own_optimizer_state if sharded else whole_optimizer_state
         index = self._index(optimizer)
-        with self.job.shown(), self.pruning.hidden(), index.divided():
+        with self.job.shown(), index.divided():
             return state(index, tensors_of(self.module), self._layout.placement, self.control, self._owned)
 
     @property
@@ -503,18 +487,15 @@ class Engine:
         elif self.job.parallel is not None:
             self.job.parallel.undivide(self.module)
         self._released = True
-        self.pruning.show()
         if self._layout.complete:
-            make_whole(self.module, self.pruning.placement, self.control)
+            make_whole(self.module, self._layout.placement, self.control)
         move(self.module, CPU)
-        self.pruning.multiply()
         for index in self._indices:
             index.move(CPU)
 
     def abandon(self) -> None:
         """Move this rank's part to the CPU, after a failure. Shards stay on their devices: other ranks may be gone."""
         self._end_guards()
-        self.pruning.show()
         move(self.module, CPU)
         if self._replicas is None or not self._replicas.sharded:
             for index in self._indices:

@@ -63,11 +63,6 @@ class Host:
         """Settings of training that all ranks must have alike, by the name under which users know them."""
         return {}
 
-    @property
-    def tries_sizes(self) -> bool:
-        """True while mini-batches are trained to see whether they fit the memory."""
-        return False
-
     def reads_data(self, step: str) -> bool:
         """True if a step reads its mini-batches by itself; it runs as a whole."""
         return False

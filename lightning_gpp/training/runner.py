@@ -18,13 +18,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_gpp.errors import GPPError
-from lightning_gpp.runtime.random import undisturbed
 from lightning_gpp.runtime.stage import MicroBatch
 from lightning_gpp.stages.step import Invocation
 from lightning_gpp.training.asynchronous import Asynchronous
 from lightning_gpp.training.captured_anew import SessionCache
 from lightning_gpp.training.foreign import alone
-from lightning_gpp.training.memory_trials import agreed
 from lightning_gpp.training.planner import TRAINING
 from lightning_gpp.training.segments import later
 from lightning_gpp.training.session import Session
@@ -93,21 +91,9 @@ class Runner:
     def flushed(self, session: Session, arguments: Sequence[Any], weight: float, number: int) -> Outputs:
         """Run a step that ends with an empty pipeline. Returns its results where it ran."""
         batch, *rest = arguments
-        if session.training and self._job.host.tries_sizes:
-            self._rehearse(session, batch, rest, weight, number)
         invocation = self._invocation(session, rest, number)
         with on_one_rank():
             return session.run(batch, invocation, self._incoming.batch_size, loss_weight=weight, step=number)
-
-    def _rehearse(self, session: Session, batch: Any, rest: Sequence[Any], weight: float, number: int) -> None:
-        """Raise an error on all ranks if the mini-batch does not fit the memory of one of them."""
-        invocation, size = self._invocation(session, rest, number), self._incoming.batch_size
-        rehearse = partial(session.rehearse, batch, invocation, size, loss_weight=weight, step=number)
-        try:
-            with undisturbed(), self._job.host.unheard(), on_one_rank():
-                agreed(self._job.control, rehearse)
-        finally:
-            self._job.host.forget(range(number, number + 1))
 
     def ahead(self, session: Session, arguments: Sequence[Any], weight: float, number: int, segment: range) -> Outputs:
         """Run a period of a pipeline that does not flush. Returns the results of the step where it ran.

@@ -17,7 +17,6 @@ from lightning_gpp.errors import PlanError
 from lightning_gpp.plan import Plan
 from lightning_gpp.runtime.executor import Executor
 from lightning_gpp.runtime.random import RandomStreams, undisturbed
-from lightning_gpp.runtime.rehearsal import Rehearsal
 from lightning_gpp.runtime.stage import MicroBatch, StageModule, StageWrapper
 from lightning_gpp.runtime.transport import Transport
 from lightning_gpp.runtime.weights import Weights
@@ -126,17 +125,17 @@ class Session:
         """The executor for mini-batches of this size, cached. `together`: with collectives."""
         key = batch_size, together
         if key not in self._executors:
-            self._executors[key] = self._made(batch_size, together, self._transport)
+            self._executors[key] = self._made(batch_size, together)
         return self._executors[key]
 
-    def _made(self, batch_size: int, together: bool, transport: Transport) -> Executor:
+    def _made(self, batch_size: int, together: bool) -> Executor:
         control, replicas = self._control, self._replicas
         return Executor(
             self._program(batch_size, together),
             control.device,
             stages=self._stages,
             slots=self.slots,
-            transport=transport,
+            transport=self._transport,
             source=self.pipeline.source if control.runs_step else None,
             torch_device=self._job.device,
             streams=self._streams,
@@ -196,19 +195,6 @@ class Session:
         with self._begun(batch, invoke, batch_size, step) as user_step, whole:
             executor.run(loss_weight=loss_weight, step=step)
             return sorted(user_step.outputs, key=lambda output: output[0].start)
-
-    def rehearse(self, batch: Any, invoke: Invocation, batch_size: int, *, loss_weight: float, step: int) -> None:
-        """Run all actions of this rank for a mini-batch alone, on zeros where it would receive; drops the gradients.
-
-        It takes the memory of `run`, except that of parameters whose parts other ranks hold.
-        """
-        empty = [parameter for parameter in self._job.module.parameters() if parameter.grad is None]
-        try:
-            with self._begun(batch, invoke, batch_size, step):
-                self._made(batch_size, False, Rehearsal()).run(loss_weight=loss_weight, step=step)
-        finally:
-            for parameter in empty:
-                parameter.grad = None
 
     @contextmanager
     def _begun(self, batch: Any, invoke: Invocation, batch_size: int, step: int) -> Iterator[StepRunner]:

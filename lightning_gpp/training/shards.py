@@ -43,7 +43,7 @@ def whole_states(
     found: dict[str, dict[str, Any]] = {}
     for name, state in states.items():
         tensors = {
-            key: state_shard(value, parameters[name]) for key, value in state.items() if isinstance(value, Tensor)
+            key: state_shard(value, parameters.get(name)) for key, value in state.items() if isinstance(value, Tensor)
         }
         values = whole_values(tensors, tensors.keys() if name in wanted else ())
         if name in wanted:
@@ -51,8 +51,8 @@ def whole_states(
     return found
 
 
-def state_shard(value: Any, pattern: Tensor) -> Any:
-    """The optimizer's state of a shard, as a shard."""
+def state_shard(value: Any, pattern: Tensor | None) -> Any:
+    """The optimizer's state of a shard, as a shard. `pattern`: the parameter; None if a hook has renamed it."""
     if (
         not isinstance(value, Tensor)
         or not isinstance(pattern, DTensor)

@@ -29,6 +29,9 @@ PACKAGES = {"tensorboard": "tensorboard"}
 """Packages that scenarios need, and the tests otherwise do not."""
 
 REFUSED = {
+    "batch_size_found": "gpp-plan",
+    "batch_size_tuned": "gpp-plan",
+    "callback_pruning": "Prune the module before trainer.fit",
     "hook_NormOfWeights": "if not p.is_meta",
     "step_Quasi": "L-BFGS",
     "whole_Quasi": "L-BFGS",

@@ -22,7 +22,6 @@ from lightning_gpp._compat import (
     lightning_module,
     lightning_processes,
     omegaconf,
-    torch_pruning,
 )
 from lightning_gpp._compat import torch as torch_names
 
@@ -30,7 +29,6 @@ PACKAGE = Path(lightning_gpp.__file__).parent
 COMPAT = Path(_compat.__file__).parent
 TESTS = {
     torch_names: "test_torch.py",
-    torch_pruning: "test_torch_pruning.py",
     lightning: "test_lightning.py",
     lightning_loop: "test_lightning.py",
     lightning_module: "test_lightning.py",

@@ -12,7 +12,6 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import BatchSizeFinder, ModelPruning
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -296,24 +295,6 @@ def test_forget_indices() -> None:
     compat.forget_indices(loader().batch_sampler)  # one that keeps no indices
 
 
-def test_is_path_of_a_rank(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Lightning's search names its checkpoint after a random number."""
-
-    class Sized(Line):
-        batch_size, validation_step = 2, None
-
-        def train_dataloader(self) -> Any:
-            return DataLoader(torch.ones(8, 1), batch_size=self.batch_size)
-
-    finder = BatchSizeFinder(max_trials=1, steps_per_trial=1)
-    trainer, saved = L.Trainer(**QUIET, default_root_dir=tmp_path, callbacks=[finder]), list[Any]()
-    save = trainer.save_checkpoint
-    monkeypatch.setattr(trainer, "save_checkpoint", lambda path: (saved.append(path), save(path)))
-    trainer.fit(Sized())
-    assert list(map(compat.is_path_of_a_rank, saved)) == [True]
-    assert not compat.is_path_of_a_rank(tmp_path / "last.ckpt")
-
-
 def test_uses_dataloader_iter() -> None:
     class TakesIterator(Line):
         def training_step(self, dataloader_iter: Any) -> None: ...
@@ -592,32 +573,6 @@ def test_resuming_from(tmp_path: Path) -> None:
     assert (connected, trainer.global_step, trainer.ckpt_path) == ([True], 6, path)
     assert module.weight.item() == -6.0
     assert "resume_start" not in vars(trainer._checkpoint_connector)
-
-
-# --- pruning
-
-
-def pruning(module: nn.Module) -> ModelPruning:
-    parameters = [(module.get_submodule("0"), "weight"), (module.get_submodule("0"), "bias")]
-    return ModelPruning("l1_unstructured", parameters_to_prune=parameters)
-
-
-def test_parameters_to_prune() -> None:
-    module = nn.Sequential(nn.Linear(1, 1))
-    callback = pruning(module)
-    callback.setup(None, module, "fit")  # type: ignore[arg-type]
-    assert compat.parameters_to_prune(callback) == [(module[0], "weight"), (module[0], "bias")]
-
-
-def test_original_layers() -> None:
-    module = nn.Sequential(nn.Linear(1, 1))
-    callback = pruning(module)
-    assert compat.original_layers(callback) == []
-    callback.setup(None, module, "fit")  # type: ignore[arg-type]
-    ((part, copied),) = compat.original_layers(callback)
-    assert part is module[0]
-    assert copied is not part
-    assert copied.weight.equal(part.weight)
 
 
 def test_lightning_state() -> None:

@@ -14,7 +14,6 @@ from lightning_gpp.strategy.hooks.optimizers import OptimizerHooks
 from lightning_gpp.strategy.hooks.random_numbers import RandomHooks
 from lightning_gpp.strategy.hooks.saving import SavingHooks
 from lightning_gpp.strategy.hooks.shared import SharedHooks, SharedToggles
-from lightning_gpp.strategy.pruning import SharedPruning
 from lightning_gpp.strategy.steps import Steps
 from lightning_gpp.training.control import Control
 from lightning_gpp.training.engine import Engine
@@ -63,7 +62,7 @@ class AttachedHooks:
             SharedHooks(module, control, steps),
         ]
         self._toggles = SharedToggles(module, lambda: trained().undivided_optimizers())
-        self._training: list[_AroundHooks] = [OptimizerHooks(trainer, trained), SharedPruning(trainer, trained)]
+        self._training: list[_AroundHooks] = [OptimizerHooks(trainer, trained)]
         self.attached: list[_AroundHooks] = []
 
     def attach(self, *, trains: bool, whole: bool) -> None:
