@@ -15,8 +15,6 @@ import torch
 
 LAUNCHER: Final = "GPP_LAUNCHER_PID"
 """Environment variable with the parent's process id, for processes that the launcher started."""
-RUN: Final = "_run_stage"
-"""The function of the trainer around everything that all ranks do: what called it is no call of one rank."""
 _LAST: Final = 60.0
 """Seconds for which the first process waits at its end for each one that it has started."""
 

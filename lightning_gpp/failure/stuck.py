@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import torch
 
-from lightning_gpp._compat.lightning_processes import RUN
+from lightning_gpp._compat.lightning_module import RUN
 from lightning_gpp.failure.hangs import Wait, named
 from lightning_gpp.failure.stacks import is_of_user, outwards
 

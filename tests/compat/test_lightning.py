@@ -585,3 +585,7 @@ def test_lightning_state() -> None:
 
     own = {name for name in vars(Module()).keys() - vars(nn.Module()).keys() if name.startswith("_")}
     assert own - {"_hparams"} == lightning_module.LIGHTNING_STATE
+
+
+def test_run() -> None:
+    assert callable(getattr(L.Trainer, lightning_module.RUN))

@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.rank_zero import rank_zero_only
-from lightning.pytorch import Trainer
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning_utilities.core.rank_zero import rank_zero_only as shared_rank_zero_only
 
@@ -110,7 +109,3 @@ def test_reduce_over() -> None:
 def test_gather_over() -> None:
     results = run_distributed(2, reduced_and_gathered)
     assert [(gathered, gradient) for _, gathered, gradient in results] == [([0, 1], [3]), ([0, 1], [3])]
-
-
-def test_run() -> None:
-    assert callable(getattr(Trainer, compat.RUN))
