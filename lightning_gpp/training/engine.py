@@ -468,7 +468,7 @@ class Engine:
 
     def undivided_optimizers(self) -> AbstractContextManager[None]:
         """A context in which the groups of the optimizers have the parameters of all ranks."""
-        return all_undivided(self._indices, self.module)
+        return nullcontext() if self.control.num_processes == 1 else all_undivided(self._indices, self.module)
 
     def divided_optimizers(self) -> AbstractContextManager[None]:
         """A context in which they have those of this rank, wherever it is entered."""

@@ -51,8 +51,8 @@ def in_stages(rank: int, path: Path) -> dict[str, Any]:
     return fitted(strategy(stages=STAGES), 2, path)
 
 
-def on_one(rank: int, path: Path) -> dict[str, Any]:
-    return masked(strategy(stages=None), path)
+def on_one(rank: int, path: Path, step: str) -> dict[str, Any]:
+    return masked(strategy(stages=None, step=step), path)
 
 
 def same(found: Any, expected: Any) -> None:
@@ -73,9 +73,10 @@ def test_modules_that_were_pruned_before(tmp_path: Path) -> None:
     same_files(tmp_path / "stages", tmp_path / "plain")
 
 
-def test_callbacks_prune_on_one_process(tmp_path: Path) -> None:
+@pytest.mark.parametrize("step", ["micro_batches", "whole"])
+def test_callbacks_prune_on_one_process(step: str, tmp_path: Path) -> None:
     expected = masked("auto", tmp_path / "plain")
-    ((found),) = run(1, on_one, tmp_path / "stages")
+    (found,) = run(1, on_one, tmp_path / "stages", step)
     same(found, expected)
     same_files(tmp_path / "stages", tmp_path / "plain")
 
