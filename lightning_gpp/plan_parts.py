@@ -121,7 +121,7 @@ class Stage:
 
 
 def even_parts(total: int, size: int) -> list[tuple[int, int]]:
-    """As few intervals of at most `size` samples as tile `total`, with sizes that differ by one at most.
+    """The fewest intervals of at most `size` samples that tile `total`, with sizes that differ by one at most.
 
     A rest of one sample would be no micro-batch for BatchNorm, and one of few samples uses a GPU badly.
     """

@@ -190,7 +190,7 @@ _default_group = ContextVar[Any]("default_group", default=None)
 
 
 class _WorldOfThread(_c10d._World):
-    """What torch.distributed knows, with a default group that one thread may have for itself."""
+    """The state of torch.distributed, with a default group that one thread may have for itself."""
 
     @property
     def default_pg(self) -> Any:

@@ -363,7 +363,7 @@ def _graph(
 
 
 def _cluster(call: Recorded, groups: Mapping[int, int]) -> str:
-    """What names the calls that have to be in one stage with this one; empty if it may be alone."""
+    """The name of the calls that have to be in one stage with this one; empty if it may be alone."""
     if call.checkpoint is not None:
         return f"checkpoint{call.checkpoint}"
     return f"memory{groups[call.index]}" if call.index in groups else ""

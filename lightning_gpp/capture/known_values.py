@@ -44,7 +44,7 @@ _EMPTY: Final = frozenset(
     (_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided, _aten.empty_permuted)
 )
 _LITERAL: Final = frozenset((_aten.lift_fresh, _aten.lift_fresh_copy))
-"""What `torch.tensor` calls."""
+"""The functions that `torch.tensor` calls."""
 _UNFORESEEABLE: Final = frozenset((torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output))
 
 _FOR_REAL = ContextVar("for_real", default=False)
@@ -71,7 +71,7 @@ class KnownValues(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._on_read = WeakMethod(on_read)  # the recorder owns this mode
         self._known: dict[int, bool] = {}
-        """Whether the values of a storage are known; only storages of real tensors that were made here."""
+        """True for a storage whose values are known; it has only storages of real tensors that were made here."""
         self._alive: list[Tensor] = []
 
     def add(self, tensor: Tensor) -> None:

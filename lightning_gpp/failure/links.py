@@ -36,7 +36,7 @@ class PeerLink:
         self.action = ""
         """The last activity that the peer reported."""
         self.place: Standstill | None = None
-        """Where the peer waits without a move, since its last word; None if it may go on."""
+        """The place where the peer waits without a move, by its last word; None if it may go on."""
         self.done = False
         """True after the peer said that it has finished and may close the connection."""
         self._unsent = b""

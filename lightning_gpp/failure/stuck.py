@@ -68,7 +68,7 @@ class Standing:
         self._since = 0.0
 
     def look(self, wait: Callable[[], Wait | None], now: float) -> Standstill | None:
-        """Where the main thread has waited for `STUCK` seconds without a move; None if it may go on by itself.
+        """The place where the main thread has waited for `STUCK` seconds without a move; None if it may go on.
 
         `wait` tells what it waits for, and is asked only of a thread that stands.
         """

@@ -69,7 +69,7 @@ _meetings: Final = itertools.count()
 
 
 def job_of(environment: ClusterEnvironment, num_nodes: int) -> str:
-    """What tells this job from others that were given the same port; empty if the launcher does not say."""
+    """The id that tells this job from others with the same port; empty if the launcher does not say."""
     if run := os.environ.get("TORCHELASTIC_RUN_ID"):
         return f"torchrun's run {run}"
     if isinstance(environment, SLURMEnvironment):

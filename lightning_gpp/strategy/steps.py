@@ -185,7 +185,7 @@ class Steps:
             self.mirrored.begin()
 
     def _changed(self) -> dict[Attribute, Any]:
-        """What the step has changed since `_begin`."""
+        """The plain values that the step has changed since `_begin`."""
         return self.mirrored.end() if self.control.num_devices > 1 else {}
 
     def evaluate(self, step: str, arguments: Sequence[Any]) -> Any:

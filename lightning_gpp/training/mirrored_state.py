@@ -1,4 +1,4 @@
-"""What steps and forwards keep in attributes of the module, on all ranks of its pipeline.
+"""Mirrors on all ranks of a pipeline what steps and forwards change in attributes of the module.
 
 A training step runs on one rank, forwards run where their stages are, and hooks run everywhere. So what a step has
 changed reaches the other ranks as one difference: numbers, texts and small containers of them with its logs, and all
@@ -155,7 +155,7 @@ def _changing(own: Attributes) -> Iterator[tuple[str, Any]]:
 
 
 def _mark(value: Any, depth: int = 0) -> Any:
-    """What tells whether a value has changed in place: a version, a copy, the length and marks of what is inside."""
+    """The version, copy, or length and marks of what is inside, which tell whether a value has changed in place."""
     if isinstance(value, Tensor):
         return version(value)
     if isinstance(value, np.ndarray):
