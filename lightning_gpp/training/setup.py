@@ -87,10 +87,9 @@ NO_FORM: Final = -1
 def set_up(job: Job, incoming: Incoming, batch: Any, *, step: str = TRAINING, **given: Any) -> Engine:
     """Build the engine of a run, see `_set_up`; if the step cannot run on micro-batches, for one as a whole.
 
-    All ranks call this together. What runs of the step change outside of the module is undone, and their collectives
-    mean this process: some ranks run it alone.
+    All ranks call this together. What runs of the step change outside of the module is undone.
     """
-    with outside_kept(job.module), job.control.mesh.peers(alone=True):
+    with outside_kept(job.module):
         return _built(job, incoming, batch, step=step, **given)
 
 
@@ -107,7 +106,8 @@ def _built(job: Job, incoming: Incoming, batch: Any, *, step: str, **given: Any)
         if step == TRAINING or plan is None or not made_for_whole(plan):
             raise
         refused, may_run_whole = error, may_evaluate_whole(job.options, plan)
-    check_step(job, step, batch, refused)
+    with job.control.mesh.peers(alone=True):
+        check_step(job, step, batch, refused)
     if not may_run_whole:
         raise refused  # outside of the handler, whose error would be its context, of which it is the cause
     return _set_up_whole(refused, job, incoming, batch, step=step, **given)
@@ -165,7 +165,8 @@ def _set_up(
     policy = _weight_policy(job.options, optimizers) if step == TRAINING else None
     job.made.begin(job.module, job.control)
     example = job.control.broadcast(outline(batch) if job.control.first else None)
-    with job.made.as_at_set_up(job.module):
+    alone = partial(job.control.mesh.peers, alone=True)  # for runs of the step, which only some ranks make
+    with job.made.as_at_set_up(job.module), alone():
         captured, found_calls = captured_in(job, step, example, calls)
     job.made.note(captured)
     job = as_captured(job, step, captured, optimizers)
@@ -181,10 +182,11 @@ def _set_up(
     transport = _connect(job, plan, "training")
     if found_calls is not None:
         check_states(found_calls, build(captured, plan, job.module), plan)
-        batch = comparison(job, found_calls, batch, captured.batch_size) if step == TRAINING else None
+        with alone():
+            batch = comparison(job, found_calls, batch, captured.batch_size) if step == TRAINING else None
     compared = found_calls is None or batch is not None
     equalise(job.module, job.control)
-    with job.host.unheard():
+    with job.host.unheard(), alone():
         if compared:
             check_first(job, captured, plan, batch, transport)
     if not (job.whole and job.control.num_processes == 1):
