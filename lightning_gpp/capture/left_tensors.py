@@ -9,6 +9,7 @@ from typing import Any, Final
 from torch import Tensor
 
 from lightning_gpp.capture.attributes import is_plain
+from lightning_gpp.capture.read_ahead import KeptIterator
 from lightning_gpp.capture.shared_objects import DICTS, SEQUENCES, Holder
 from lightning_gpp.user_code import own_attributes
 
@@ -23,7 +24,7 @@ def without_fake_tensors(holders: Sequence[Holder]) -> Iterator[None]:
     All of them, because a cache and its size may be in two places. Of classes and global variables only tensors and
     plain values are restored: others are no caches.
     """
-    with unchanged(holders, lambda changed: any(_holds_fake(_new(holder, known)) for holder, known in changed)):
+    with unchanged(holders, lambda changed: any(_holds_tensor(_new(holder, known)) for holder, known in changed)):
         yield
 
 
@@ -66,12 +67,12 @@ def _new(holder: Holder, known: Any) -> list[Any]:
     return [value for value in now if id(value) not in ids]
 
 
-def _holds_fake(value: Any, depth: int = 0) -> bool:
+def _holds_tensor(value: Any, depth: int = 0) -> bool:
     if isinstance(value, Tensor):
         return True
-    if depth > _DEEPEST:
+    if depth > _DEEPEST or isinstance(value, KeptIterator):  # which recordings put there to stay
         return False
-    return any(_holds_fake(inner, depth + 1) for inner in _parts(value))
+    return any(_holds_tensor(inner, depth + 1) for inner in _parts(value))
 
 
 def _parts(value: Any) -> Iterable[Any]:
@@ -110,7 +111,7 @@ def _restore_class(holder: type, known: Mapping[str, Any]) -> None:
 
 def _to_restore(now: Mapping[Any, Any], known: Mapping[Any, Any]) -> list[Any]:
     def is_value(value: Any) -> bool:
-        return is_plain(value) or _holds_fake(value)
+        return is_plain(value) or _holds_tensor(value)
 
     keys = [*now, *(key for key in known if key not in now)]
     changed = [key for key in keys if now.get(key, _MISSING) is not known.get(key, _MISSING)]

@@ -42,7 +42,7 @@ def silent_copy(
         else:
             memo[id(tensor)] = with_values(tensor, tensor.detach().to(device, copy=True))
     _add_belongings(module.modules(), memo)
-    copied = _silenced(private_copy(module, memo), module)
+    copied = silenced(private_copy(module, memo), module)
     for metric in (part for part in copied.modules() if isinstance(part, Metric)):
         metric.to(device)
     flatten(copied)
@@ -63,7 +63,7 @@ def step_copy(module: nn.Module, changed: Collection[str]) -> nn.Module:
         own = name in changed or (not isinstance(tensor, nn.Parameter) and _is_small(tensor))
         memo[id(tensor)] = with_values(tensor, tensor.detach().clone()) if own and not _is_foreign(tensor) else tensor
     _add_belongings(module.modules(), memo)
-    return _silenced(private_copy(module, memo), module)
+    return silenced(private_copy(module, memo), module)
 
 
 def _is_foreign(tensor: Tensor) -> bool:
@@ -74,7 +74,8 @@ def _is_small(value: Tensor | np.ndarray) -> bool:
     return value.nbytes <= SMALL
 
 
-def _silenced(copied: nn.Module, module: nn.Module) -> nn.Module:
+def silenced(copied: nn.Module, module: nn.Module) -> nn.Module:
+    """The copy of a module, which logs nothing from now on."""
     for part in (part for part in copied.modules() if hasattr(part, "log_dict")):
         vars(part).update(log=_ignore, log_dict=_ignore)
         set_trainer(part, trainer_of(module))
