@@ -41,6 +41,9 @@ CONTEXTS: Final = {
 }
 """The context of each step, a method of the precision plugin."""
 
+_SETTINGS: Final[Attribute] = "", "trainer.optimizers"
+"""Stands for the hyperparameters of optimizers among the attributes that a step has changed."""
+
 _TYPES: Final = {"bf16": torch.bfloat16, "16": torch.float16}
 
 
@@ -168,8 +171,11 @@ class Steps:
             raise GPPError("The training step runs before the trainer's set-up; use trainer.fit(model).")
         accumulated = self.module.trainer.accumulate_grad_batches
         self._begin()
+        settings = self._settings()
         outputs = engine.train(arguments, accumulated=accumulated, last=last, scale=scale)
         changed = self._changed()
+        if self._settings() != settings:  # such as a learning rate that the step sets
+            changed[_SETTINGS] = self._settings()
         self.host.turn(engine.num_steps - 1)
         if self.trace is not None:
             self.trace.add(engine)
@@ -187,6 +193,16 @@ class Steps:
     def _changed(self) -> dict[Attribute, Any]:
         """The plain values that the step has changed since `_begin`."""
         return self.mirrored.end() if self.control.num_devices > 1 else {}
+
+    def _settings(self) -> list[dict[str, Any]]:
+        """The hyperparameters of the optimizers' groups that are numbers."""
+        groups = [group for each in self.module.trainer.optimizers for group in each.param_groups]
+        return [{name: value for name, value in group.items() if isinstance(value, int | float)} for group in groups]
+
+    def _set(self, settings: Sequence[Mapping[str, Any]]) -> None:
+        groups = [group for each in self.module.trainer.optimizers for group in each.param_groups]
+        for group, values in zip(groups, settings, strict=False):
+            group.update(values)
 
     def evaluate(self, step: str, arguments: Sequence[Any]) -> Any:
         """Run a validation, test or prediction step. Returns its result on the rank that runs it, elsewhere None.
@@ -241,9 +257,10 @@ class Steps:
         calls, values = self.logs.exchange(recorder, [float(trainer.should_stop), float(bool(kept))], results)
         stop, has_kept, *rest = values
         if has_kept:
-            kept = self.control.share_object(dict(kept))
+            received: dict[Attribute, Any] = self.control.share_object(dict(kept))
             if not self.control.runs_step:
-                self.mirrored.take(kept)
+                self._set(received.pop(_SETTINGS, ()))
+                self.mirrored.take(received)
         if stop:
             trainer.should_stop = True
         count = len(rest) - 2 * len(calls)
