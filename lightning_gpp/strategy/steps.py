@@ -154,6 +154,7 @@ class Steps:
         self.trace: TraceFile | None = None
         self.mirrored = MirroredState(module, control, device)
         self._set_up, self._readers, self._metrics = set_up, readers, metrics
+        self._before: list[dict[str, Any]] = []
         self._told = set[str]()
 
     @property
@@ -171,11 +172,8 @@ class Steps:
             raise GPPError("The training step runs before the trainer's set-up; use trainer.fit(model).")
         accumulated = self.module.trainer.accumulate_grad_batches
         self._begin()
-        settings = self._settings()
         outputs = engine.train(arguments, accumulated=accumulated, last=last, scale=scale)
         changed = self._changed()
-        if self._settings() != settings:  # such as a learning rate that the step sets
-            changed[_SETTINGS] = self._settings()
         self.host.turn(engine.num_steps - 1)
         if self.trace is not None:
             self.trace.add(engine)
@@ -189,10 +187,14 @@ class Steps:
     def _begin(self) -> None:
         if self.control.num_devices > 1:
             self.mirrored.begin()
+            self._before = self._settings()
 
     def _changed(self) -> dict[Attribute, Any]:
         """The plain values that the step has changed since `_begin`."""
-        return self.mirrored.end() if self.control.num_devices > 1 else {}
+        if self.control.num_devices == 1:
+            return {}
+        changed, settings = self.mirrored.end(), self._settings()
+        return changed if settings == self._before else {**changed, _SETTINGS: settings}
 
     def _settings(self) -> list[dict[str, Any]]:
         """The hyperparameters of the optimizers' groups that are numbers."""
