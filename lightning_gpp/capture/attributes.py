@@ -22,7 +22,6 @@ import torch
 from torch import Tensor, nn
 
 from lightning_gpp._compat.torch import CHILDREN
-from lightning_gpp.capture.outside import OUTSIDE, owner_of, place_in_words
 from lightning_gpp.user_code import own_attributes
 
 Attribute = tuple[str, str]
@@ -48,13 +47,11 @@ LIBRARIES: Final = {*FRAMEWORKS, "numpy", *sys.stdlib_module_names}
 NAMESPACES: Final = (types.SimpleNamespace, argparse.Namespace)
 _OMEGACONF: Final = ("_content", "_val")
 """Attributes of OmegaConf's nodes that have their values; the others change when they are read."""
-METHODS: Final = ("forward", "training_step", "validation_step", "test_step", "predict_step")
-"""Methods whose global variables are noted, by attributes such as `forward.__globals__.scale`."""
 OWN: Final = "__dict__"
 """The place of what a module has itself, by attributes such as `__dict__.act`; None where it has what its class has."""
 CLASS: Final = "__class__"
 """The class of a module, by attributes such as `__class__.act`."""
-_BETWEEN: Final = (*_OMEGACONF, CHILDREN, *METHODS, OWN, CLASS, "__wrapped__", "__globals__")
+_BETWEEN: Final = (*_OMEGACONF, CHILDREN, OWN, CLASS)
 """Parts of names that people do not write."""
 _MOST_SETTINGS: Final = 512
 """Values of an object; larger ones are data, and not compared."""
@@ -108,9 +105,7 @@ def as_it_is(value: Any) -> Any:
 
 
 def dotted(attribute: Attribute) -> str:
-    """The path of a module with the name of its attribute: `encoder.temperature`. In words outside of the module."""
-    if attribute[0].startswith(OUTSIDE):
-        return place_in_words(*attribute)
+    """The path of a module with the name of its attribute: `encoder.temperature`."""
     names = (name for name in attribute[1].split(".") if name not in _BETWEEN)
     return ".".join(filter(None, (attribute[0], *names)))
 
@@ -173,9 +168,7 @@ def _own(owner: Any) -> dict[Any, Any]:
 
 
 def _part(module: nn.Module, path: str) -> Any:
-    """A part of the module, or what a path leads to outside of it; an empty dictionary if there is none."""
-    if path.startswith(OUTSIDE):
-        return owner_of(module, path)
+    """A part of the module; an empty dictionary if there is none."""
     try:
         return module.get_submodule(path)
     except AttributeError:

@@ -25,8 +25,6 @@ from lightning_gpp.capture.differentiated import refuse_cut_graphs
 from lightning_gpp.capture.fillings import Arrived, CallArguments, answer
 from lightning_gpp.capture.isolate import tensor_named
 from lightning_gpp.capture.items import are_plain
-from lightning_gpp.capture.left_tensors import without_fake_tensors
-from lightning_gpp.capture.own_streams import unmoved
 from lightning_gpp.capture.record import RunTime, record
 from lightning_gpp.capture.recorder import Recorder
 from lightning_gpp.capture.recording import ModuleCall, ModuleRef, Recording, Ref, StateRef
@@ -84,20 +82,20 @@ def find_calls(
 
     def attempt(changes: Changes) -> Recording:
         total = samples_in(batch)
-        with without_fake_tensors(changes.holders), unmoved(changes.generators):
-            return record(
-                module,
-                batch,
-                step=step,
-                total=total,
-                num_samples=total,
-                run_time=RunTime(),
-                context=context,
-                device=device,
-                uncut=changes.uncut,
-                refuted=changes.refuted,
-                prepare=prepare,
-            )[0]
+        return record(
+            module,
+            batch,
+            step=step,
+            total=total,
+            num_samples=total,
+            run_time=RunTime(),
+            context=context,
+            device=device,
+            mode=changes.mode(),
+            uncut=changes.uncut,
+            refuted=changes.refuted,
+            prepare=prepare,
+        )[0]
 
     recording = attempted(module, attempt, opens=False)
     if not recording.network_calls():

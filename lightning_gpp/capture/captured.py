@@ -13,22 +13,20 @@ import torch
 from torch import nn
 
 from lightning_gpp._compat.lightning_module import trainer_of
-from lightning_gpp.capture.attributes import Attribute
+from lightning_gpp._compat.torch import FakeTensorMode, fake_mode
+from lightning_gpp.capture.attributes import Attribute, AttributePlace
 from lightning_gpp.capture.batch import GUESSED, BatchDims, batch_size_of, cut_note, cut_of
-from lightning_gpp.capture.decisive import around, decisive, set_values, with_values
-from lightning_gpp.capture.isolate import add_sizes, caches_of_functions, forgotten
+from lightning_gpp.capture.decisive import around, decisive, restored, set_values
+from lightning_gpp.capture.isolate import add_sizes
 from lightning_gpp.capture.known_values import is_present
-from lightning_gpp.capture.left_tensors import without_fake_tensors
+from lightning_gpp.capture.left_tensors import none_left
 from lightning_gpp.capture.loss import loss_of, trained_loss
 from lightning_gpp.capture.merge import input_specs, merge
 from lightning_gpp.capture.mixing import mark_mixing
 from lightning_gpp.capture.network import Network, extract
-from lightning_gpp.capture.own_streams import RandomSource, may_be_drawn_from, unmoved
-from lightning_gpp.capture.places import outside_kept
 from lightning_gpp.capture.record import RunTime, StepFunction, record, step_arguments
 from lightning_gpp.capture.recording import Recorded, Ref
 from lightning_gpp.capture.shared_memory import sharing_memory
-from lightning_gpp.capture.shared_objects import Holder, holders
 from lightning_gpp.capture.uniform import uniform_values
 from lightning_gpp.errors import CaptureError
 from lightning_gpp.graph import Operator, OperatorGraph, TensorSpec
@@ -179,37 +177,41 @@ def attempted(
     module: nn.Module, attempt: Callable[[Changes], T], opens: bool = True, uncut: Mapping[str, str] = {}
 ) -> T:
     """The result of `attempt(changes)`, with changes for what cannot be recorded. `opens`, `uncut`: see `Changes`."""
-    changes = Changes(caches_of_functions(), *holders(module), opens, dict(uncut))
-    while True:
-        try:
-            return attempt(changes)
-        except CaptureError as error:
-            if not changes.answer(error, module):
-                raise (changes.opened_for[0] if changes.opened_for else error) from error.__cause__
+    changes = Changes(opens, dict(uncut))
+    with none_left(module, changes.modes):
+        while True:
+            try:
+                return attempt(changes)
+            except CaptureError as error:
+                if not changes.answer(error, module):
+                    raise (changes.opened_for[0] if changes.opened_for else error) from error.__cause__
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Changes:
     """Parts that are recorded in another way, because they were refused.
 
     `uncut` and `opened` are those of `Capture`, `refuted` are those of `Recorder`.
 
     Args:
-        caches: those of functions.
-        holders: objects of the user's in which a recording may leave tensors.
-        generators: random generators of the user's.
         opens: whether forwards may run as parts of the step.
     """
 
-    caches: list[Any]
-    holders: list[Holder]
-    generators: list[RandomSource]
     opens: bool = True
     uncut: dict[str, str] = field(default_factory=dict)
     opened: dict[str, str] = field(default_factory=dict)
     refuted: set[int] = field(default_factory=set)
     opened_for: list[CaptureError] = field(default_factory=list)
     """The refusals that modules were opened for; the user's reason if that does not help."""
+    modes: list[FakeTensorMode] = field(default_factory=list)
+    """Those of the recordings."""
+    compared: bool = False
+    """Whether recordings were compared before."""
+
+    def mode(self) -> FakeTensorMode:
+        """A mode for another recording."""
+        self.modes.append(fake_mode())
+        return self.modes[-1]
 
     def answer(self, error: CaptureError, module: nn.Module) -> bool:
         """Note what to do about a refusal; false if nothing can be done."""
@@ -257,13 +259,7 @@ def _capture(
     total = batch_size_of(batch, dims)
 
     def run(num_samples: int, run_time: RunTime, values: Mapping[Attribute, Any] = {}) -> Network:
-        with (
-            outside_kept(module),
-            without_fake_tensors(changes.holders),
-            forgotten(changes.caches),
-            with_values(module, values),
-            unmoved(changes.generators) as drawn,
-        ):
+        with restored([AttributePlace(module, key) for key in values]):  # in objects that copies share
             recording, recorder = record(
                 module,
                 batch,
@@ -274,6 +270,7 @@ def _capture(
                 run_time=run_time,
                 context=context,
                 device=device,
+                mode=changes.mode(),
                 uncut=changes.uncut,
                 opened=changes.opened,
                 refuted=changes.refuted,
@@ -281,16 +278,27 @@ def _capture(
                 function=function,
                 prepare=lambda replica, recorder: set_values(replica, values),
             )
-        recording.drawn_from = may_be_drawn_from(changes.generators, drawn)
         if step == "training_step" and function is None and recording.complete:
             trains = any(parameter.requires_grad for parameter in module.parameters())
             check = trained_loss if trains else loss_of  # a callback may unfreeze a module that is frozen as a whole
             check(recording.returned, num_samples)
+        recording.returned = None
         return extract(recording, recorder)
 
+    def runs() -> tuple[Network, Network, Network]:
+        return run(SIZES[0], now), run(SIZES[0], _other_run_time(module, step)), run(SIZES[1], now)
+
     now = RunTime(batch_idx=batch_idx)
-    base, other_size = run(SIZES[0], now), run(SIZES[1], now)
-    network, specs = merge(base, run(SIZES[0], _other_run_time(module, step)), other_size)
+    base, other_run, other_size = runs()
+    try:
+        network, specs = merge(base, other_run, other_size)
+    except CaptureError:
+        if changes.compared:
+            raise
+        base, other_run, other_size = runs()  # the first ones may have filled caches outside of the module
+        network, specs = merge(base, other_run, other_size)
+    finally:
+        changes.compared = True
     base.recording.decisive = found = decisive(module, base, partial(run, SIZES[0], now))
     base.recording.attributes.setdefault(-1, {}).update(around(module, found))
     inputs = input_specs(base, other_size)

@@ -16,7 +16,6 @@ from torch import nn
 
 from lightning_gpp._compat.torch import pytree
 from lightning_gpp.capture.attributes import (
-    METHODS,
     Attribute,
     AttributePlace,
     dotted,
@@ -69,11 +68,7 @@ def around(module: nn.Module, attributes: Iterable[Attribute]) -> dict[Attribute
     """The objects that attributes are in: where one is replaced, they are others."""
     names = ((path, name.split(".")[:-1]) for path, name in attributes)
     places = {(path, ".".join(outer[: end + 1])) for path, outer in names for end in range(len(outer))}
-    return {key: AttributePlace(module, key).read() for key in sorted(places) if not _is_module_level(key)}
-
-
-def _is_module_level(attribute: Attribute) -> bool:
-    return attribute[1].partition(".")[0] in METHODS
+    return {key: AttributePlace(module, key).read() for key in sorted(places)}
 
 
 def _found(
@@ -107,24 +102,21 @@ def _changing_line(attribute: Attribute, changes: Mapping[Attribute, str]) -> st
 
 
 @contextmanager
-def with_values(module: nn.Module, values: Mapping[Attribute, Any]) -> Iterator[None]:
-    """Inside, objects that the module shares with its copies, and its dictionaries, have other values."""
-    places = [(AttributePlace(module, key), value) for key, value in values.items() if "." in key[1]]
-    before = [place.read() for place, _ in places]
+def restored(places: Sequence[AttributePlace]) -> Iterator[None]:
+    """Give these places their values again afterwards."""
+    before = [place.read() for place in places]
     try:
-        for place, value in places:
-            _write(place, value)
         yield
     finally:
-        for (place, _), value in zip(places, before, strict=True):
-            _write(place, value)
+        for place, value in zip(places, before, strict=True):
+            if place.read() is not value:
+                _write(place, value)
 
 
 def set_values(copy: nn.Module, values: Mapping[Attribute, Any]) -> None:
     """Give attributes of a copy of the module other values."""
     for key, value in values.items():
-        if "." not in key[1]:
-            _write(AttributePlace(copy, key), value)
+        _write(AttributePlace(copy, key), value)
 
 
 def _write(place: AttributePlace, value: Any) -> None:

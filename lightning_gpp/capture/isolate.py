@@ -4,81 +4,44 @@ from __future__ import annotations
 
 import copy
 import functools
-import gc
 import types
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Set
 from typing import Any
 
+import numpy as np
 import torch
 import torchmetrics
 from torch import nn
 
 from lightning_gpp._compat.torch import FakeTensorMode, forget_compiled_call, hooks_of, uncompiled, wraps_compiled
-from lightning_gpp.capture.attributes import FRAMEWORKS
+from lightning_gpp.capture.attributes import FRAMEWORKS, MOST_NUMBERS
+from lightning_gpp.capture.kept import is_plain_object
 from lightning_gpp.capture.metrics import metrics_of
+from lightning_gpp.capture.own_streams import RandomSource
 from lightning_gpp.capture.read_ahead import readers
 from lightning_gpp.graph import OperatorGraph
-from lightning_gpp.replaced import Replaced
 
 _CONTAINERS = (list, dict, set, tuple, deque)
-_COPIED = (nn.Module, torch.Tensor, types.MethodType, functools.partial, *_CONTAINERS)
-
-
-_CACHE = type(functools.lru_cache(int))
-
-
-def caches_of_functions() -> list[Any]:
-    """The caches of functions (`functools.lru_cache`), except for those of torch, which know fake tensors."""
-    found = (item for item in gc.get_objects() if type(item) is _CACHE)
-    return [cache for cache in found if not str(getattr(cache, "__module__", "")).startswith("torch")]
-
-
-@contextmanager
-def forgotten(caches: Sequence[Any]) -> Iterator[None]:
-    """Clear the caches that are filled inside: they may hold fake tensors."""
-    before = [cache.cache_info().misses for cache in caches]
-    try:
-        yield
-    finally:
-        for cache, misses in zip(caches, before, strict=True):
-            if cache.cache_info().misses != misses:
-                cache.cache_clear()
+_COPIED = (nn.Module, types.MethodType, functools.partial, RandomSource)
+_DEEPEST = 4
 
 
 def isolated_copy(module: nn.Module, mode: FakeTensorMode, device: torch.device) -> nn.Module:
-    """A deep copy of the module tree in which every parameter and buffer is fake; other heavy attributes are shared."""
+    """A `private_copy` in which every parameter and buffer is fake, and metrics keep their states."""
     memo: dict[int, Any] = {}
     for tensor in (*module.parameters(), *module.buffers()):
         memo.setdefault(id(tensor), _fake(tensor, mode, device))
     replica = private_copy(module, memo)
-    shared = set(map(id, _shared_metrics(module, replica)))
     for metric in metrics_of(replica).values():
-        if id(metric) not in shared:
-            _silence(Replaced(), metric, mode)
+        _silence(metric, mode)
     return replica
 
 
-@contextmanager
-def shared_metrics_silenced(module: nn.Module, replica: nn.Module, mode: FakeTensorMode) -> Iterator[None]:
-    """Inside, metrics in objects that a module and its copy share keep their state."""
-    replaced = Replaced()
-    for metric in _shared_metrics(module, replica):
-        _silence(replaced, metric, mode)
-    try:
-        yield
-    finally:
-        replaced.restore()
-
-
-def _shared_metrics(module: nn.Module, replica: nn.Module) -> list[nn.Module]:
-    known = set(map(id, metrics_of(module).values()))
-    return [metric for metric in metrics_of(replica).values() if id(metric) in known]
-
-
 def private_copy(module: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
-    """A deep copy of the module tree, with its parameters and buffers, that shares other heavy attributes.
+    """A deep copy of the module tree: of its parts, parameters and buffers, containers, small arrays, random
+    generators, and plain objects of the user's. Everything else is shared: data sets, loaders, loggers, the trainer,
+    tensors in attributes, and objects that say how they are made or copied.
 
     Methods compiled in place (`module.compile()`, `self.step = torch.compile(self.step)`) are not compiled in the copy.
     Functions that are kept in the tree, such as hooks, see the copy where they saw the module.
@@ -89,9 +52,11 @@ def private_copy(module: nn.Module, memo: dict[int, Any] | None = None) -> nn.Mo
     memo = {} if memo is None else memo
     kept = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
     memo |= readers(module.modules())
+    kept |= memo.keys()
+    seen = set[int]()
     for owner in module.modules():
         for value in vars(owner).values():
-            _share(value, memo, kept, depth=0)
+            _share(value, memo, kept, seen, depth=0)
         memo |= {id(each): each for each in map(_of_library, hooks_of(owner)) if each is not None}
     closures = {id(function): function for function in _closures(module)}
     memo |= {place: _reopened(function) for place, function in closures.items()}
@@ -171,16 +136,29 @@ def _fake(tensor: torch.Tensor, mode: FakeTensorMode, device: torch.device) -> t
         return fake
 
 
-def _share(value: Any, memo: dict[int, Any], kept: set[int], depth: int) -> None:
-    """Put objects that are not copied (datasets, loggers, the trainer, plain tensors) into the memo as themselves."""
-    if isinstance(value, _CONTAINERS) and depth < 4:
-        for item in value.values() if isinstance(value, dict) else value:
-            _share(item, memo, kept, depth + 1)
-    elif not isinstance(value, _COPIED) or (isinstance(value, torch.Tensor) and id(value) not in kept):
-        memo.setdefault(id(value), value)
+def _share(value: Any, memo: dict[int, Any], kept: Set[int], seen: set[int], depth: int) -> None:
+    """Put objects that are not copied into the memo as themselves."""
+    if id(value) in seen or id(value) in kept:
+        return
+    seen.add(id(value))
+    if not _is_copied(value, depth):
+        memo[id(value)] = value
+    elif depth < _DEEPEST:
+        contents = vars(value) if is_plain_object(value) else value if isinstance(value, _CONTAINERS) else ()
+        for item in list(contents.values() if isinstance(contents, dict) else contents):
+            _share(item, memo, kept, seen, depth + 1)
 
 
-def _silence(replaced: Replaced, metric: nn.Module, mode: FakeTensorMode) -> None:
+def _is_copied(value: Any, depth: int) -> bool:
+    """`depth`: that of the containers and objects around it; large containers in others are data."""
+    if isinstance(value, np.ndarray):
+        return value.size <= MOST_NUMBERS
+    if isinstance(value, _CONTAINERS):
+        return depth == 0 or len(value) <= MOST_NUMBERS
+    return isinstance(value, _COPIED) or is_plain_object(value)
+
+
+def _silence(metric: nn.Module, mode: FakeTensorMode) -> None:
     """Make a metric return a fake scalar and keep its state: metrics read values, which a recording does not have."""
 
     def scalar() -> torch.Tensor:
@@ -191,8 +169,8 @@ def _silence(replaced: Replaced, metric: nn.Module, mode: FakeTensorMode) -> Non
         return {name: scalar() for name in metric} if isinstance(metric, torchmetrics.MetricCollection) else scalar()
 
     for name in ("forward", "compute"):
-        replaced.put(metric, name, answer)
-    replaced.put(metric, "update", lambda *_, **__: None)
+        object.__setattr__(metric, name, answer)
+    object.__setattr__(metric, "update", lambda *_, **__: None)
 
 
 def names_of(module: nn.Module) -> Iterator[tuple[torch.Tensor, str]]:

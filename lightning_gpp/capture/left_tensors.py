@@ -1,119 +1,105 @@
-"""Takes the fake tensors that a recording left in users' objects out of them."""
+"""Tensors without values that a recording has left outside of its copy of the module, as in a cache that forwards fill.
+
+Training would compute with them. A recording knows the values of tensors that are made of numbers alone, so caches of
+masks and positions have values, and are no problem.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import functools
+import gc
+import sys
+import sysconfig
+import types
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
-from torch import Tensor
+from torch import nn
 
-from lightning_gpp.capture.attributes import is_plain
-from lightning_gpp.capture.read_ahead import KeptIterator
-from lightning_gpp.capture.shared_objects import DICTS, SEQUENCES, Holder
-from lightning_gpp.user_code import own_attributes
+from lightning_gpp._compat.torch import FakeTensor, FakeTensorMode
+from lightning_gpp.capture.attributes import LIBRARIES, OF_EVERY_MODULE, dotted
+from lightning_gpp.errors import ConfigError
 
-_DEEPEST: Final = 3
-_MISSING: Final = object()
+_CONTAINERS: Final = (dict, OrderedDict, defaultdict, list, tuple, set, deque)
+_WRAPPERS: Final = (
+    *(types.CellType, types.MethodType, staticmethod, classmethod, functools.partial),
+    type(functools.lru_cache(int)),
+)
+_DEEPEST: Final = 8
+"""Objects on the way from a variable to a tensor in it: a function, its closure, a variable there, its dictionary."""
+_MOST_ITEMS: Final = 1 << 14
+"""Items of a container that may be a cache; larger ones are data."""
+_INSTALLED: Final = (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
 
 
 @contextmanager
-def without_fake_tensors(holders: Sequence[Holder]) -> Iterator[None]:
-    """Restore these containers, classes and attributes afterwards, if a fake tensor is in one of them.
+def none_left(module: nn.Module, modes: Sequence[FakeTensorMode]) -> Iterator[None]:
+    """Refuse user code that keeps a tensor of a recording. `modes`: those of the recordings, filled in inside.
 
-    All of them, because a cache and its size may be in two places. Of classes and global variables only tensors and
-    plain values are restored: others are no caches.
+    Raises:
+        ConfigError: names the variable or attribute that keeps a tensor.
     """
-    with unchanged(holders, lambda changed: any(_holds_tensor(_new(holder, known)) for holder, known in changed)):
-        yield
-
-
-@contextmanager
-def unchanged(
-    holders: Sequence[Holder], counts: Callable[[Sequence[tuple[Holder, Any]]], bool] = bool
-) -> Iterator[None]:
-    """Restore these containers, classes and attributes afterwards, if the changed ones and their copies count."""
-    before = [(holder, _copied(holder)) for holder in holders]
     try:
         yield
     finally:
-        changed = [(holder, known) for holder, known in before if _differs(holder, known)]
-        if counts(changed):
-            for holder, known in changed:
-                _restore(holder, known)
+        if holder := _holder(module, set(map(id, modes))):
+            raise ConfigError(
+                f"Set-up ran the step on tensors without values, and {holder} keeps one of them: training would "
+                "compute with it. Keep it in the module, as an attribute or a buffer (register_buffer), of which "
+                "set-up uses a copy; or fill it before training, in __init__ or setup()."
+            )
 
 
-def _copied(holder: Holder) -> Any:
-    if isinstance(holder, type):
-        return dict(vars(holder))
-    return dict(holder) if isinstance(holder, dict) else list(holder)
+def _holder(module: nn.Module, modes: Collection[int]) -> str:
+    """The first variable of the user's files, or attribute of the module, that keeps a tensor of these modes."""
+    files = _files(module)
+    seen = {id(vars(file)) for file in files.values()}
+    for words, value in (*_variables(files), *_attributes(module)):
+        if _keeps(value, modes, files, seen):
+            return words
+    return ""
 
 
-def _differs(holder: Holder, known: Any) -> bool:
-    now = _copied(holder)
-    if len(now) != len(known):
-        return True
-    if isinstance(now, dict):
-        return any(known.get(key, _MISSING) is not value for key, value in now.items())
-    return any(one is not other for one, other in zip(now, known, strict=True))
+def _files(module: nn.Module) -> dict[str, types.ModuleType]:
+    """The files that are not installed, and those of the module's classes."""
+    own = {base.__module__ for part in module.modules() for base in type(part).__mro__}
+    return {
+        name: file
+        for name, file in list(sys.modules.items())
+        if name.partition(".")[0] not in LIBRARIES
+        and isinstance(file, types.ModuleType)
+        and (name in own or not (vars(file).get("__file__") or "").startswith(_INSTALLED))
+    }
 
 
-def _new(holder: Holder, known: Any) -> list[Any]:
-    """The items that have come into a holder."""
-    now = _copied(holder)
-    if isinstance(now, dict):
-        return [value for key, value in now.items() if known.get(key, _MISSING) is not value]
-    ids = set(map(id, known))
-    return [value for value in now if id(value) not in ids]
+def _variables(files: Mapping[str, types.ModuleType]) -> Iterator[tuple[str, Any]]:
+    for name, file in files.items():
+        yield from ((f"{variable} of {name}", value) for variable, value in list(vars(file).items()))
 
 
-def _holds_tensor(value: Any, depth: int = 0) -> bool:
-    if isinstance(value, Tensor):
-        return True
-    if depth > _DEEPEST or isinstance(value, KeptIterator):  # which recordings put there to stay
-        return False
-    return any(_holds_tensor(inner, depth + 1) for inner in _parts(value))
+def _attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    for path, part in module.named_modules():
+        own = ((name, value) for name, value in vars(part).items() if name not in OF_EVERY_MODULE)
+        yield from ((f"the attribute {dotted((path, name))}", value) for name, value in own)
 
 
-def _parts(value: Any) -> Iterable[Any]:
-    if type(value) in DICTS:
-        return list(value.values())
-    if type(value) in SEQUENCES:
-        return list(value)
-    return [] if isinstance(value, type) else list((own_attributes(value) or {}).values())
+def _keeps(start: Any, modes: Collection[int], files: Collection[str], seen: set[int]) -> bool:
+    """True if a tensor of these modes is in an object; `seen`: what was looked at before."""
+    ring = [start]
+    for _ in range(_DEEPEST):
+        if any(type(each) is FakeTensor and id(each.fake_mode) in modes for each in ring):
+            return True
+        new = {id(each): each for each in ring if id(each) not in seen and _is_followed(each, files)}
+        seen |= new.keys()
+        ring = gc.get_referents(*new.values())
+    return False
 
 
-def _restore(holder: Holder, known: Any) -> None:
-    if isinstance(holder, type):
-        _restore_class(holder, known)
-    elif isinstance(holder, dict):
-        _restore_dict(holder, known)
-    else:
-        holder.clear()
-        holder.update(known) if isinstance(holder, set) else holder.extend(known)
-
-
-def _restore_dict(holder: dict[Any, Any], known: Mapping[Any, Any]) -> None:
-    for key in _to_restore(holder, known):
-        if key in known:
-            holder[key] = known[key]
-        else:
-            del holder[key]
-
-
-def _restore_class(holder: type, known: Mapping[str, Any]) -> None:
-    for key in _to_restore(vars(holder), known):
-        if key in known:
-            setattr(holder, key, known[key])
-        else:
-            delattr(holder, key)
-
-
-def _to_restore(now: Mapping[Any, Any], known: Mapping[Any, Any]) -> list[Any]:
-    def is_value(value: Any) -> bool:
-        return is_plain(value) or _holds_tensor(value)
-
-    keys = [*now, *(key for key in known if key not in now)]
-    changed = [key for key in keys if now.get(key, _MISSING) is not known.get(key, _MISSING)]
-    in_scope = "__module__" in known or "__name__" in known
-    return [key for key in changed if not in_scope or is_value(now.get(key))]
+def _is_followed(value: Any, files: Collection[str]) -> bool:
+    if type(value) in _CONTAINERS:
+        return len(value) <= _MOST_ITEMS
+    if isinstance(value, types.FunctionType | type):
+        return value.__module__ in files
+    return isinstance(value, _WRAPPERS) or type(value).__module__ in files

@@ -18,8 +18,8 @@ from lightning_gpp.errors import CaptureError
 from lightning_gpp.graph import Affine, TensorSpec
 
 _CHANGING = (
-    "`batch_idx`, `current_epoch`, `global_step`, `dataloader_idx`, random numbers of Python or NumPy, or a value that "
-    "the step reads from a tensor"
+    "`batch_idx`, `current_epoch`, `global_step`, `dataloader_idx`, random numbers of Python or NumPy, a value that "
+    "the step reads from a tensor, or one that it changes outside of the module"
 )
 
 

@@ -8,14 +8,14 @@ from typing import Any, Final
 from torch import nn
 from torchmetrics import Metric, MetricCollection
 
-from lightning_gpp.capture.attributes import OF_EVERY_MODULE, has_settings
-from lightning_gpp.user_code import own_attributes
+from lightning_gpp.capture.attributes import OF_EVERY_MODULE
+from lightning_gpp.capture.kept import is_plain_object
 
 _DEPTH: Final = 3
 
 
 def metrics_of(module: nn.Module) -> dict[str, Metric | MetricCollection]:
-    """The metrics of a module, each once: its parts by path, and those in plain containers and objects of attributes.
+    """The metrics of a module, each once: its parts by path, and those in containers and plain objects of attributes.
 
     torch does not know the latter: they have no device, and no place in a checkpoint.
     """
@@ -48,8 +48,8 @@ def _inside(place: str, value: Any, depth: int) -> Iterator[tuple[str, Metric | 
     elif isinstance(value, list | tuple | dict) and depth:
         for key, item in value.items() if isinstance(value, dict) else enumerate(value):
             yield from _inside(f"{place}[{key!r}]", item, depth - 1)
-    elif depth and has_settings(value):
-        for name, item in (own_attributes(value) or {}).items():
+    elif depth and is_plain_object(value):
+        for name, item in vars(value).items():
             yield from _inside(f"{place}.{name}", item, depth - 1)
 
 

@@ -46,7 +46,9 @@ class NotedAttributes:
             inside = settings(name, value) if has_settings(value) else {name: value}
             self._inside[path, name] = {(path, inner): as_it_is(content) for inner, content in inside.items()}
         in_step = self._recorder.scope == -1
-        if not in_step:
+        if in_step:
+            self._recorder.recording.touched.add(path)
+        else:
             self._read.add((path, name))
         noted = self._recorder.recording.attributes.setdefault(self._recorder.scope, {})
         if self._recorder.paused or (path, name) in noted or (in_step and name.startswith(CHILDREN)):

@@ -5,9 +5,8 @@ A forward that is cut into stages runs with the values that it had when it was c
 
 from __future__ import annotations
 
-import inspect
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, Final, Protocol
 
 import torch
@@ -19,7 +18,6 @@ from lightning_gpp._compat.torch import CHILDREN
 from lightning_gpp.capture.attributes import (
     CLASS,
     LIBRARIES,
-    METHODS,
     OF_EVERY_MODULE,
     OWN,
     SCALARS,
@@ -28,9 +26,9 @@ from lightning_gpp.capture.attributes import (
     keeps_state,
     same_value,
 )
-from lightning_gpp.user_code import names_reached
 
 _CONTAINERS: Final = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+_METHODS: Final = ("forward", "training_step", "validation_step", "test_step", "predict_step")
 _FUNCTIONS: Final = (types.FunctionType, staticmethod)
 
 
@@ -76,35 +74,11 @@ def _functions(kind: type) -> set[str]:
     """Names of the functions of the user's classes that an instance may replace; the steps and forwards are others."""
     users = [base for base in kind.__mro__ if base.__module__.partition(".")[0] not in LIBRARIES]
     found = {name for base in users for name, value in vars(base).items() if isinstance(value, _FUNCTIONS)}
-    return {name for name in found if name[:2] != "__" and name not in METHODS}
-
-
-def _globals(kind: type, name: str) -> dict[str, Any]:
-    """Global variables that a method reads, or methods that it calls, in its file, by their names as attributes."""
-    method = getattr(kind, name, None)
-    path, plain = name, inspect.unwrap(method)  # type: ignore[arg-type]
-    while method is not plain:
-        path, method = f"{path}.__wrapped__", method.__wrapped__  # type: ignore[union-attr]
-    if not isinstance(plain, types.FunctionType):
-        return {}
-    names = _names_in(kind, plain)
-    found = _settings({name: value for name, value in plain.__globals__.items() if name in names})
-    return {f"{path}.__globals__.{name}": value for name, value in found.items()}
+    return {name for name in found if name[:2] != "__" and name not in _METHODS}
 
 
 def _settings(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if name[:2] != "__" and _is_setting(value)}
-
-
-def _names_in(kind: type, function: types.FunctionType) -> set[str]:
-    """Names in the code of a method, and in that of the methods in the same file that it calls."""
-
-    def called(name: str) -> Iterator[types.CodeType]:
-        method = inspect.unwrap(getattr(kind, name, None))  # type: ignore[arg-type]
-        if isinstance(method, types.FunctionType) and method.__globals__ is function.__globals__:
-            yield method.__code__
-
-    return names_reached(function.__code__, lambda code: code.co_names, called)
 
 
 def _is_setting(value: Any) -> bool:
@@ -121,7 +95,6 @@ def _is_called_as_it_is(part: nn.Module) -> bool:
 def _observe(part: nn.Module, names: set[str], path: str, observer: AttributeObserver) -> None:
     kind = type(part)
     of_class = {name: value for name, value in _of_class(kind).items() if name not in vars(part)}
-    variables = {method: _globals(kind, method) for method in METHODS}
     functions = _functions(kind) - vars(part).keys()
     written = set[str]()
 
@@ -129,8 +102,8 @@ def _observe(part: nn.Module, names: set[str], path: str, observer: AttributeObs
         value = kind.__getattribute__(self, name)
         if name == CHILDREN and isinstance(self, _CONTAINERS):
             read_parts(value)
-        elif name in METHODS:  # steps, and forwards that are perhaps called without the hooks of modules
-            read_shared(name)
+        elif name == "forward":  # which is perhaps called without the hooks of modules
+            read_class()
         elif name in names or name in of_class:
             observer.read(path, name, value)
         elif name in functions:
@@ -140,9 +113,8 @@ def _observe(part: nn.Module, names: set[str], path: str, observer: AttributeObs
             observer.read_again(path, name)
         return value
 
-    def read_shared(method: str) -> None:
-        values = {**of_class, **variables[method]} if method == "forward" else variables[method]
-        for name, value in values.items():
+    def read_class() -> None:
+        for name, value in list(of_class.items()):
             observer.read(path, name, value)
 
     def read_part(self: nn.Module, name: str) -> Any:
@@ -174,4 +146,4 @@ def _observe(part: nn.Module, names: set[str], path: str, observer: AttributeObs
         object.__setattr__(part, "__class__", type(kind.__name__, (kind,), about))
     except TypeError:  # a class that allows no other layout, as those of torch.jit
         return
-    part.register_forward_pre_hook(lambda *_: read_shared("forward"))
+    part.register_forward_pre_hook(lambda *_: read_class())

@@ -1,7 +1,7 @@
-"""Random generators of the user's own, in attributes, objects and global variables: Python's, NumPy's and torch's.
+"""Random generators of the user's own in attributes of the module: Python's, NumPy's and torch's.
 
-The library runs user code that does not count, such as recordings, and the beginning of a step for its inputs. What
-that draws is drawn again by the run that counts.
+The beginning of a step runs for its inputs, and again with the results of the network. What the first run draws is
+drawn again by the second.
 """
 
 from __future__ import annotations
@@ -37,27 +37,20 @@ def set_state(generator: RandomSource, state: Any) -> None:
 
 
 @contextmanager
-def unmoved(generators: Sequence[RandomSource]) -> Iterator[list[RandomSource]]:
-    """Restore generators afterwards. Gives the list of those that were drawn from, which is filled then."""
-    before, drawn = list(map(state_of, generators)), list[RandomSource]()
+def unmoved(generators: Sequence[RandomSource]) -> Iterator[None]:
+    """Restore generators afterwards."""
+    before = list(map(state_of, generators))
     try:
-        yield drawn
+        yield
     finally:
         for generator, state in zip(generators, before, strict=True):
-            if not _equal(state_of(generator), state):
-                drawn.append(generator)
-                set_state(generator, state)
+            set_state(generator, state)
 
 
 def _equal(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor):
         return torch.equal(one, other)
     return pickle.dumps(one) == pickle.dumps(other)  # states have arrays in them
-
-
-def may_be_drawn_from(generators: Sequence[RandomSource], drawn: Sequence[RandomSource]) -> list[RandomSource]:
-    """The generators that a step may draw from, by those that its recording has drawn from, without fake tensors."""
-    return [each for each in generators if isinstance(each, torch.Generator) or any(each is other for other in drawn)]
 
 
 class OwnStreams:
@@ -67,7 +60,7 @@ class OwnStreams:
     after all that was drawn before, if a step draws nothing for its inputs.
 
     Args:
-        generators: those that the step draws from.
+        generators: those that the step may draw from.
     """
 
     def __init__(self, generators: Sequence[RandomSource]) -> None:

@@ -23,13 +23,12 @@ from lightning_gpp._compat.torch import (
     FakeTensorMode,
     autograd_function_calls,
     checkpoint_regions,
-    fake_mode,
     pytree,
     version,
 )
 from lightning_gpp.capture.attributes import originals
 from lightning_gpp.capture.batch import GUESSED, BatchDims, map_samples
-from lightning_gpp.capture.isolate import isolated_copy, names_of, shared_metrics_silenced
+from lightning_gpp.capture.isolate import isolated_copy, names_of
 from lightning_gpp.capture.items import are_plain, watched
 from lightning_gpp.capture.logged import unloggable
 from lightning_gpp.capture.made_tensors import MadeWatch
@@ -98,6 +97,7 @@ def record(
     run_time: RunTime,
     context: Callable[[], AbstractContextManager[Any]],
     device: torch.device,
+    mode: FakeTensorMode,
     uncut: Mapping[str, str],
     opened: Mapping[str, str] = {},
     refuted: Collection[int] = (),
@@ -108,16 +108,15 @@ def record(
 ) -> tuple[Recording, Recorder]:
     """Record `module.<step>(batch, batch_idx)` with the batch resized from `total` to `num_samples` samples.
 
-    `uncut`: paths of modules that are recorded as one call; `opened`: of modules whose forward counts as a part of the
-    step. `refuted`: see `Recorder`. `uniform`: numbers of the leaves of the batch whose values the recording knows,
-    because all elements are the same. `function`: called with the module and the batch instead of the step. `prepare`:
-    called with the copy that is recorded, before it runs.
+    `mode`: for the fake tensors. `uncut`: paths of modules that are recorded as one call; `opened`: of modules whose
+    forward counts as a part of the step. `refuted`: see `Recorder`. `uniform`: numbers of the leaves of the batch whose
+    values the recording knows, because all elements are the same. `function`: called with the module and the batch
+    instead of the step. `prepare`: called with the copy that is recorded, before it runs.
 
     Raises:
         CaptureError: the network part of the step cannot be recorded.
     """
     refuse_scripted_states(module)
-    mode = fake_mode()
     with _quiet():
         replica = isolated_copy(module, mode, device)
     if step != "training_step":
@@ -134,15 +133,17 @@ def record(
         fake, recorder.examples = _fake_batch(
             batch, total, num_samples, dims, mode, device, recorder.refuse_read_items, uniform
         )
-        with _recording(recorder, mode), shared_metrics_silenced(module, replica, mode):
+        with _recording(recorder, mode):
             seed_streams(run_time.global_step)
             for number, leaf in enumerate(pytree.tree_leaves(fake)):
                 if isinstance(leaf, torch.Tensor):
                     recorder.batch_tensor(leaf, number if type(leaf) is torch.Tensor else None)
             watch, versions, switches = MadeWatch(replica), _versions(fake), Switches(replica)
+            attributes = {path: dict(vars(part)) for path, part in replica.named_modules()}
             with nullcontext() if recorder.reads_between_calls else iterators_unread(replica, step):
                 _run(replica, _called(replica, step, run_time, function), fake, recorder, notes)
             watch.note(recorder)
+            recorder.recording.touched |= _changed(replica, attributes)
     recording = recorder.recording
     recording.changes_batch = _versions(fake) != versions
     if not recorder.reads_between_calls:
@@ -151,6 +152,15 @@ def record(
         _refuse_shared_buffers(recording)
     recording.attributes = {scope: originals(module, read) for scope, read in recording.attributes.items()}
     return recording, recorder
+
+
+def _changed(replica: nn.Module, before: Mapping[str, Mapping[str, Any]]) -> set[str]:
+    """Paths of the parts that have other attributes than before."""
+    return {
+        path
+        for path, part in replica.named_modules()
+        if any(before.get(path, {}).get(name, before) is not value for name, value in vars(part).items())
+    }
 
 
 def _versions(batch: Any) -> list[int]:

@@ -11,7 +11,6 @@ from torch.nn.attention import SDPBackend
 from lightning_gpp._compat.torch import pytree
 from lightning_gpp.capture.attributes import Attribute
 from lightning_gpp.capture.fillings import Filling
-from lightning_gpp.capture.own_streams import RandomSource
 from lightning_gpp.graph import Affine
 
 
@@ -170,14 +169,14 @@ class Recording:
     """Calls of `self.log`: (scope, line)."""
     attributes: dict[int, dict[Attribute, Any]] = field(default_factory=dict)
     """Attributes of modules that a forward or the step reads, with their values, by its scope."""
+    touched: set[str] = field(default_factory=set)
+    """Paths of the modules of which the step itself reads attributes, or somebody sets some."""
     set_by_step: dict[Attribute, str] = field(default_factory=dict)
     """Numbers, flags and texts that the step reads and then sets to others, with the line."""
     decisive: dict[Attribute, Any] = field(default_factory=dict)
     """Numbers of the step on which its network depends."""
     changes_batch: bool = False
     """True if the step, or a forward, changes tensors of the mini-batch in place."""
-    drawn_from: list[RandomSource] = field(default_factory=list)
-    """Random generators of the user's that the step draws from."""
     made_buffers: set[str] = field(default_factory=set)
     """Names of the buffers that forwards or the step make, or replace by other tensors."""
     filled_attributes: set[str] = field(default_factory=set)

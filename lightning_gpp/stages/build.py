@@ -12,11 +12,9 @@ from torch import nn
 
 from lightning_gpp.capture.attributes import Attribute
 from lightning_gpp.capture.captured import Capture, name_of
-from lightning_gpp.capture.outside import outside
 from lightning_gpp.capture.recording import Ref
 from lightning_gpp.errors import PlanError
 from lightning_gpp.graph import TensorSpec
-from lightning_gpp.hook_code import names_in_hook
 from lightning_gpp.plan import STEP, Plan
 from lightning_gpp.planning.assignment.assign import Assignment, assign, crossing
 from lightning_gpp.runtime.stage import DataSource, MicroBatch, Slot, StageModule
@@ -24,7 +22,6 @@ from lightning_gpp.slices import unsliced
 from lightning_gpp.stages.code import StageCode, StageFunction, variable
 from lightning_gpp.stages.slices import Slicer, repeated
 from lightning_gpp.stages.step import StepRunner, UserStep, slots_of
-from lightning_gpp.user_code import user_function
 
 
 @dataclass(slots=True)
@@ -140,7 +137,6 @@ def _whole(capture: Capture, plan: Plan, module: nn.Module) -> Pipeline:
 
 def _user_step(capture: Capture, module: nn.Module) -> UserStep:
     keys = slots_of(capture.network.inputs)
-    function = user_function(getattr(module, capture.step, None))
     return UserStep(
         network=capture.network,
         module=module,
@@ -149,8 +145,6 @@ def _user_step(capture: Capture, module: nn.Module) -> UserStep:
         input_specs=dict(zip(keys, capture.inputs, strict=True)),
         returns_loss=capture.step == "training_step",
         dims=capture.dims,
-        names=frozenset() if function is None else names_in_hook(function, [module]),
-        outside=outside(module, capture.step),
     )
 
 

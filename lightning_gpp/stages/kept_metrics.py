@@ -12,7 +12,7 @@ import torch
 from torchmetrics import Metric, MetricCollection
 
 from lightning_gpp._compat.torch import pytree
-from lightning_gpp.capture.left_tensors import unchanged
+from lightning_gpp.capture.kept import unchanged
 from lightning_gpp.stages.holes import Holes
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from torch import nn
 
-from lightning_gpp._compat.torch import pytree
-from lightning_gpp.capture.attributes import Attribute
+from lightning_gpp._compat.torch import pytree, version
 from lightning_gpp.capture.batch import BatchDims, Samples, device_of, samples_in, sliceable
 from lightning_gpp.capture.fillings import CallArguments, delivered
 from lightning_gpp.capture.items import are_plain
+from lightning_gpp.capture.kept import kept_by
 from lightning_gpp.capture.loss import loss_of
 from lightning_gpp.capture.metrics import metrics_at
 from lightning_gpp.capture.network import InputKey, Network
@@ -28,7 +28,7 @@ from lightning_gpp.runtime.random import seed_streams, undisturbed
 from lightning_gpp.runtime.stage import LOSS, MicroBatch
 from lightning_gpp.stages.answers import answered
 from lightning_gpp.stages.code import variable
-from lightning_gpp.stages.effects import modules_of_step, named_in_step, without_effects
+from lightning_gpp.stages.effects import modules_of_step, without_effects
 from lightning_gpp.stages.holes import Holes
 from lightning_gpp.stages.kept_metrics import states_kept
 from lightning_gpp.wording import named
@@ -183,10 +183,6 @@ class UserStep(StepRunner):
     specs: list[list[TensorSpec]]
     input_keys: dict[str, InputKey]
     input_specs: dict[str, TensorSpec]
-    names: Set[str] = frozenset()
-    """Names in the step's code."""
-    outside: Sequence[Attribute] = ()
-    """Attributes outside of the module that the step may change."""
     counts: bool = True
     """False for runs that leave mini-batches as they are."""
 
@@ -198,11 +194,9 @@ class UserStep(StepRunner):
         self._changed = self.network.recording.changed_before_the_end()
         self._updated = self.network.recording.metrics_before_the_end()
         self._glue = {call.step_number: call for call in self.network.calls if call.scope == -1}
-        self._of_step = modules_of_step(self.module, self._modules)
-        set_inside = (key for key in self.network.recording.set_by_step if key[0] or "." in key[1])
-        self._set_inside = {*set_inside, *named_in_step(self.module, self.names), *self.outside}
-        drawn_from = self.network.recording.drawn_from
-        self._own_streams = OwnStreams(drawn_from) if drawn_from else None
+        self._of_step = modules_of_step(self.module, self._modules, self.network.recording.touched)
+        generators = kept_by(self.module.modules()).generators
+        self._own_streams = OwnStreams(generators) if generators else None
         self._reads_states = any(call.states() for call in self._glue.values())
         self._results = {id(call): pytree.tree_flatten(call.result) for call in self._calls}
         known: list[ModuleCall | Recorded] = [*self._calls, *self._glue.values()]
@@ -213,6 +207,8 @@ class UserStep(StepRunner):
         leaves = (leaf for call in self._calls for leaf in pytree.tree_leaves(call.result))
         self._names = {leaf: variable(leaf) for leaf in leaves if isinstance(leaf, Ref)}
         self._forms: dict[int, dict[str, tuple[tuple[int, ...], torch.dtype]]] = {}
+        self._first: dict[tuple[int, int], dict[str, tuple[torch.Tensor, int]]] | None = {}
+        """Inputs of the first micro-batches, with their versions; None when the step has given them again."""
 
     def open(self, lane: int, batch: Any, invocation: Invocation, seed: int, total: int | None = None) -> None:
         """Take another mini-batch; see `StepRunner`. One that was in this lane is over."""
@@ -242,7 +238,7 @@ class UserStep(StepRunner):
         own, key = self._own_streams, (micro_batch.lane, micro_batch.index)
         with (
             own.finding(key) if own else nullcontext(),
-            without_effects(self._of_step, self._changed, self._set_inside),
+            without_effects(self._of_step, self._changed),
             states_kept(metrics_at(self.module, self._updated), holes) if self._updated else nullcontext(),
             answered(self._modules, answer),
             torch.set_grad_enabled(self.returns_loss),
@@ -257,6 +253,8 @@ class UserStep(StepRunner):
             raise self._not_called(self._calls[-1])
         if holes is not None:
             self._take_mixed(found, holes)
+        if self._first is not None:
+            self._first[key] = {name: (tensor, version(tensor)) for name, tensor in found.items()}
         return self._checked(found, micro_batch)
 
     def _not_called(self, call: ModuleCall) -> CaptureError:
@@ -380,14 +378,34 @@ class UserStep(StepRunner):
                 return self._hole(ref, micro_batch.num_samples, holes)
             return known.clone() if ref in self.network.overwritten else known  # others may read it, or run again on it
 
+        own, key = self._own_streams, (micro_batch.lane, micro_batch.index)
+        first = self._first.pop(key, {}) if self._first else {}
+
         def answer(number: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            return self._result(self._expect(number, module), (args, kwargs), value)
+            call = self._expect(number, module)
+            self._check_again(first, call, number, pytree.tree_leaves((args, kwargs)) if first else [])
+            return self._result(call, (args, kwargs), value)
 
         self.start_streams(micro_batch)
-        own, key = self._own_streams, (micro_batch.lane, micro_batch.index)
         with own.counting(key) if own else nullcontext(), answered(self._modules, answer), holes or nullcontext():
             output = self.call(micro_batch, copied=self.changes_batch and not self.counts)
+        self._first = self._first or (None if first else self._first)
         return self.finish(micro_batch, output)
+
+    def _check_again(
+        self, first: Mapping[str, tuple[torch.Tensor, int]], call: ModuleCall, number: int, leaves: Sequence[Any]
+    ) -> None:
+        """Check that the step gives its modules what it gave them when it ran for the inputs of the network."""
+        for name, leaf in self._slots.get(("call", number), ()) if first else ():
+            tensor, before = first[name]
+            if version(tensor) == before and not _is_same(tensor, leaves[leaf]):
+                raise refusal(
+                    call.line,
+                    f"the step runs once for the inputs of its modules and once for its loss, and the second time it "
+                    f"gave {named(call.path)} other inputs: they depend on something outside of the module that the "
+                    "step changes (a global variable, a class, a random generator)",
+                    "keep that in an attribute of the module; or let the step run as a whole (strategy.step=whole)",
+                )
 
     @property
     def changes_batch(self) -> bool:
@@ -423,6 +441,15 @@ _WHOLE: Final = "let the step run as a whole (strategy.step=whole), in which cal
 _STEADY: Final = (
     "pass values that change as tensors, in every step (a mask that hides nothing instead of None); or " + _WHOLE
 )
+
+
+def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """True for tensors with the same values, but for rounding; and if one has none, or cannot be compared."""
+    if one.is_meta or other.is_meta or one.layout is not torch.strided or one.shape != other.shape:
+        return True
+    if not one.is_floating_point():
+        return torch.equal(one, other)
+    return torch.allclose(one, other.detach(), rtol=1e-4, atol=1e-6, equal_nan=True)
 
 
 def _is_tensor(captured: Any) -> bool:

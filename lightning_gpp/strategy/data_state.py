@@ -12,14 +12,13 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-from lightning_gpp.capture.left_tensors import unchanged
+from lightning_gpp.capture.kept import Kept, unchanged
 from lightning_gpp.capture.own_streams import unmoved
-from lightning_gpp.capture.shared_objects import holders_around
 
 
 @contextmanager
 def as_before(*values: Any) -> Iterator[None]:
     """Restore afterwards what these objects, and those inside of them, keep between calls."""
-    holders, generators = holders_around(values, apart=(pl.Trainer,))
-    with unchanged(holders), unmoved(generators):
+    kept = Kept(values, libraries=True, apart=(pl.Trainer,))
+    with unchanged(kept.holders), unmoved(kept.generators):
         yield

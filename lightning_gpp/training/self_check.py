@@ -27,7 +27,6 @@ from lightning_gpp.capture import Capture, slice_batch
 from lightning_gpp.capture.batch import cut_note, cut_of
 from lightning_gpp.capture.calls import joint_batch
 from lightning_gpp.capture.loss import loss_of, trained_loss
-from lightning_gpp.capture.places import outside_kept
 from lightning_gpp.errors import GPPError, IndivisibleError, SelfCheckError
 from lightning_gpp.measure.memory import free_bytes
 from lightning_gpp.plan import Plan
@@ -164,19 +163,16 @@ def self_check(job: Job, captured: Capture | Declared, plan: Plan, batch: Any, t
     with torch.compiler.set_stance("force_eager"), Neutral():  # type: ignore[no-untyped-call]
         if control.runs_step:
             whole = silent_copy(job.module, job.device)
-            with outside_kept(job.module):  # all runs start from the same global variables
-                expected, failure = _unsplit_or_failure(job, whole, captured, plan, part, samples)
+            expected, failure = _unsplit_or_failure(job, whole, captured, plan, part, samples)
             if not failure:
-                with outside_kept(job.module):
-                    step = build(captured, plan, whole).step
-                    if (comparison := _comparison(job, step, captured, plan, batch, expected.dtype)) is not None:
-                        warning = difference(comparison, told.append)
-                        findings = Findings(comparison.combined, comparison.reduced)
+                step = build(captured, plan, whole).step
+                if (comparison := _comparison(job, step, captured, plan, batch, expected.dtype)) is not None:
+                    warning = difference(comparison, told.append)
+                    findings = Findings(comparison.combined, comparison.reduced)
             del whole
         if failure := _anywhere(control, failure):
             raise IndivisibleError(failure)
-        with outside_kept(job.module):
-            actual, stages = _split(job, captured, plan, transport, part, samples)
+        actual, stages = _split(job, captured, plan, transport, part, samples)
     found = _compare(job, stages, expected, actual, TOLERANCES[least_precise(job, captured, expected.dtype)])
     works = partial(_whole_works, job, plan, batch, expected.dtype)
     if warning and not found:
@@ -319,6 +315,8 @@ def _message(what: str) -> str:
     return (
         f"The split model does not compute the same as the unsplit model: {what}, for one micro-batch and the same "
         "weights. A wrong model would be trained, so training was not started. Likely causes: a forward that keeps "
-        "state between calls, or draws random numbers by other means than torch. Put the module that does it into one "
-        "stage (strategy.stages), or switch the check off with strategy.self_check=false if the difference is intended."
+        "state between calls, or draws random numbers by other means than torch: put the module that does it into one "
+        "stage (strategy.stages). Or a step that depends on what it changes outside of the module, such as a global "
+        "variable: keep that in an attribute of the module. Or switch the check off with strategy.self_check=false if "
+        "the difference is intended."
     )

@@ -21,7 +21,6 @@ from lightning_gpp._compat.lightning_module import set_device
 from lightning_gpp.capture import Capture
 from lightning_gpp.capture.batch import GUESSED, counting_note
 from lightning_gpp.capture.calls import StepCalls
-from lightning_gpp.capture.places import outside_kept
 from lightning_gpp.checkpoints.pretrained import pretrained_values
 from lightning_gpp.costs.model import Footprint
 from lightning_gpp.errors import (
@@ -87,13 +86,8 @@ NO_FORM: Final = -1
 def set_up(job: Job, incoming: Incoming, batch: Any, *, step: str = TRAINING, **given: Any) -> Engine:
     """Build the engine of a run, see `_set_up`; if the step cannot run on micro-batches, for one as a whole.
 
-    All ranks call this together. What runs of the step change outside of the module is undone.
+    All ranks call this together.
     """
-    with outside_kept(job.module):
-        return _built(job, incoming, batch, step=step, **given)
-
-
-def _built(job: Job, incoming: Incoming, batch: Any, *, step: str, **given: Any) -> Engine:
     may_run_whole = can_run_whole(job)
     if step == TRAINING and may_run_whole and made_for_whole(job.options.plan):
         return _set_up(replace(job, whole=True, evaluates_whole=True), incoming, batch, step=step, **given)

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 from torch.random import fork_rng
 
-from lightning_gpp.capture.places import outside_kept
 from lightning_gpp.runtime.neutral import Neutral
 from lightning_gpp.runtime.random import undisturbed
 from lightning_gpp.stages.step import UserStep
@@ -21,12 +20,8 @@ NO_MINI_BATCH = -1
 
 
 def unnoticed(job: Job) -> ExitStack:
-    """A context without gradients, output, logs, and communication with others.
-
-    Random streams, and what steps change outside of the module, are as before afterwards.
-    """
+    """A context without gradients, output, logs, and communication with others; random streams are kept."""
     stack, device = ExitStack(), job.device
-    stack.enter_context(outside_kept(job.module))
     stack.enter_context(undisturbed())
     stack.enter_context(fork_rng([] if device.type == "cpu" else [device]))
     stack.enter_context(redirect_stdout(StringIO()))

@@ -1,7 +1,8 @@
-"""A recording leaves no fake tensor in the containers and objects in which forwards keep tensors."""
+"""Recordings leave no tensor without values in the caches in which forwards keep tensors."""
 
 from __future__ import annotations
 
+import functools
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_gpp import capture_step
+from lightning_gpp.errors import ConfigError
 
 BY_LENGTH: dict[int, Tensor] = {}
 LATEST: dict[str, Any] = {"size": 1, "table": torch.zeros(1)}
@@ -106,7 +108,7 @@ TABLES = (by_length, replaced, in_list, in_variable, in_class, in_default, in_cl
 
 
 @pytest.mark.parametrize("table", TABLES, ids=lambda table: str(table.__name__))
-def test_forwards_compute_with_values_afterwards(table: Callable[[int], Tensor]) -> None:
+def test_caches_of_numbers_have_values_afterwards(table: Callable[[int], Tensor]) -> None:
     network = Network(table)
     assert len(list(capture_step(network, torch.ones(2, 4)).graph)) > 1
     assert type(table(4)) is Tensor
@@ -115,10 +117,69 @@ def test_forwards_compute_with_values_afterwards(table: Callable[[int], Tensor])
     assert not network.store.tables
 
 
-def test_containers_keep_what_was_in_them() -> None:
-    BY_LENGTH[3], RECENT[:] = torch.ones(3), [torch.ones(1)]
-    before, first = BY_LENGTH[3], RECENT[0]
-    for table in (by_length, in_list):
-        capture_step(Network(table), torch.ones(2, 4))
-    assert BY_LENGTH.get(3) is before
-    assert [id(each) for each in RECENT] == [id(first)]
+@functools.lru_cache
+def mask(size: int) -> Tensor:
+    return torch.ones(size, size).tril()
+
+
+class Causal(nn.Module):
+    """Blocks that share a cached mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self(batch).square().mean()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x) @ mask(x.shape[1])
+        return x
+
+
+def test_modules_that_share_a_cache_are_cut() -> None:
+    captured = capture_step(Causal(), torch.ones(2, 4))
+    assert not captured.uncut
+    assert mask(4).tolist() == torch.ones(4, 4).tril().tolist()
+
+
+LAST: list[Tensor] = []
+
+
+class Leaving(nn.Module):
+    """Keeps what depends on the mini-batch outside of the module."""
+
+    kept: dict[str, Tensor] = {}
+
+    def __init__(self, keep: Callable[[Tensor], object]) -> None:
+        super().__init__()
+        self.layer, self.keep = nn.Linear(4, 4), keep
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = self.layer(batch).square().mean()
+        self.keep(loss)
+        return loss
+
+
+@functools.lru_cache
+def remember(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+LEAVING = {
+    "LAST": LAST.append,
+    "Leaving": lambda tensor: Leaving.kept.update(loss=tensor),
+    "remember": remember,
+}
+
+
+@pytest.mark.parametrize("holder", LEAVING)
+def test_tensors_without_values_are_refused(holder: str) -> None:
+    try:
+        with pytest.raises(ConfigError, match=f"{holder} of {__name__} keeps one of them.*register_buffer"):
+            capture_step(Leaving(LEAVING[holder]), torch.ones(2, 4))
+    finally:
+        LAST.clear()
+        Leaving.kept.clear()
+        remember.cache_clear()

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
 import torch
 from torch import nn
 
+from lightning_gpp.capture import capture_step
+from lightning_gpp.errors import CaptureError
 from lightning_gpp.stages.answers import answered
 from lightning_gpp.stages.effects import without_effects
+from tests.stages.inprocess import chain_of, split_gradients
 
 
 class Keeping(nn.Module):
@@ -15,6 +24,58 @@ class Keeping(nn.Module):
         self.register_buffer("count", torch.zeros(3))
         self.register_buffer("mean", torch.zeros(3))
         self.calls, self.seen = 0, [1]
+        self.state = SimpleNamespace(count=0, lists={"seen": [1]})
+
+
+CALLS: list[int] = []
+
+
+class Scaling(nn.Module):
+    """Scales its samples by a number that it draws, or counts."""
+
+    def __init__(self, scale: Callable[[Scaling], float]) -> None:
+        super().__init__()
+        self.body, self.head, self.scale = nn.Linear(2, 2), nn.Linear(2, 1), scale
+        self.kept = SimpleNamespace(generator=random.Random(0), calls=[])
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        return self.head(self.body(batch * self.scale(self))).square().mean()
+
+
+def of_all_calls(module: Scaling) -> float:
+    CALLS.append(1)
+    return float(len(CALLS))
+
+
+def of_calls(module: Scaling) -> float:
+    module.kept.calls.append(1)
+    return float(len(module.kept.calls))
+
+
+def drawn(module: Scaling) -> float:
+    return module.kept.generator.random()
+
+
+def trained(scale: Callable[[Scaling], float]) -> float:
+    torch.manual_seed(0)
+    batch, module = torch.randn(8, 2), Scaling(scale)
+    captured = capture_step(module, batch)
+    return split_gradients(module, captured, chain_of(captured, [["body"], ["head"]], 4), batch)
+
+
+@pytest.mark.parametrize(("scale", "expected"), [(of_calls, [1, 2]), (drawn, None)])
+def test_the_second_run_for_a_micro_batch_repeats_the_first(scale: Any, expected: list[float] | None) -> None:
+    generator = random.Random(0)
+    scales = expected or [generator.random(), generator.random()]
+    torch.manual_seed(0)
+    batch, module = torch.randn(8, 2), Scaling(scale)
+    parts = [module.head(module.body(part * scale)) for part, scale in zip(batch.split(4), scales, strict=True)]
+    assert trained(scale) == pytest.approx(torch.cat(parts).square().mean().item())
+
+
+def test_inputs_that_depend_on_what_the_step_changes_outside_of_the_module_are_refused() -> None:
+    with pytest.raises(CaptureError, match="the second time it gave 'body' other inputs.*an attribute of the module"):
+        trained(of_all_calls)
 
 
 def test_attributes_lists_and_buffers_are_as_before() -> None:
@@ -25,9 +86,12 @@ def test_attributes_lists_and_buffers_are_as_before() -> None:
         module.mean = module.mean + 1
         module.calls, module.new = 1, 2
         module.seen.append(2)
+        module.state.count += 1
+        module.state.lists["seen"].append(2)
     assert not module.count.any()
     assert not module.mean.any()
     assert (module.calls, module.seen, hasattr(module, "new")) == (0, [1], False)
+    assert (module.state.count, module.state.lists) == (0, {"seen": [1]})
 
 
 def test_a_graph_that_has_saved_a_buffer_stays_valid() -> None:

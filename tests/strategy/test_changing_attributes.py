@@ -20,8 +20,6 @@ from lightning_gpp.errors import GPPError
 from lightning_gpp.training.captured_anew import SessionCache
 from tests.strategy import harness
 
-SETTINGS, OFFSET, SCALE = SimpleNamespace(scale=1.0), 0.0, 1.0
-
 
 class Slots:
     __slots__ = ("scale",)
@@ -52,13 +50,13 @@ class Body(nn.Module):
         h = self.a(x) / self.temperature + self.bias
         h = h * self.config.scale * self.hydra.head.scale + self.config.inner["shift"]
         h = self.act(self.inner(h)) + self.function(h) * self.tensors[0] * float(self.numbers[0])
-        h = h * SETTINGS.scale * type(self).factor * self.slots.scale * self.mode.value + self.offset()
+        h = h * type(self).factor * self.slots.scale * self.mode.value + self.offset()
         h = h if prior is None else h * prior
         h = h.square() if self.squared else h.tanh()
         return self.b(h if self.training else 2 * h)
 
     def offset(self) -> float:
-        return OFFSET + len(self.options)
+        return float(len(self.options))
 
 
 class Changing(pl.LightningModule):
@@ -129,11 +127,9 @@ class Sundry(Changing):
         lambda body: setattr(body, "function", torch.sin),
         lambda body: body.numbers.fill(0.5),
         lambda body: body.tensors.__setitem__(0, torch.linspace(0, 1, 6, dtype=torch.float64)),
-        lambda body: setattr(SETTINGS, "scale", 2.0),
         lambda body: setattr(Body, "factor", 0.5),
         lambda body: setattr(body.slots, "scale", 3.0),
         lambda body: setattr(body, "act", nn.ReLU()),
-        lambda body: globals().update(OFFSET=0.5),
         lambda body: body.options.clear(),
     )
     left_out: int | None = None
@@ -143,8 +139,7 @@ class Sundry(Changing):
             self.WHAT[self.global_step](self.body)
 
     def on_fit_end(self) -> None:
-        SETTINGS.scale = Body.factor = 1.0
-        globals().update(OFFSET=0.0)
+        Body.factor = 1.0
 
 
 class Functional(Changing):
@@ -257,7 +252,7 @@ class Tempered(Changing):
         self.shift = {"by": 0.0}
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        scale = self.hparams.sigma * self.config.scale * SCALE
+        scale = self.hparams.sigma * self.config.scale
         hidden = F.softmax(self.body.a(batch[0]) / self.tau, -1) * scale + self.shift["by"]
         self.log(f"{self.hparams.name} {self.count // 100}", 0.0)
         return F.cross_entropy(self.body.b(hidden), batch[2])
@@ -268,7 +263,6 @@ class Tempered(Changing):
     def on_train_epoch_start(self) -> None:
         self.tau, self.hparams.sigma = 1 / (1 + self.current_epoch), 1.0 + self.current_epoch
         self.config.scale, self.shift = 1.5 * (1 + self.current_epoch), {"by": 0.5 * self.current_epoch}
-        globals().update(SCALE=1.0 - 0.25 * self.current_epoch)
 
 
 class Decaying(Changing):
