@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dis
 import functools
 import inspect
 import types
@@ -38,15 +37,6 @@ def names_in_hook(function: types.FunctionType, owners: Sequence[object]) -> fro
 def _names_in_function(function: types.FunctionType, kinds: tuple[type, ...]) -> frozenset[str]:
     """The names, found once: several parts of a run ask for those of the same hook."""
     return frozenset(_names(function.__code__, kinds, function.__globals__))
-
-
-def names_set(function: types.FunctionType) -> set[str]:
-    """The names of attributes that a function sets, as `self.total = 0`."""
-    return _arguments_of(function, "STORE_ATTR")
-
-
-def _arguments_of(function: types.FunctionType, kind: str) -> set[Any]:
-    return {each.argval for each in dis.get_instructions(function) if each.opname.startswith(kind)}
 
 
 def _is_hook(name: str) -> bool:

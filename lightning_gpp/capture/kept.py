@@ -30,7 +30,18 @@ Holder = dict[Any, Any] | list[Any] | set[Any] | deque[Any]
 _DICTS: Final = (dict, OrderedDict, defaultdict, Counter)
 _SEQUENCES: Final = (list, tuple, set, frozenset, deque)
 """Types of containers, without classes that derive from them, whose methods may do anything."""
-_NO_HOLDERS: Final = (Tensor, nn.Module, type, types.ModuleType, types.FunctionType, str, bytes, int, float, type(None))
+_NO_HOLDERS: Final = (
+    nn.Parameter,
+    nn.Module,
+    type,
+    types.ModuleType,
+    types.FunctionType,
+    str,
+    bytes,
+    int,
+    float,
+    type(None),
+)
 _DEEPEST: Final = 4
 _DEEPEST_IN_LIBRARIES: Final = 12
 _MOST_SEEN: Final = 10_000
@@ -82,11 +93,13 @@ class Kept:
     Attributes:
         holders: the containers, and the attributes of objects.
         generators: the random generators.
+        tensors: tensors besides parameters.
     """
 
     def __init__(self, values: Iterable[Any], *, libraries: bool = False, apart: tuple[type, ...] = ()) -> None:
         self.holders: list[Holder] = []
         self.generators: list[RandomSource] = []
+        self.tensors: list[Tensor] = []
         self._libraries, self._apart = libraries, (*_NO_HOLDERS, *apart)
         self._deepest = _DEEPEST_IN_LIBRARIES if libraries else _DEEPEST
         self._seen: dict[int, Any] = {}
@@ -99,6 +112,8 @@ class Kept:
             self._seen[id(value)] = value
             if isinstance(value, RandomSource):
                 self.generators.append(value)
+            elif isinstance(value, Tensor):
+                self.tensors.append(value)
             elif depth <= self._deepest:
                 self._look_at(self._inside(value), depth + 1)
 

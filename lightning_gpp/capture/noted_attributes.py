@@ -5,7 +5,7 @@ Forwards that keep state in them are refused.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -37,6 +37,8 @@ class NotedAttributes:
         """Attributes that forwards have set since, with the network calls that they are in."""
         self._changed, self._read = dict[Attribute, int](), set[Attribute]()
         """All that forwards have set, and all that they have read."""
+        self._setters = dict[Attribute, int]()
+        """The first module calls that have set attributes."""
         self._read_after, self._left = dict[Attribute, int](), dict[Attribute, int]()
         """Module calls that have read attributes that the step has set, or an earlier network call."""
 
@@ -69,6 +71,7 @@ class NotedAttributes:
         """Note that the step sets an attribute of a part, or that a forward does."""
         scope, key = self._recorder.scope, (path, name)
         if scope != -1:
+            self._setters.setdefault(key, scope)
             self._kept[key] = self._changed[key] = self._recorder.recording.network(scope)
         elif path:
             self._kept.pop(key, None)
@@ -104,6 +107,20 @@ class NotedAttributes:
                 "pass it to the forward as an argument, and return it; or set it in a hook such as "
                 "on_train_batch_start, if it is a number",
             )
+
+    def refuse_kept_tensors(self, filled: Iterable[Attribute]) -> None:
+        """Refuse a forward that is cut, and reads a tensor that it has put into an attribute: it would be frozen."""
+        for key in filled:
+            if key in self._read and key in self._setters:
+                scope = self._setters[key]
+                modules = self._recorder.recording.called(scope)
+                if modules[0] not in self._uncut:
+                    raise refusal(
+                        self._recorder.recording.modules[scope].line,
+                        f"the forward of {named(modules[0])} keeps a tensor in {dotted(key)!r} for later calls",
+                        "make it in __init__, or register it as a buffer",
+                        modules,
+                    )
 
     @contextmanager
     def restored(self, replica: nn.Module) -> Iterator[None]:

@@ -30,7 +30,6 @@ from lightning_gpp.capture.attributes import originals
 from lightning_gpp.capture.batch import GUESSED, BatchDims, map_samples
 from lightning_gpp.capture.isolate import isolated_copy, names_of
 from lightning_gpp.capture.items import are_plain, watched
-from lightning_gpp.capture.logged import unloggable
 from lightning_gpp.capture.made_tensors import MadeWatch
 from lightning_gpp.capture.meter import Meter
 from lightning_gpp.capture.metrics import metrics_of
@@ -144,6 +143,8 @@ def record(
                 _run(replica, _called(replica, step, run_time, function), fake, recorder, notes)
             watch.note(recorder)
             recorder.recording.touched |= _changed(replica, attributes)
+            if not recorder.reads_between_calls:
+                notes.refuse_kept_tensors(watch.filled())
     recording = recorder.recording
     recording.changes_batch = _versions(fake) != versions
     if not recorder.reads_between_calls:
@@ -313,8 +314,6 @@ def _observe(replica: nn.Module, trainer: Any, run_time: RunTime, recorder: Reco
 
     def log(*args: Any, **kwargs: Any) -> None:
         recorder.recording.logged.append((recorder.scope, user_line()))
-        if wrong := unloggable(args, kwargs):
-            recorder.recording.unloggable = recorder.recording.unloggable or f"{wrong} ({user_line()})"
         if recorder.scope == -1:
             recorder.use((args, kwargs))
 

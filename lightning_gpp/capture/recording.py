@@ -150,8 +150,6 @@ class Recording:
     stopped: str = ""
     stopped_here: bool = False
     """True if the user's own line raised the error that ended the recording."""
-    unloggable: str = ""
-    """The line of the step that logs what cannot be logged, and what that is."""
     left: list[str] = field(default_factory=list)
     """Parameters and buffers that the step may use after the recording ended."""
     value_reads: list[tuple[int, str]] = field(default_factory=list)
@@ -179,9 +177,6 @@ class Recording:
     """True if the step, or a forward, changes tensors of the mini-batch in place."""
     made_buffers: set[str] = field(default_factory=set)
     """Names of the buffers that forwards or the step make, or replace by other tensors."""
-    filled_attributes: set[str] = field(default_factory=set)
-    """Names of the plain attributes that have tensors since forwards or the step ran, and had none before; and of
-    numbers that changed in modules that made tensors."""
 
     def changed_by_step(self) -> set[str]:
         """Names of the parameters and buffers that the step itself changes in place."""

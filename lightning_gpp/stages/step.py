@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import numpy as np
@@ -183,8 +183,6 @@ class UserStep(StepRunner):
     specs: list[list[TensorSpec]]
     input_keys: dict[str, InputKey]
     input_specs: dict[str, TensorSpec]
-    counts: bool = True
-    """False for runs that leave mini-batches as they are."""
 
     def __post_init__(self) -> None:
         self._calls = self.network.network_calls()
@@ -360,10 +358,6 @@ class UserStep(StepRunner):
         """The shape and dtype of a value of the network."""
         return self.input_specs[variable(ref)] if ref.call < 0 else self.specs[ref.call][ref.output]
 
-    def with_module(self, module: nn.Module) -> UserStep:
-        """The step of a copy of the module, without mini-batches, for runs that do not count."""
-        return replace(self, module=module, counts=False, _open={}, _users_streams=ExitStack())
-
     def run(self, micro_batch: MicroBatch, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Run the step with the results of its network calls from `values`. Returns `{LOSS: loss}` in training.
 
@@ -388,7 +382,7 @@ class UserStep(StepRunner):
 
         self.start_streams(micro_batch)
         with own.counting(key) if own else nullcontext(), answered(self._modules, answer), holes or nullcontext():
-            output = self.call(micro_batch, copied=self.changes_batch and not self.counts)
+            output = self.call(micro_batch)
         self._first = self._first or (None if first else self._first)
         return self.finish(micro_batch, output)
 

@@ -14,7 +14,7 @@ from torch import nn
 from lightning_gpp.checkpoints.stored import StoredValues
 from lightning_gpp.plan import Plan
 from lightning_gpp.training.control import Control
-from lightning_gpp.training.made_tensors import MadeTensors
+from lightning_gpp.training.made_tensors import MadeBuffers
 from lightning_gpp.training.mirror import Mirror
 from lightning_gpp.training.options import Context, Options
 from lightning_gpp.training.tensor_parallel import TensorParallel
@@ -115,7 +115,7 @@ class Job:
     evaluates_whole: bool = False
     on_first: bool = False
     parallel: TensorParallel | None = None
-    made: MadeTensors = field(default_factory=MadeTensors)
+    made: MadeBuffers = field(default_factory=MadeBuffers)
 
     def in_device(self, tree: Any) -> Any:
         """A structure of tensors that only the first member of a device has, such as a mini-batch, on all members."""

@@ -1,9 +1,8 @@
-"""Tensors that forwards make in modules during a run, such as tables of positions that the first forward fills in.
+"""Buffers that forwards make in modules during a run, such as tables of positions that the first forward fills in.
 
 They belong to the ranks that run their modules; other ranks have them as they were at set-up, or not at all. So each
 capture of the run sees them as they were at set-up: then all ranks record the same calls. At the next set-up, all ranks
-have the buffers among them, which belong to the state of a module. What forwards put into plain attributes is theirs:
-captures see an attribute empty as long as it is on any rank.
+have them. Tensors in plain attributes need nothing: a module that reads what it has put there is never cut.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 from lightning_gpp._compat.torch import buffers_of, transient_buffers_of
 from lightning_gpp.capture import Capture
 from lightning_gpp.capture.attributes import dotted
-from lightning_gpp.capture.made_tensors import filled_attributes, scalars_of
+from lightning_gpp.capture.made_tensors import scalars_of
 from lightning_gpp.training.control import Control
 from lightning_gpp.training.parameters import Placement
 
@@ -47,79 +46,9 @@ Forms = Mapping[str, BufferForm | None]
 _UNKNOWN: Final = object()
 
 
-class MadeTensors:
-    """The buffers and attributes that captures of a run found to be made by forwards, or by the step."""
-
-    def __init__(self) -> None:
-        self._buffers, self._attributes = MadeBuffers(), FilledAttributes()
-
-    def begin(self, module: nn.Module, control: Control) -> None:
-        """Begin a run; all ranks call this together, before the first capture."""
-        alone = control.num_processes == 1
-        ranks = [] if alone else control.gather_all((_forms(module), _filled(module)))
-        forms, filled = [own for own, _ in ranks], [names for _, names in ranks]
-        lacking = {
-            name for name, (_, form) in _present(forms).items() if any(_lacks(own.get(name), form) for own in forms)
-        }
-        around = {_split(name)[0] for name in lacking | _on_some(filled)}
-        scalars = control.gather_all(_scalars(module, around)) if around else []
-        self._buffers.begin(module, forms, scalars)
-        self._attributes.begin(module, filled, scalars)
-
-    def note(self, captured: Any) -> None:
-        """Note what a captured step makes."""
-        if isinstance(captured, Capture):
-            self._buffers.names |= captured.network.recording.made_buffers
-            self._attributes.names |= captured.network.recording.filled_attributes
-
-    @contextmanager
-    def as_at_set_up(self, module: nn.Module) -> Iterator[None]:
-        """Inside, the module has what is made as it was at set-up."""
-        with self._buffers.as_at_set_up(module), self._attributes.empty(module):
-            yield
-
-
-class FilledAttributes:
-    """Attributes that had no tensor before forwards ran, and the scalars that forwards set together with tensors.
-
-    Attributes:
-        names: their names.
-    """
-
-    def __init__(self) -> None:
-        self.names: set[str] = set()
-        self._first: dict[str, Any] = {}
-
-    def begin(self, module: nn.Module, filled: Sequence[set[str]], scalars: Sequence[Mapping[str, Any]]) -> None:
-        """Begin with the attributes that an earlier run has filled on some ranks, as they are where they are empty."""
-        self._first = _scalars(module)
-        self.names = _on_some(filled)
-        for name in sorted(self.names):
-            self._begin_as(scalars[next(rank for rank, names in enumerate(filled) if name not in names)], name)
-
-    def _begin_as(self, scalars: Mapping[str, Any], name: str) -> None:
-        """Begin with the scalars of a rank on which this attribute is empty, in the module that has it."""
-        self._first.pop(name, None)
-        beside = _beside(name, scalars)
-        self._first |= beside
-        self.names |= beside.keys()
-
-    @contextmanager
-    def empty(self, module: nn.Module) -> Iterator[None]:
-        """Inside, these attributes are as they began; those that did not exist do not."""
-        kept = {name: _attributes_around(module, name).get(_split(name)[1], _UNKNOWN) for name in sorted(self.names)}
-        for name in kept:
-            _set(module, name, self._first.get(name, _UNKNOWN))
-        try:
-            yield
-        finally:
-            for name, value in kept.items():
-                _set(module, name, value)
-
-
-def _scalars(module: nn.Module, paths: Set[str] | None = None) -> dict[str, Any]:
-    """The scalars in attributes of modules, or of those at these paths, by name."""
-    parts = ((path, part) for path, part in module.named_modules() if paths is None or path in paths)
+def _scalars(module: nn.Module, paths: Set[str]) -> dict[str, Any]:
+    """The scalars in attributes of the modules at these paths, by name."""
+    parts = ((path, part) for path, part in module.named_modules() if path in paths)
     return {dotted((path, name)): value for path, part in parts for name, value in scalars_of(part).items()}
 
 
@@ -128,53 +57,38 @@ def _beside(name: str, scalars: Mapping[str, Any]) -> dict[str, Any]:
     return {each: value for each, value in scalars.items() if _split(each)[0] == _split(name)[0]}
 
 
-def _on_some(filled: Sequence[set[str]]) -> set[str]:
-    """The names that some ranks have, and others do not."""
-    return set[str]().union(*filled) - filled[0].intersection(*filled) if filled else set()
-
-
-def _filled(module: nn.Module) -> set[str]:
-    return {dotted((path, name)) for path, part in module.named_modules() for name in filled_attributes(part)}
-
-
-def _attributes_around(module: nn.Module, name: str) -> dict[str, Any]:
-    return vars(module.get_submodule(_split(name)[0]))
-
-
-def _set(module: nn.Module, name: str, value: Any) -> None:
-    attributes, own = _attributes_around(module, name), _split(name)[1]
-    attributes.pop(own, None)
-    if value is not _UNKNOWN:
-        attributes[own] = value
-
-
 class MadeBuffers:
-    """Buffers that are made or replaced by forwards, or by the step.
-
-    Attributes:
-        names: their names.
-    """
+    """The buffers that captures of a run found to be made or replaced by forwards, or by the step."""
 
     def __init__(self) -> None:
         self._first: Forms = {}
-        self.names: set[str] = set()
+        self._names: set[str] = set()
 
-    def begin(self, module: nn.Module, forms: Sequence[Forms], scalars: Sequence[Mapping[str, Any]]) -> None:
-        """Give this rank the buffers that an earlier run has made on others, yet without values.
+    def begin(self, module: nn.Module, control: Control) -> None:
+        """Begin a run; all ranks call this together, before the first capture.
 
-        The buffers of the module are then those that captures of the run begin with.
+        This rank gets the buffers that an earlier run has made on others, yet without values. The buffers of the module
+        are then those that captures of the run begin with.
         """
+        forms: list[Forms] = [] if control.num_processes == 1 else control.gather_all(_forms(module))
+        lacking = {name: (rank, form) for name, (rank, form) in _present(forms).items() if _lacked(name, form, forms)}
+        scalars = control.gather_all(_scalars(module, {_split(name)[0] for name in lacking})) if lacking else []
         own = _forms(module)
-        for name, (rank, form) in _present(forms).items():
+        for name, (rank, form) in lacking.items():
             if _lacks(own.get(name), form):
                 _register(module, name, form, _beside(name, scalars[rank]))
-        self._first, self.names = _forms(module), set()
+        self._first, self._names = _forms(module), set()
+
+    def note(self, captured: Any) -> None:
+        """Note what a captured step makes."""
+        if isinstance(captured, Capture):
+            self._names |= captured.network.recording.made_buffers
 
     @contextmanager
     def as_at_set_up(self, module: nn.Module) -> Iterator[None]:
         """Inside, the module has these buffers as they were at set-up, without values where they are others now."""
         now = _forms(module)
-        changed = [name for name in sorted(self.names) if _differ(now.get(name, _UNKNOWN), self._before(name))]
+        changed = [name for name in sorted(self._names) if _differ(now.get(name, _UNKNOWN), self._before(name))]
         tables = {path: buffers_of(module.get_submodule(path)) for path in {_split(name)[0] for name in changed}}
         kept = {path: dict(table) for path, table in tables.items()}
         for path, name in map(_split, changed):
@@ -224,6 +138,10 @@ def _present(forms: Sequence[Forms]) -> dict[str, tuple[int, BufferForm]]:
     """The buffers of all ranks, each in the form of the last rank that has its values."""
     known = ((name, rank, form) for rank, own in enumerate(forms) for name, form in own.items())
     return {name: (rank, form) for name, rank, form in known if form is not None and form.present}
+
+
+def _lacked(name: str, form: BufferForm, forms: Sequence[Forms]) -> bool:
+    return any(_lacks(own.get(name), form) for own in forms)
 
 
 def _lacks(mine: BufferForm | None, form: BufferForm) -> bool:

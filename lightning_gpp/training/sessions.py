@@ -16,11 +16,13 @@ from lightning_gpp.errors import CaptureError, GPPError, NoNetworkError, Schedul
 from lightning_gpp.plan import Plan
 from lightning_gpp.runtime.transport import Transport
 from lightning_gpp.schedules.continuous import check_continuous
+from lightning_gpp.stages.step import UserStep
 from lightning_gpp.stages.undivided import Captured, Undivided, undivided
 from lightning_gpp.training.asynchronous import Asynchronous
 from lightning_gpp.training.batches import outline
 from lightning_gpp.training.eight_bit import patterns_of
 from lightning_gpp.training.eight_bit_error import tell_error
+from lightning_gpp.training.evaluation_checks import check_decisions, check_positions
 from lightning_gpp.training.evaluation_plan import evaluation_plan
 from lightning_gpp.training.frozen_attributes import FrozenAttributes, adopt
 from lightning_gpp.training.host import Job
@@ -29,7 +31,6 @@ from lightning_gpp.training.members import agreed_regions
 from lightning_gpp.training.parallel_regions import captured_apart
 from lightning_gpp.training.planner import TRAINING, captured_step, refitted
 from lightning_gpp.training.reductions import with_reductions_in_step
-from lightning_gpp.training.rehearsal import check_calls, check_positions
 from lightning_gpp.training.replicas import Layout, Replicas
 from lightning_gpp.training.session import Session
 from lightning_gpp.training.shards import without_shards
@@ -81,8 +82,10 @@ class Sessions:
             captured = with_reductions_in_step(captured)
         session = self._session(step, captured, batch)
         if step != TRAINING and may_evaluate_whole(self.job.options, self.layout.plan):
-            check_calls(self.job, session, batch, self.incoming.batch_size)
-            check_positions(session)
+            user_step = session.pipeline.step
+            if isinstance(user_step, UserStep):
+                check_decisions(user_step)
+                check_positions(user_step)
         self.incoming.frozen.add(session.pipeline.frozen, session.pipeline.live)
         return session
 

@@ -6,17 +6,11 @@ from contextlib import ExitStack, redirect_stdout
 from io import StringIO
 
 import torch
-from torch import nn
 from torch.random import fork_rng
 
 from lightning_gpp.runtime.neutral import Neutral
 from lightning_gpp.runtime.random import undisturbed
-from lightning_gpp.stages.step import UserStep
-from lightning_gpp.training.copies import step_copy
 from lightning_gpp.training.host import Job
-
-NO_MINI_BATCH = -1
-"""The number under which the host records these runs of the step, which are forgotten."""
 
 
 def unnoticed(job: Job) -> ExitStack:
@@ -32,10 +26,3 @@ def unnoticed(job: Job) -> ExitStack:
     stack.enter_context(job.control.mesh.peers(alone=True))
     stack.enter_context(Neutral())  # type: ignore[no-untyped-call]
     return stack
-
-
-def copy_for(job: Job, step: UserStep) -> nn.Module:
-    """A copy of the module on which a step can run with results of its network calls."""
-    copied = step_copy(job.module, step.network.recording.changed_by_step())
-    vars(copied).update(job.host.stand_ins(copied))
-    return copied
