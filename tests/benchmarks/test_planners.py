@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 
 import pytest
 
-from benchmarks.planners import calibrate, case_study, optimality, released
+from benchmarks.planners import calibrate, case_study, optimality
 from benchmarks.planners.common import Hardware, powers_of_two, problem_of, run, table, typical_deviation
 from benchmarks.planners.figure6 import agrees
 from benchmarks.planners.paper import BATCH_SIZES, NUM_DEVICES
@@ -23,16 +22,6 @@ def test_clusters_and_micro_batches_are_the_papers() -> None:
     assert cluster.link(0, 3).bytes_per_second == 50e9
     assert cluster.link(3, 4).bytes_per_second == 1e9
     assert powers_of_two(48) == (1, 2, 4, 8, 16)
-
-
-def test_the_released_planner_gets_the_units_as_a_chain() -> None:
-    machine = Hardware(flops=40e12, seconds_per_operator=20e-6, network=6.25e9)
-    problem = problem_of("candle_uno", machine.cluster(4), 64)
-    lines = released.profile(problem, 8).splitlines()
-    assert len(lines) == 2 * problem.num_units - 1
-    milliseconds = [float(figure) for line in lines for figure in re.findall(r"compute_time=([^,]+),", line)]
-    assert sum(milliseconds) == pytest.approx(1e3 * problem.seconds(8).total.sum())
-    assert lines[-1].split() == ["node31", "--", "node32"]
 
 
 def test_workloads_are_written_for_gpp_plan(

@@ -12,7 +12,7 @@ from tests.cli.commands import ROOT
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "benchmarks" / "README.md")
 BLOCK = re.compile(r"^```bash\n(.*?)^```", re.MULTILINE | re.DOTALL)
 SHORT = ("trainer.max_epochs=1", "trainer.limit_train_batches=2", "trainer.limit_val_batches=2")
-QUICK = "strategy.search_seconds=2"
+QUICK = ("strategy.search_seconds=2",)
 
 
 @dataclass(frozen=True, slots=True)
