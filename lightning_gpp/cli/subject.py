@@ -236,7 +236,7 @@ def _training_step(
     example = outline(batch)
     joint = partial(_joint, model, example, options, context)
     if runs_whole(model, options):
-        check_whole(options)
+        check_whole(options, steps_itself=not model.automatic_optimization)
         return joint(), "The training step runs as a whole, on all ranks, and each of its network calls is pipelined."
     try:
         return divided(), ""

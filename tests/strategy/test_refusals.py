@@ -238,7 +238,7 @@ CASES: dict[str, Case] = {
     "shared mini-batches of a step as a whole": (TwoTowers, {"step": "whole", "mini_batch": "shared"}, {}, "Use own"),
     "measured costs of a step as a whole": (TwoTowers, {"step": "whole", "costs": "measured"}, {}, "Use roofline"),
     "trace of a step as a whole": (TwoTowers, {"step": "whole", "trace": True}, {}, "trace=True does not go together"),
-    "check of a step as a whole": (TwoTowers, {"step": "whole", "on_nonfinite": "stop"}, {}, "check in the step"),
+    "check of a step that optimizes": (Manual, {"step": "whole", "on_nonfinite": "stop"}, {}, "check in your code"),
     "dataloader_iter": (
         Fetching,
         {"step": "micro_batches"},
