@@ -245,7 +245,7 @@ def _slowest_kind(problem: Problem) -> int:
 
 
 def borders_of(problem: Problem, order: Sequence[int]) -> Positions:
-    """For every position from the sink on, the last end of a stage that begins there such that its units are connected."""
+    """For every position from the sink on, the last end of a stage of connected units that begins there."""
     num_units, reverse = len(order), list(reversed(order))
     neighbours = [{*problem.order.successors(unit), *problem.order.predecessors(unit)} for unit in reverse]
     borders = np.full(num_units + 1, num_units, dtype=np.int64)
