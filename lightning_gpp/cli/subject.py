@@ -193,9 +193,8 @@ def _captured(config: DictConfig, options: Options, placed: Callable[[], Abstrac
         parallel = found[0]
         optimizers, notes = _optimizers(model, trainer)
         divided = partial(captured_apart, record, parallel, model, context, 1, lambda find: find())
-        step, whole = (
-            _training_step(model, batch, options, context, divided) if config.step == TRAINING else (divided(), "")
-        )
+        trains = config.step == TRAINING
+        step, whole = _training_step(model, batch, options, context, divided) if trains else (divided(), "")
     check_divided(max(options.degrees), parallel)
     return Step(
         captured=step,
@@ -229,7 +228,7 @@ def _training_step(
     example = outline(batch)
     joint = partial(_joint, model, example, options, context)
     if runs_whole(model, options):
-        check_whole(options)
+        check_whole(options, steps_itself=not model.automatic_optimization)
         return joint(), "The training step runs as a whole, on all ranks, and each of its network calls is pipelined."
     try:
         return divided(), ""

@@ -38,6 +38,8 @@ class Untitled(TwoTower):
     def configure_optimizers(self): return {"optimiser": torch.optim.SGD(self.parameters(), 0.1)}
 class Foreign(TwoTower):
     def configure_optimizers(self): return torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), 0.1)
+class Silent(TwoTower):
+    def training_step(self, batch, batch_idx): assert len(batch) == 7
 class Narrow(TwoTower):
     def training_step(self): pass
 def number(**_): return 3
@@ -308,7 +310,8 @@ LINES: dict[str, str] = {
     "gpp-plan experiment=two_tower model._target_=wrong.NoStep": r"NoStep has no method training_step, which step=tr",
     "gpp-plan experiment=two_tower model._target_=wrong.NoOptimizer": r"NoOptimizer has no method configure_optimizers",
     "gpp-plan experiment=two_tower model._target_=wrong.Foreign": r"a parameter of shape \(2, 2\) that is not one of t",
-    "gpp-plan experiment=two_tower model._target_=wrong.Narrow": r"TypeError: Narrow\.training_step\(",
+    "gpp-plan experiment=two_tower model._target_=wrong.Silent": r"AssertionError",
+    "gpp-plan experiment=two_tower model._target_=wrong.Narrow": r"Narrow\.training_step\(",
     "gpp-plan experiment=two_tower model._target_=wrong.number": r"model\._target_=wrong\.number is no LightningModule",
     "gpp-plan experiment=two_tower data._target_=wrong.Ragged": r"The data cannot make their first mini-batch: Runtime",
     "gpp-plan experiment=two_tower data._target_=wrong.Missing": r"cannot make their first mini-batch: FileNotFoundErr",
