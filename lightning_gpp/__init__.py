@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any, Final
 
-from lightning_gpp import _one_lightning, _registration
+from lightning_gpp import _registration
 from lightning_gpp.errors import (
     CaptureError,
     CheckpointError,
@@ -133,7 +133,6 @@ _ORIGINS: Final = {
 _MODULES: Final = {name: module for module, names in _ORIGINS.items() for name in names}
 
 _registration.register()
-_one_lightning.unify()
 
 
 def __getattr__(name: str) -> Any:

@@ -403,3 +403,11 @@ def wraps_compiled(module: torch.nn.Module) -> bool:
 def forget_compiled_call(module: nn.Module) -> None:
     """Undo `module.compile()` for a copied module: its compiled call computes with the original's parameters."""
     vars(module).pop(_COMPILED_IN_PLACE, None)
+
+
+# --- process groups
+
+
+def default_store() -> Any:
+    """The store through which the default process group was made."""
+    return _c10d._get_default_store()

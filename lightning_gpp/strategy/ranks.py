@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
@@ -19,6 +18,7 @@ from lightning_gpp.strategy.guard import Guard
 from lightning_gpp.strategy.preemption import Preemption
 from lightning_gpp.strategy.processes import JobProcesses
 from lightning_gpp.strategy.run import Run
+from lightning_gpp.strategy.silence import Silence
 from lightning_gpp.training.control import Control
 from lightning_gpp.training.engine import Engine
 from lightning_gpp.training.options import Options
@@ -40,6 +40,7 @@ class RanksStrategy(JobProcesses, ParallelStrategy):
         self._control: Control | None = None
         self._monitor: FailureMonitor | None = None
         self._guard: Guard | None = None
+        self._silence: Silence | None = None
         self._run: Run | None = None
         self._trained: Engine | None = None
         self._end: BaseException | None = None
@@ -48,7 +49,7 @@ class RanksStrategy(JobProcesses, ParallelStrategy):
 
     def __getstate__(self) -> dict[str, Any]:
         """The state without what belongs to this process: its connections, its watch, and its run."""
-        parts = (self._control, self._monitor, self._guard, self._run, self._trained, self._end)
+        parts = (self._control, self._monitor, self._guard, self._silence, self._run, self._trained, self._end)
         gone = {id(part) for part in parts}
         kept = {name: None if id(part) in gone else part for name, part in super().__getstate__().items()}
         kept.pop("_world_size_reads", None)
@@ -82,8 +83,7 @@ class RanksStrategy(JobProcesses, ParallelStrategy):
 
     def setup_environment(self) -> None:
         """Initialise the device, the process group, and the watch over the other ranks."""
-        # Lightning 2.6 on torch >= 2.12 warns about its own code, in every process
-        warnings.filterwarnings("ignore", message=".*treespec, LeafSpec.*", category=FutureWarning)
+        self._silence = Silence(self.num_pipelines)
         super().setup_environment()
         self.set_world_ranks()
         if self.cluster_environment is None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -224,8 +223,6 @@ class Run:
 
     def attach(self) -> None:
         """Attach to hooks, metrics, clipping and the ends of epochs."""
-        if self.control.num_pipelines == 1:  # Lightning takes every process group for data parallelism
-            warnings.filterwarnings("ignore", message="It is recommended to use `self.log\\(.*sync_dist=True\\)`")
         self._metrics.attach()
         _compat.on_epoch_end_reached(self.trainer, self._end_of_epoch)
         _compat.after_evaluation_data(self.trainer, self._compare_lengths)

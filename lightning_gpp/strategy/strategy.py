@@ -145,7 +145,9 @@ class GPPStrategy(RanksStrategy):
         if self._guard is not None:
             self._guard.remove(self._end)
         self._world_size_reads.end()
-        self._monitor = self._guard = None
+        if self._silence is not None:
+            self._silence.end()
+        self._monitor = self._guard = self._silence = None
         if isinstance(self._end, KeyboardInterrupt):
             raise SystemExit(INTERRUPTED)
 

@@ -41,7 +41,6 @@ from lightning_gpp.training.optimizers import OptimizerIndex, all_divided, all_u
 from lightning_gpp.training.parameter_hooks import ParameterHooks
 from lightning_gpp.training.parameters import drop, move, tensors_of
 from lightning_gpp.training.planner import TRAINING
-from lightning_gpp.training.predicted import computing_seconds
 from lightning_gpp.training.replicas import Replicas
 from lightning_gpp.training.runner import Outputs, Runner, loss_and_rest, losses_of
 from lightning_gpp.training.session import Session
@@ -111,7 +110,7 @@ class Engine:
             num_steps=lambda: self.num_steps,
         )
         self._released = False
-        self._stragglers = Stragglers(self.job, lambda: computing_seconds(self.plan, self.graph, self.machine()))
+        self._stragglers = Stragglers(self.job)
         guards = [index.guard() for index in indices if self._owned or self.control.num_devices > 1]
         self._guards = [guard for guard in guards if guard is not None]
         for index in indices:
@@ -492,7 +491,7 @@ class Engine:
 
     def release(self) -> None:
         """Move everything to the CPU, unsharded, and the undivided module to global rank 0, after the last step."""
-        self._stragglers.compare(tell=True)
+        self._stragglers.compare()
         self._end_guards()
         if self._asynchronous is not None:
             self._runner.give_up(self.num_steps)

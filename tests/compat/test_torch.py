@@ -32,6 +32,7 @@ from lightning_gpp._compat.torch import (
     check_gradients_plainly,
     checkpoint_regions,
     default_group,
+    default_store,
     fake_mode,
     forget_compiled_call,
     forget_division,
@@ -608,5 +609,14 @@ def test_default_group(tmp_path: Path) -> None:
             assert dist.group.WORLD is other
             assert (dist.get_rank(), dist.get_world_size()) == (0, 1)
         assert seen == [everyone] == [dist.group.WORLD]
+    finally:
+        dist.destroy_process_group()
+
+
+def test_default_store(tmp_path: Path) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        default_store().set("key", "value")
+        assert default_store().clone().get("key") == b"value"
     finally:
         dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""Signals become a flag that all ranks see at the same step."""
+"""Signals become a flag, which is read between two steps; Ctrl-C that comes to a process twice at once counts once."""
 
 from __future__ import annotations
 
@@ -11,34 +11,13 @@ from typing import Any
 
 import pytest
 
-from lightning_gpp.failure.stop_flag import StopFlag
+from lightning_gpp.failure import signals
+from lightning_gpp.failure.signals import OneInterrupt, StopFlag
 from tests.failure.pipeline_rank import Rank, job
 
 
 def fail(number: signal.Signals) -> None:
     raise AssertionError(f"{number} was answered")
-
-
-def until_agreed(rank: Rank) -> None:
-    with StopFlag(overdue=fail) as flag:
-        print("ready", flush=True)
-        while not (agreed := flag.agreed()):
-            rank.exchange()
-    print(f"stops at step {rank.step} by {agreed.name}", flush=True)
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-@pytest.mark.parametrize("rank", [0, 2])
-def test_a_signal_to_one_rank_stops_all_at_the_same_step(tmp_path: Path, rank: int, number: signal.Signals) -> None:
-    with job(tmp_path, until_agreed) as running:
-        running.wait_for("ready")
-        time.sleep(0.1)
-        os.kill(running.pids[rank], number)
-        running.wait(30)
-    assert running.codes == [0, 0, 0], running.output()
-    stops = {running.output(each).partition("stops at ")[2] for each in range(3)}
-    assert len(stops) == 1, stops
-    assert stops.pop().endswith(f"by {number.name}\n")
 
 
 def test_the_first_instant_counts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,7 +33,7 @@ def test_the_first_instant_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(signal, "signal", installed)
     with StopFlag(overdue=fail, heard=lambda number: heard.set()) as flag:
         assert heard.wait(5)
-        assert flag.answer(signal.SIGTERM)
+        flag.answer()
 
 
 def stuck_in_a_receive(rank: Rank) -> None:
@@ -86,8 +65,7 @@ def test_previous_handlers_come_back() -> None:
         assert flag.received is signal.SIGUSR1
         signal.raise_signal(signal.SIGTERM)
         assert flag.received is signal.SIGUSR1, "the first counts"
-        assert flag.answer(0) is None
-        assert flag.answer(signal.SIGTERM) is signal.SIGTERM
+        flag.answer()
     assert {each: signal.getsignal(each) for each in before} == before
     assert signal.set_wakeup_fd(-1) == -1
 
@@ -121,3 +99,31 @@ def test_only_the_main_thread_can_install_it() -> None:
     thread.start()
     thread.join()
     assert "main thread" in str(errors[0])
+
+
+def test_the_echo_of_an_interrupt_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(signals, "_ECHO", 0.2)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    once = OneInterrupt()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        time.sleep(0.3)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        once.remove()
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_a_handler_that_came_later_stays() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    once = OneInterrupt()
+    try:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # as Lightning does after the first
+        once.remove()
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
