@@ -22,6 +22,8 @@ SAMPLE = [
     *("callback_averages", "log_of_own_size", "log_sum", "metric_objects", "gathered", "read_once", "no_batches"),
     *("stream_validated", "batch_nested", "step_Adversarial", "step_Manual", "step_Tied", "whole_ReturnsNone"),
     *("writer_both", "saved_two_best", "resumed_within_an_epoch", "exception_in_a_hook", "pickled_after_fit"),
+    *("in_place_split", "pruned_before"),
+    *(name for name in scenarios() if name.startswith("idiom_")),
 ]
 """One of each kind."""
 
