@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import lightning.pytorch as pl
@@ -301,6 +302,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
 
 def refused(rank: int, world_size: int, name: str) -> None:
     kind, options, _ = REFUSED[name]
+    warnings.filterwarnings("ignore", message="configure_optimizers returned Climbing")
     torch.manual_seed(0)
     trainer(strategy(**options), world_size).fit(kind().double(), loader())
 

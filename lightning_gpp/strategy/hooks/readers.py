@@ -107,7 +107,7 @@ class BatchReaders:
 def _silent(hook: Any) -> Any:
     """Replaces a hook on ranks without predictions, where it would fail, or overwrite what others write.
 
-    It is still taken for the hook itself: these ranks lend the values of the network that it calls elsewhere.
+    It is still taken for the hook itself: all ranks take part in what surrounds it.
     """
 
     @functools.wraps(getattr(hook, "__func__", hook))
