@@ -11,23 +11,6 @@ from typing import Any
 
 from lightning_gpp.user_code import names_reached, user_function
 
-_HOOKS = ("optimizer_step", "optimizer_zero_grad", "lr_scheduler_step", "backward")
-
-
-def names_in_hooks(owners: Sequence[object], helpers: Sequence[object]) -> list[frozenset[str]]:
-    """For each hook, the names of attributes and functions in it, and in the methods and functions that it calls.
-
-    Names in texts count, too. A text that begins or ends with "_" is part of a name that the hook puts together
-    (`getattr(self, "teacher_" + name)`), and gives the pattern of such names: `teacher_*`.
-
-    Args:
-        owners: a module and callbacks, whose hooks count.
-        helpers: objects whose methods may be called there.
-    """
-    kinds = tuple(dict.fromkeys(type(each) for each in (*owners, *helpers)))
-    hooks = [(type(owner), name) for owner in owners for name in dir(type(owner)) if _is_hook(name)]
-    return [_names_in_function(function, kinds) for kind, name in hooks for function in _functions(kind, name)]
-
 
 def names_in_hook(function: types.FunctionType, owners: Sequence[object]) -> frozenset[str]:
     """The names of attributes and functions in a hook, and in functions and methods of these objects that it calls."""
@@ -49,10 +32,6 @@ def _arguments_of(function: types.FunctionType, kind: str) -> set[Any]:
     return {each.argval for each in dis.get_instructions(function) if each.opname.startswith(kind)}
 
 
-def _is_hook(name: str) -> bool:
-    return name.startswith("on_") or name in _HOOKS
-
-
 def _names(hook: types.CodeType, kinds: Sequence[type], known: Mapping[str, Any]) -> set[str]:
     def called(name: str) -> Iterator[types.CodeType]:
         for function in (user_function(known.get(name)), *(each for kind in kinds for each in _functions(kind, name))):
@@ -63,21 +42,12 @@ def _names(hook: types.CodeType, kinds: Sequence[type], known: Mapping[str, Any]
 
 
 def _texts(constants: Iterable[object]) -> Iterator[str]:
-    """Names and patterns of names in the texts among constants, and in tuples and sets there."""
+    """Names in the texts among constants, and in tuples and sets there."""
     for each in constants:
         if isinstance(each, str):
-            yield from (found for part in each.split(".") if part.isidentifier() for found in _patterns(part))
+            yield from (part for part in each.split(".") if part.isidentifier())
         elif isinstance(each, tuple | frozenset):
             yield from _texts(each)
-
-
-def _patterns(text: str) -> Iterator[str]:
-    yield text
-    if text.strip("_"):  # "_" alone would be part of all private names
-        if text.endswith("_"):
-            yield f"{text}*"
-        if text.startswith("_"):
-            yield f"*{text}"
 
 
 def _functions(kind: type, name: str) -> Iterator[types.FunctionType]:

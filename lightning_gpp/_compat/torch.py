@@ -252,16 +252,6 @@ def will_run(node: Node) -> bool:
     return bool(torch._C._will_engine_execute_node(node))
 
 
-TablesOfLeafHooks = tuple[dict[int, Callable[..., Any]], dict[int, Callable[..., Any]]]
-"""Hooks of a tensor by number: those that get its gradient, and those that get the leaf after the accumulation."""
-
-
-def gradient_hooks(tensor: Tensor) -> TablesOfLeafHooks:
-    """The tables of the hooks on a tensor's gradient, for writing; empty ones that nobody reads if it has none."""
-    with without_torch_function():
-        return tensor._backward_hooks or {}, tensor._post_accumulate_grad_hooks or {}
-
-
 def with_gradient_hooks(tensors: Iterable[Tensor]) -> list[Tensor]:
     """Those of the tensors that have such hooks; quick, for a look in every step."""
     with without_torch_function():

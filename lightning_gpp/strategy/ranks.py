@@ -8,7 +8,6 @@ from typing import Any
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor
 
 from lightning_gpp._compat.lightning_module import set_device_mesh
 from lightning_gpp.errors import ConfigError
@@ -122,29 +121,11 @@ class RanksStrategy(JobProcesses, ParallelStrategy):
 
     def _with_others(self) -> Control | None:
         """The way to the other ranks, if they would answer."""
-        if self._control is None or self._alone:
-            return None
-        self._meet_in_hook()
-        return self._control
-
-    def _meet_in_hook(self) -> None:
-        """In a hook that lends values, let all ranks come here first."""
-        if self._engine is not None and self._engine.lending is not None:
-            self._engine.lending.meet()
+        return None if self._alone else self._control
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduce over the pipelines: stages of one pipeline hold parts of one computation, not copies of it."""
-        self._meet_over_pipelines()
         return self._reduced(tensor, group, reduce_op)
-
-    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """Stack the tensors of all pipelines; with one pipeline, return the tensor itself."""
-        self._meet_over_pipelines()
-        return super().all_gather(tensor, group, sync_grads)
-
-    def _meet_over_pipelines(self) -> None:
-        if self._control is not None and self._control.num_pipelines > 1 and self._control.mesh.stand_in is None:
-            self._with_others()
 
     @property
     def _engine(self) -> Engine | None:

@@ -33,7 +33,6 @@ from lightning_gpp.strategy.checks import (
 from lightning_gpp.strategy.data import Placeholder, SharedIterator, is_moved_by_reading, peek
 from lightning_gpp.strategy.data_state import as_before
 from lightning_gpp.strategy.hooks.attached import AttachedHooks
-from lightning_gpp.strategy.hooks.copies import complete_copies
 from lightning_gpp.strategy.hooks.readers import BATCH, BatchReaders
 from lightning_gpp.strategy.hooks.saving import SavingHooks
 from lightning_gpp.strategy.metrics import MetricStates
@@ -258,8 +257,6 @@ class Run:
             move(self.module, CPU)
             return
         self._end_trace(self.engine, complete)
-        if complete and self.control.num_devices > 1 and self.engine.lending is not None:
-            complete_copies(self.module, getattr(self.trainer, "callbacks", ()), self.control)
         (self.engine.release if complete else self.engine.abandon)()
 
     def _end_trace(self, engine: Engine, complete: bool) -> None:

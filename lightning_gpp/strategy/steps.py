@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from lightning_gpp._compat.lightning import replace_batch
 from lightning_gpp.capture.attributes import Attribute
 from lightning_gpp.errors import GPPError
-from lightning_gpp.strategy.aggregates import Aggregates
+from lightning_gpp.strategy.aggregates import AggregatorWatch
 from lightning_gpp.strategy.checks import facts_of_trainer, reads_data
 from lightning_gpp.strategy.hooks.readers import METRICS, RESULT, BatchReaders
 from lightning_gpp.strategy.logs import LogExchange, LogRecorder
@@ -60,7 +60,7 @@ class LightningHost(Host):
         self._module, self._plugin = module, plugin
         self.scaler = getattr(plugin, "scaler", None)
         self.recorder = LogRecorder(module)
-        self._aggregates = Aggregates(module)
+        self._aggregates = AggregatorWatch(module)
 
     def context(self, step: str) -> Context:
         context: Context = getattr(self._plugin, CONTEXTS[step])
@@ -77,7 +77,7 @@ class LightningHost(Host):
     def turn(self, batch: int) -> None:
         """Take what was recorded for this mini-batch of training, whose step is complete."""
         self.recorder.turn(batch)
-        self.recorder.renew(self._aggregates.complete(batch))
+        self._aggregates.complete(batch)
 
     @contextmanager
     def unheard(self) -> Iterator[None]:
@@ -105,9 +105,6 @@ class LightningHost(Host):
 
     def combine(self, reductions: Mapping[str, str]) -> None:
         self.recorder.combined.update(reductions)
-
-    def reduce(self, numbers: Mapping[tuple[str, int], str]) -> None:
-        self._aggregates.reductions |= numbers
 
     def received(self, batch: Any) -> None:
         replace_batch(self._module.trainer, batch)

@@ -299,7 +299,6 @@ class GPPStrategy(RanksStrategy):
         if engine is None or self._failed:
             return super().lightning_module_state_dict()
         self._begin("collecting the state for a checkpoint")
-        self._meet_in_hook()
         self._running.begin_saving()
         return engine.state_dict(sharded=self._checkpoints.sharded(engine))
 
@@ -317,7 +316,6 @@ class GPPStrategy(RanksStrategy):
             log.warning("No checkpoint is written to %s: this rank has failed, and the others have ended.", filepath)
             return
         self._begin(f"saving {filepath}")
-        self._meet_in_hook()
         if self._run is not None:
             self._run.end_saving()
         self._checkpoints.save(checkpoint, filepath, storage_options, self._saved, first=self.is_global_zero)

@@ -30,7 +30,6 @@ from lightning_gpp.stages.declared import Declared, declare, is_declared
 from lightning_gpp.stages.undivided import Captured, Undivided
 from lightning_gpp.stages.whole_inputs import with_whole_inputs
 from lightning_gpp.training.eight_bit import check_patterns
-from lightning_gpp.training.frozen_copies import kept_with_originals
 from lightning_gpp.training.loaders import mini_batches_of
 from lightning_gpp.training.machine import Machine, first, resolved
 from lightning_gpp.training.option_values import AUTO, weight_copies_of, without_inputs
@@ -73,8 +72,6 @@ def captured_step(
         general=general,
     )
     plan = known or options.plan
-    if plan is None and stages is None and step == TRAINING:
-        captured = replace(captured, graph=kept_with_originals(captured.graph, module))
     slicing = options.slicing or (slicing_of(plan) if plan is not None else None)
     if slicing is None or step != TRAINING:
         return captured

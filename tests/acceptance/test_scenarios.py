@@ -32,7 +32,7 @@ REFUSED = {
     "batch_size_found": "gpp-plan",
     "batch_size_tuned": "gpp-plan",
     "callback_pruning": "Prune the module before trainer.fit",
-    "hook_NormOfWeights": "if not p.is_meta",
+    "hook_NormOfWeights": "with lightning_gpp.summon_full_params(module):",
     "step_Quasi": "L-BFGS",
     "whole_Quasi": "L-BFGS",
     "step_ReturnsNone": "return a zero loss",

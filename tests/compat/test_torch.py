@@ -35,7 +35,6 @@ from lightning_gpp._compat.torch import (
     fake_mode,
     forget_compiled_call,
     forget_division,
-    gradient_hooks,
     graph_is_kept,
     hand_over_gradient_hooks,
     hook_tables,
@@ -307,23 +306,6 @@ def hooked(seen: list[Any]) -> nn.Parameter:
     parameter.register_hook(seen.append)
     parameter.register_post_accumulate_grad_hook(seen.append)
     return parameter
-
-
-def test_gradient_hooks() -> None:
-    seen: list[Any] = []
-    parameter = hooked(seen)
-    tables = gradient_hooks(parameter)
-    kept = [dict(table) for table in tables]
-    for table in tables:
-        table.clear()
-    parameter.sum().backward()
-    assert not seen  # the tables are those that autograd reads
-    for table, hooks in zip(tables, kept, strict=True):
-        table.update(hooks)
-    parameter.sum().backward()
-    assert torch.equal(seen[0], torch.ones(2))
-    assert seen[1] is parameter
-    assert gradient_hooks(torch.ones(2)) == ({}, {})
 
 
 def test_with_gradient_hooks() -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_gpp import GPPStrategy
+from lightning_gpp.training import replicas
 from tests.failure.pipeline_rank import processes_running
 from tests.strategy import harness
 from tests.strategy.test_asynchronous import CHAIN, Towers, samples
@@ -41,6 +42,7 @@ class Poisoned(Towers):
 
 
 def on_rank(rank: int, folder: str, checked: bool) -> None:
+    replicas.check_no_hooks = lambda *_: None  # type: ignore[assignment]  # the fault is made by a hook on a gradient
     strategy = GPPStrategy(
         stages=CHAIN,
         weights="stash",

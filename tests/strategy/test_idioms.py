@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -200,6 +201,7 @@ def trainer_of(devices: int, **options: Any) -> pl.Trainer:
 def losses_of(kind: type[Base], devices: int) -> list[float]:
     torch.manual_seed(0)
     module = kind().double()
+    warnings.filterwarnings("ignore", message="configure_optimizers returned Lookahead")
     trainer_of(devices, max_epochs=3, gradient_clip_val=0.5).fit(module, noisy(), noisy())
     return module.losses
 

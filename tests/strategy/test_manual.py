@@ -335,6 +335,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
 
 def refused(rank: int, world_size: int, name: str) -> None:
     kind, options, _ = REFUSED[name]
+    warnings.filterwarnings("ignore", message="configure_optimizers returned Climbing")
     torch.manual_seed(0)
     trainer(strategy(**options), world_size).fit(kind().double(), loader())
 

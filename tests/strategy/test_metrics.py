@@ -13,6 +13,7 @@ from torch import Tensor
 from torchmetrics import MeanMetric, MetricCollection, MetricTracker, SumMetric
 from torchmetrics.classification import MulticlassAUROC
 
+from lightning_gpp import summon_full_params
 from lightning_gpp.capture.metrics import keep_apart
 from tests.strategy import harness
 from tests.strategy.harness import TwoTowers
@@ -141,8 +142,9 @@ class Norms(Callback):
     """Logs norms of parameters of all ranks, and keeps what was logged."""
 
     def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
-        module.log("norm", module.left[0].weight.norm())
-        module.log_dict({name: value.abs().sum() for name, value in module.named_parameters()}, prog_bar=True)
+        with summon_full_params(module):
+            module.log("norm", module.left[0].weight.norm())
+            module.log_dict({name: value.abs().sum() for name, value in module.named_parameters()}, prog_bar=True)
 
 
 def decided(strategy: Any, devices: int) -> tuple[list[float], dict[str, float]]:

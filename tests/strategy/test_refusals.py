@@ -29,9 +29,9 @@ from tests.strategy import (
     test_disagreement,
     test_foreign,
     test_freezing_in_hooks,
+    test_gathered,
     test_gradient_norms,
     test_items,
-    test_kept_copies,
     test_manual,
     test_members,
     test_parameter_hooks,
@@ -42,7 +42,7 @@ from tests.strategy import (
     test_tensor_parallel,
 )
 from tests.strategy.harness import TwoTowers, loader
-from tests.training import test_coupled, test_optimizer_lists
+from tests.training import test_optimizers
 
 
 @pytest.mark.parametrize(
@@ -329,10 +329,11 @@ ROWS: dict[str, list[Any]] = {
         test_validation_steps_read_no_iterators_on_several_processes,
     ],
     "L-BFGS": ["L-BFGS"],
-    "an optimizer that combines": [test_coupled.test_combined_parameters_are_refused],
-    "an optimizer that keeps": [test_optimizer_lists.test_refused],
+    "an optimizer that combines": [
+        test_optimizers.test_others_than_those_of_torch_are_told_to_treat_each_parameter_on_its_own
+    ],
     "`optimizer.state_dict()` in": [
-        test_optimizer_lists.test_a_guarded_state_dict_is_an_error_that_names_the_ways_out,
+        test_optimizers.test_a_guarded_state_dict_is_an_error_that_names_the_ways_out,
     ],
     "a schedule of learning rates": [test_disagreement.test_the_first_difference_is_named_on_all_ranks],
     "an optimizer that calls": ["repeated closure"],
@@ -350,21 +351,18 @@ ROWS: dict[str, list[Any]] = {
         "Hooked",
     ],
     "weights that a step combines": [test_auto_step.test_weights_that_meet_are_on_one_device],
-    "`loss.backward()`": [
-        "own backward with shared parameters",
-        test_parameter_hooks.test_what_cannot_work_is_refused,
-    ],
+    "`loss.backward()`": ["own backward with shared parameters"],
     "a schedule, policy": [name for name in CASES if name.endswith("of a step as a whole")],
     "None from a step": ["no loss", test_a_step_that_returns_early],
     "`self.log` of a tensor": ["logging a tensor"],
     "values of other ranks'": [
         test_foreign.test_what_would_be_wrong_is_refused,
+        test_gathered.test_hooks_compute_with_the_tensors_of_all_ranks_as_one_process_does,
         test_gradient_norms.test_other_combinations_are_refused,
     ],
-    "copies of other ranks'": [test_kept_copies.test_values_that_nobody_can_lend_are_an_error],
+    "`summon_full_params` with": [test_gathered.test_values_that_are_in_use_are_not_gathered],
     "hooks on gradients of parameters": [
-        test_parameter_hooks.test_what_cannot_work_is_refused,
-        test_parameter_hooks.test_parts_of_members_are_refused,
+        test_parameter_hooks.test_refused_with_the_hook_that_serves_instead,
     ],
     "the mini-batch in hooks": [test_a_batch_used_where_there_is_none],
     "an optimizer of parameters": ["foreign parameter"],

@@ -1,4 +1,4 @@
-"""Hooks that call the network or read weights of all ranks, and evaluation that data decide."""
+"""Hooks that open the door to call the network or read weights of all ranks, and evaluation that data decide."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import EarlyStopping
-from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 
+from lightning_gpp import summon_full_params
 from tests.acceptance.scenarios.base import Chain, Facts, Make, build, facts_of, fitted, loader, scenario, validated
 
 ONES = torch.ones(2, 4, dtype=torch.float64)
@@ -19,7 +19,8 @@ ONES = torch.ones(2, 4, dtype=torch.float64)
 class Samples(Chain):
     @torch.no_grad()
     def on_validation_epoch_end(self) -> None:
-        self.seen.append(float(self(ONES).sum()))
+        with summon_full_params(self):
+            self.seen.append(float(self(ONES).sum()))
 
 
 @scenario
@@ -32,10 +33,11 @@ def samples_in_a_callback(make: Make, folder: Path) -> Facts:
     class Shows(pl.Callback):
         shown: list[float] = []
 
-        @rank_zero_only
         @torch.no_grad()
         def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
-            self.shown.append(float(pl_module(ONES).sum() + pl_module.first(ONES).sum()))
+            with summon_full_params(pl_module):
+                if trainer.is_global_zero:
+                    self.shown.append(float(pl_module(ONES).sum() + pl_module.first(ONES).sum()))
 
     shows = Shows()
     shows.shown = []
@@ -50,7 +52,8 @@ def probe_stops(make: Make, folder: Path) -> Facts:
     class Probe(pl.Callback):
         @torch.no_grad()
         def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
-            features = torch.cat([pl_module.first(x) for x, _ in loader(10, seed=5)])
+            with summon_full_params(pl_module.first):
+                features = torch.cat([pl_module.first(x) for x, _ in loader(10, seed=5)])
             pl_module.log("spread", features.var())
 
     return fitted(make, callbacks=[Probe(), EarlyStopping("spread", mode="max", patience=0)], max_epochs=4)
@@ -60,8 +63,9 @@ def probe_stops(make: Make, folder: Path) -> Facts:
 def weights_in_a_hook(make: Make, folder: Path) -> Facts:
     class Reads(Chain):
         def on_train_epoch_end(self) -> None:
-            self.log("norm", torch.cat([weight.detach().flatten() for weight in self.parameters()]).norm())
-            self.seen += [float(weight.detach().cpu().numpy().std()) for weight in self.parameters()]
+            with summon_full_params(self):
+                self.log("norm", torch.cat([weight.detach().flatten() for weight in self.parameters()]).norm())
+                self.seen += [float(weight.detach().cpu().numpy().std()) for weight in self.parameters()]
 
     return fitted(make, build(Reads))
 
