@@ -40,7 +40,7 @@ def main() -> None:
 def report(seatings: Sequence[Seating], folder: str) -> Iterator[str]:
     """The lines of the report, as they are known."""
     yield "# On GPUs\n"
-    yield "The report of `make gpu` (`python -m benchmarks.gpu --output docs/gpu.md`) on this machine:"
+    yield "The report of `make gpu` (`python -m benchmarks.gpu --output benchmarks/results/gpu.md`) on this machine:"
     yield f"{machine()}. `--folder` keeps the traces.\n"
     yield from coverage(seatings)
     together = [seating for seating in seatings if seating.world_size > 1]

@@ -189,7 +189,6 @@ def question(path: Path, profile: Profile, case: Case, seconds: float) -> tuple[
         footprint=Footprint(optimizer="sgd"),
         idle_devices=True,
         seconds=seconds,
-        bound_seconds=0.0,
     )
 
 

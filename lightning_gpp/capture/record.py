@@ -31,7 +31,6 @@ from lightning_gpp.capture.attributes import originals
 from lightning_gpp.capture.batch import GUESSED, BatchDims, map_samples
 from lightning_gpp.capture.isolate import isolated_copy, names_of, shared_metrics_silenced
 from lightning_gpp.capture.items import are_plain, watched
-from lightning_gpp.capture.logged import unloggable
 from lightning_gpp.capture.made_tensors import MadeWatch
 from lightning_gpp.capture.meter import Meter
 from lightning_gpp.capture.metrics import metrics_of
@@ -183,7 +182,6 @@ def _run(
         raise
     except Exception as error:
         recording.complete, recording.stopped = False, f"{line_of(error)}: {type(error).__name__}: {error}"
-        recording.stopped_here = _is_raised_here(error)
         refuted = recorder.refutable() if recorder.scope == -1 else None
         if recorder.scope != -1 or refuted is not None or not _ends_here(replica, recorder):
             modules = recording.called(recorder.scope)
@@ -303,8 +301,6 @@ def _observe(replica: nn.Module, trainer: Any, run_time: RunTime, recorder: Reco
 
     def log(*args: Any, **kwargs: Any) -> None:
         recorder.recording.logged.append((recorder.scope, user_line()))
-        if wrong := unloggable(args, kwargs):
-            recorder.recording.unloggable = recorder.recording.unloggable or f"{wrong} ({user_line()})"
         if recorder.scope == -1:
             recorder.use((args, kwargs))
 

@@ -71,7 +71,6 @@ def _searched(tasks: Mapping[int, Task]) -> SizesFound:
             task.options,
             first(task.machine, task.num_devices * (task.num_pipelines or 1)),
             num_pipelines=task.num_pipelines,
-            bound_seconds=task.options.bound_seconds,
             progress=progress,
         )
         models = {number: each.subject.step.fingerprint for number, each in tasks.items()}

@@ -72,12 +72,6 @@ class SearchOptions:
         "state, fsdp also parameters and gradients, auto what a search needs for the memory, none keeps what the plan "
         "says. A search counts what is split, so it may give stages more replicas.",
     )
-    bound_seconds: Annotated[float, Ge(0)] = option(
-        2.0,
-        "time limit of gpp-plan for a lower bound of the step time, which it computes after the search to say how much "
-        "better a plan could be; 0 leaves only the bound that all devices are busy all the time.",
-        allowed="0 seconds or more",
-    )
 
 
 NUMBERS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)

@@ -20,8 +20,8 @@ from lightning_gpp.costs.tensor_parallel import roofline_of
 from lightning_gpp.errors import ConfigError, GPPError
 from lightning_gpp.graph import OperatorGraph
 from lightning_gpp.graph.parts import part_of
-from lightning_gpp.planning.bounds.members import members_bound
 from lightning_gpp.planning.partitioners.auto.with_members import auto_with_members, with_groups
+from lightning_gpp.planning.problem.bound import busy_bound
 from lightning_gpp.planning.problem.draft import Draft
 from lightning_gpp.planning.problem.partitioner import Answer, SearchControl
 from lightning_gpp.planning.problem.prediction import Prediction
@@ -181,7 +181,7 @@ class _Sizes:
         bounds = [plan.lower_bound for plan in self.plans.values()]
         if self._mixed_request is not None:
             graph, request = self._mixed_request
-            bounds.append(members_bound(request.problem(graph)))
+            bounds.append(busy_bound(request.problem(graph)))
         return min(bounds)
 
 

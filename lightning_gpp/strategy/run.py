@@ -94,7 +94,7 @@ class Run:
         whole = fitting and runs_whole(self.module, options)
         check_module(self.module, whole or not fitting, alone=control.num_processes == 1)
         if whole:
-            check_whole(options)
+            check_whole(options, steps_itself=not self.module.automatic_optimization)
         if fitting and getattr(self.precision, "scaler", None) is not None:
             check_scaled(options)
         check_callbacks(trainer, control.num_devices)

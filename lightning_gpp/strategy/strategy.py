@@ -246,6 +246,7 @@ class GPPStrategy(RanksStrategy):
         if self._steps.whole:
             with self._training.complete_gradients():
                 self.precision_plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
+            self._training.check_finite(closure_loss, last=not self._accumulating)
         elif not self._accumulating:
             self._training.sum_gradients()
         return self.precision_plugin.post_backward(closure_loss, module)

@@ -193,6 +193,7 @@ class Engine:
             loss = loss_of(step(batch, *step_arguments(step, batch_idx)))
         with self.complete_gradients():
             (loss / accumulated).backward()
+        self.check_finite(loss)
         return loss.detach().to(CPU, torch.float64)
 
     @contextmanager
@@ -214,6 +215,21 @@ class Engine:
     def complete_gradients(self) -> AbstractContextManager[None]:
         """Inside, a backward of a step as a whole runs; at its end gradients are complete."""
         return self._whole.reducing()
+
+    def check_finite(self, loss: Tensor, *, last: bool = True) -> None:
+        """Look for numbers that are not finite (`on_nonfinite`), after the backward of a step as a whole.
+
+        Args:
+            loss: the loss of the mini-batch.
+            last: whether an optimizer step follows.
+
+        Raises:
+            GPPError: on all ranks; a number is not finite, and steps are not left out.
+        """
+        if self._finite is not None:
+            self._finite.note([loss.detach()])
+            if last:
+                self._finite.before_update(self.num_steps - 1)
 
     def evaluate(self, batch: Any, batch_idx: int = 0, *, step: str = "validation_step") -> Any:
         """Run an evaluation step on a mini-batch. Returns its result on ranks with `runs_step`, elsewhere None.

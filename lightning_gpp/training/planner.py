@@ -187,7 +187,6 @@ def planned(
     num_devices: int,
     *,
     num_pipelines: int | None = 1,
-    bound_seconds: float = 0.0,
     progress: Progress | None = None,
 ) -> Planned:
     """A new plan: from a file, by hand, or by a partitioner.
@@ -198,7 +197,6 @@ def planned(
         machine: returns the machine; called only if a partitioner or a schedule needs it.
         num_devices: number of devices of one pipeline, or of all if the number of pipelines is open.
         num_pipelines: pipeline replicas; None leaves their number to the partitioner.
-        bound_seconds: time limit for a lower bound after the search.
         progress: called during the search.
 
     Raises:
@@ -215,7 +213,6 @@ def planned(
             options,
             there,
             num_pipelines=num_pipelines,
-            bound_seconds=bound_seconds,
             progress=progress,
         )
         prediction = best_plan(options.partitioner, captured.graph, request)
@@ -300,14 +297,13 @@ def request_of(
     machine: Machine,
     *,
     num_pipelines: int | None = 1,
-    bound_seconds: float = 0.0,
     progress: Progress | None = None,
 ) -> Request:
     """The request of the settings, for all devices of the machine."""
     copies = weight_copies_of(options.weights)
     limits = {field.name: getattr(options, field.name) for field in fields(SearchOptions)}
     return Request(
-        **{**limits, "bound_seconds": bound_seconds},
+        **limits,
         cluster=machine.cluster,
         batch_size=captured.batch_size * mini_batches_of(options, num_pipelines or 1),
         schedules=schedules_of(options),

@@ -63,7 +63,6 @@ from lightning_gpp.training.planner import TRAINING, part_of_member, plan_for
 from lightning_gpp.training.replicas import Layout, Replicas
 from lightning_gpp.training.self_check import check_first
 from lightning_gpp.training.sessions import Sessions
-from lightning_gpp.training.step_errors import check_step
 from lightning_gpp.training.whole_check import comparison
 from lightning_gpp.training.whole_step import (
     WholeStep,
@@ -103,8 +102,6 @@ def _built(job: Job, incoming: Incoming, batch: Any, *, step: str, **given: Any)
         if step == TRAINING or plan is None or not made_for_whole(plan):
             raise
         refused, may_run_whole = error, may_evaluate_whole(job.options, plan)
-    with job.control.mesh.peers(alone=True):
-        check_step(job, step, batch, refused)
     if not may_run_whole:
         raise refused  # outside of the handler, whose error would be its context, of which it is the cause
     return _set_up_whole(refused, job, incoming, batch, step=step, **given)

@@ -9,7 +9,9 @@ import torch
 from torch import nn
 from torch.random import fork_rng
 
+from lightning_gpp.capture.own_streams import unmoved
 from lightning_gpp.capture.places import outside_kept
+from lightning_gpp.capture.shared_objects import holders
 from lightning_gpp.runtime.neutral import Neutral
 from lightning_gpp.runtime.random import undisturbed
 from lightning_gpp.stages.step import UserStep
@@ -27,6 +29,7 @@ def unnoticed(job: Job) -> ExitStack:
     """
     stack, device = ExitStack(), job.device
     stack.enter_context(outside_kept(job.module))
+    stack.enter_context(unmoved(holders(job.module)[1]))
     stack.enter_context(undisturbed())
     stack.enter_context(fork_rng([] if device.type == "cpu" else [device]))
     stack.enter_context(redirect_stdout(StringIO()))

@@ -247,8 +247,12 @@ def made_for_whole(plan: Plan | None) -> bool:
     return plan is not None and plan.notes.get(_STEP) == _WHOLE
 
 
-def check_whole(options: Options) -> None:
+def check_whole(options: Options, *, steps_itself: bool = False) -> None:
     """Refuse options that a step as a whole does not support.
+
+    Args:
+        options: the options.
+        steps_itself: the user's code steps the optimizers.
 
     Raises:
         ConfigError: names the option, the reason and a remedy.
@@ -268,8 +272,9 @@ def check_whole(options: Options) -> None:
         "costs": (options.costs == "measured", "times the step on micro-batches. Use roofline"),
         "trace": (options.trace, "measures the program of a step. Leave it out"),
         "on_nonfinite": (
-            options.on_nonfinite in ("stop", "skip"),
-            "looks at gradients before the optimizer step that the loop does. Leave it out, and check in the step",
+            steps_itself and options.on_nonfinite in ("stop", "skip"),
+            "looks at gradients before the loop steps the optimizer, but here your code does. Leave it out, and check "
+            "in your code",
         ),
     }
     for name, (given, reason) in problems.items():

@@ -96,7 +96,7 @@ def test_fewest_in_flight_of_a_diamond() -> None:
 
 def test_sections_of_optimality_on_a_few_problems() -> None:
     for section in (
-        optimality.against_exhaustive,
+        optimality.against_all_plans,
         optimality.graphpipe_in_its_space,
         optimality.fewest_in_flight,
     ):

@@ -22,14 +22,14 @@ from lightning_gpp.planning import (
     best_plan,
 )
 from lightning_gpp.planning import search as search_front
-from lightning_gpp.planning.bounds.bound import lower_bound
 from lightning_gpp.planning.partitioners.auto import search
 from lightning_gpp.planning.partitioners.auto.search import auto
-from lightning_gpp.planning.partitioners.exhaustive import exhaustive
+from lightning_gpp.planning.problem.bound import busy_bound
 from lightning_gpp.planning.problem.partitioner import partitioner_of
 from lightning_gpp.schedules import compile_program, verify
 from tests.planning import graphs
 from tests.planning.drafts import DEVICE, simulated
+from tests.planning.every_shape import best_of_all
 from tests.planning.problems import random_problem
 
 FAMILIES = {
@@ -80,7 +80,7 @@ def test_equals_the_best_of_all_plans(number: int) -> None:
         problem = random_problem(seed, num_units=3 + seed % 3)
         answer = auto(problem, _control())
         _assert_valid(problem, _draft(answer))
-        best = Evaluator(problem)(_draft(exhaustive(problem, _control())))
+        best = best_of_all(problem)
         found = Evaluator(problem)(_draft(answer))
         assert found.excess_bytes == pytest.approx(best.excess_bytes), seed
         ratios.append(found.seconds / best.seconds)
@@ -98,7 +98,7 @@ def test_equals_the_best_of_all_plans_on_unequal_devices() -> None:
         )
         answer = auto(problem, _control())
         _assert_valid(problem, _draft(answer))
-        ratios.append(Evaluator(problem)(_draft(answer)).seconds / exhaustive(problem, _control()).objective)
+        ratios.append(Evaluator(problem)(_draft(answer)).seconds / best_of_all(problem).seconds)
     assert max(ratios) <= 1.02
 
 
@@ -124,7 +124,7 @@ def test_plans_compile_and_take_what_was_promised(family: Callable[[], OperatorG
     timeline, plan, _ = simulated(problem, draft)
     verify(compile_program(plan))
     assert answer.objective == Evaluator(problem)(draft).seconds
-    assert lower_bound(problem) <= answer.objective
+    assert busy_bound(problem) <= answer.objective
     assert timeline.makespan == pytest.approx(answer.objective, rel=0.2)
 
 

@@ -12,12 +12,12 @@ import pytest
 from lightning_gpp.cluster import Cluster, Link
 from lightning_gpp.graph import OperatorGraph
 from lightning_gpp.planning import Draft, DraftStage, Evaluator, Problem, Request
-from lightning_gpp.planning.partitioners.exhaustive import shapes
 from lightning_gpp.planning.problem import pipeline_clock
 from lightning_gpp.planning.problem.pipeline_clock import ClockedStages, end_times
 from lightning_gpp.planning.problem.units import UnitGraph
 from tests.planning import graphs
 from tests.planning.drafts import DEVICE, random_case, simulated
+from tests.planning.every_shape import shapes
 from tests.planning.problems import random_problem
 
 FAMILIES = {

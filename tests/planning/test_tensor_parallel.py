@@ -43,7 +43,6 @@ def random_case(seed: int) -> tuple[OperatorGraph, Request]:
         recompute=False,
         simplicity=0.0,
         seconds=30.0,
-        bound_seconds=0.0,
     )
     return graph, _tight(random, graph, request) if random.random() < 0.7 else request
 
@@ -165,9 +164,7 @@ def chain(*work: float) -> OperatorGraph:
 def request(num_devices: int, memory_bytes: float = 1e9, **settings: Any) -> Request:
     device = replace(DEVICE, memory_bytes=memory_bytes)
     cluster = Cluster.uniform(device, num_devices, Link(latency=1e-6, bytes_per_second=1e8, shared="device"))
-    return Request(
-        cluster=cluster, **{"batch_size": 16, "num_pipelines": 1, "seconds": 3.0, "bound_seconds": 0.0, **settings}
-    )
+    return Request(cluster=cluster, **{"batch_size": 16, "num_pipelines": 1, "seconds": 3.0, **settings})
 
 
 def test_only_the_layer_that_is_too_large_for_one_device_is_divided() -> None:

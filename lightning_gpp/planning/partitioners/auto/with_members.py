@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from lightning_gpp.planning.bounds.members import members_bound
 from lightning_gpp.planning.partitioners.auto.search import INTERRUPTED, Search
 from lightning_gpp.planning.partitioners.auto.shape import Shape
+from lightning_gpp.planning.problem.bound import busy_bound
 from lightning_gpp.planning.problem.draft import Draft, DraftStage
 from lightning_gpp.planning.problem.partitioner import Answer, SearchControl
 from lightning_gpp.planning.problem.problem import Problem
@@ -22,7 +22,7 @@ def auto_with_members(problem: Problem, control: SearchControl, drafts: Mapping[
 
     `drafts`: with the names under which they are alternatives in any case, whatever their estimates; empty: none.
     """
-    search = Search(problem, control, members_bound(problem))
+    search = Search(problem, control, busy_bound(problem))
     try:
         shapes = {shape: name for draft, name in drafts.items() if (shape := Shape.of(draft)) is not None}
         search.named = {shape: name for shape, name in shapes.items() if name}

@@ -1,58 +1,24 @@
-"""Tries every plan of a small problem: the reference for all other partitioners."""
+"""All plans of the space that `auto` searches, for a handful of units and devices, and the fastest of them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import combinations, permutations, product
-from math import inf
 
+from lightning_gpp.planning import Evaluation, Evaluator, Problem
 from lightning_gpp.planning.partitioners.auto.shape import Shape
 from lightning_gpp.planning.problem.draft import flows, stage_of_units
-from lightning_gpp.planning.problem.evaluate import Evaluator
-from lightning_gpp.planning.problem.partitioner import Answer, SearchControl, register_partitioner
-from lightning_gpp.planning.problem.problem import Problem
-
-MAX_PLANS = 2_000_000
-"""A problem with more plans is refused."""
 
 
-@register_partitioner("exhaustive")
-def exhaustive(problem: Problem, control: SearchControl) -> Answer:
-    """Find the plan with the shortest simulated step of all that fit the memory; for a handful of units and devices.
-
-    If the time is up before all were tried, it is the best of those that were, and the notes say so.
-    """
-    evaluate, best, rank = Evaluator(problem), None, (inf, inf)
-    notes: tuple[str, ...] = ()
-    for shape in shapes(problem):
-        draft = shape.draft()
-        found = evaluate(draft).rank
-        if found < rank:
-            best, rank = draft, found
-        if evaluate.evaluations % 100 == 0:
-            control.report(0.0, rank[1])
-            if control.expired:
-                notes = (f"Not all plans were tried in strategy.search_seconds={control.seconds:g} seconds.",)
-                break
-        if evaluate.evaluations > MAX_PLANS:
-            return _too_many(problem, evaluate.evaluations)
-    return Answer(
-        draft=None if best is None else evaluate.fitted(best),
-        objective=rank[1],
-        objective_name=f"seconds of a {problem.judged_by}",
-        states=evaluate.evaluations,
-        notes=notes,
-    )
-
-
-def _too_many(problem: Problem, states: int) -> Answer:
-    note = f"There are more than {MAX_PLANS:,} plans; choose partitioner=auto, or larger units."
-    return Answer(draft=None, objective_name=f"seconds of a {problem.judged_by}", states=states, notes=(note,))
+def best_of_all(problem: Problem) -> Evaluation:
+    """The evaluation of the plan with the shortest step of all that fit the memory."""
+    evaluate = Evaluator(problem)
+    return min((evaluate(shape.draft()) for shape in shapes(problem)), key=lambda evaluation: evaluation.rank)
 
 
 def shapes(problem: Problem) -> Iterator[Shape]:
-    """All plans of the space that `auto` searches; replicas of a stage have devices next to each other."""
+    """Every plan once; replicas of a stage have devices next to each other."""
     most = min(problem.num_units, problem.num_devices)
     for groups in _partitions(problem.num_units, most):
         if _acyclic(problem, groups):
