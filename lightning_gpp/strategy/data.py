@@ -26,13 +26,12 @@ from lightning_gpp.wording import described
 
 @dataclass
 class Placeholder:
-    """Represents the batch, or the result of a step, on ranks that have none.
+    """Represents the batch, or a large tensor of it or of a result, on ranks that have none.
 
     `samples` is empty, but its first size is the batch size. `num_bytes`: the size of what was too large to be sent.
     """
 
     samples: Tensor
-    what: str = "batch"
     num_bytes: int = 0
 
     def __getitem__(self, key: object) -> NoReturn:
@@ -47,25 +46,15 @@ class Placeholder:
         self._refuse(f".{name}")
 
     def _refuse(self, use: str) -> NoReturn:
+        what = "A tensor" if self.num_bytes else "A batch"
         raise ConfigError(
-            f"A {self.what} was used here ({use.strip()}), on a rank that has none: only the ranks that run the user's "
-            f"step have it{self._size()}. Guard this code with `if trainer.is_global_zero`, or move it into the step."
+            f"{what} was used here ({use.strip()}), on a rank that has none: only the ranks that run the user's step have "
+            f"it{self._size()}. Guard this code with `if trainer.is_global_zero`, or move it into the step."
         )
 
     def _size(self) -> str:
         large = f", and {size(self.num_bytes)} are too much to be sent to the others for hooks"
         return large if self.num_bytes else ""
-
-
-class PartialResult(dict[str, Any]):
-    """The result of a training step on a rank that has only its loss."""
-
-    def __init__(self, loss: Tensor, rest: Placeholder) -> None:
-        super().__init__(loss=loss)
-        self._rest = rest
-
-    def __missing__(self, key: str) -> Any:
-        return self._rest[key]
 
 
 class ShadowLoader:

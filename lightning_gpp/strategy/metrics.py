@@ -57,9 +57,10 @@ class MetricStates:
         """
         if self.behind and metric_state(metric)[1] == self._counts.get(id(metric), 0):
             raise ForeignTensorError(
-                f"The value of the metric {path} is asked for between the ends of two epochs, on a rank that has its state "
-                "of the last one: only the rank that runs the step has that of now. Log the metric (self.log(name, metric)), "
-                "or compute it in the step, at the end of the epoch, or under `if trainer.is_global_zero`."
+                f"The value of the metric {path} is asked for between the ends of two epochs, on a rank that has its "
+                "state of the last one: only the rank that runs the step has that of now. Log the metric "
+                "(self.log(name, metric)), or compute it in the step, at the end of the epoch, or under "
+                "`if trainer.is_global_zero`."
             )
         return self.control.num_pipelines > 1 and own()
 

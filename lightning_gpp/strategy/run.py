@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -217,11 +216,8 @@ class Run:
         if not self.reading.announce(batch):
             return None
         if BATCH in self._readers.taken.get(step_of(self.trainer), ()):
-            batch = self._readers.everywhere(batch, "batch")
-        samples = torch.empty(self.incoming.batch_size, 0)
-        if isinstance(batch, Placeholder):
-            return replace(batch, samples=samples)
-        return Placeholder(samples) if batch is None else batch
+            return self._readers.everywhere(batch)
+        return batch if self.control.runs_step else Placeholder(torch.empty(self.incoming.batch_size, 0))
 
     # -- attached -----------------------------------------------------------------------------------------------------
 

@@ -19,7 +19,6 @@ from lightning_gpp.capture.attributes import Attribute
 from lightning_gpp.errors import GPPError
 from lightning_gpp.strategy.aggregates import AggregatorWatch
 from lightning_gpp.strategy.checks import facts_of_trainer, reads_data
-from lightning_gpp.strategy.data import PartialResult, Placeholder
 from lightning_gpp.strategy.hooks.readers import RESULT, BatchReaders
 from lightning_gpp.strategy.logs import LogExchange, LogRecorder
 from lightning_gpp.strategy.messages import inform
@@ -180,8 +179,6 @@ class Steps:
         rest = self._for_hooks(TRAINING, rest)
         if not self.control.loads:
             loss = torch.full((), number, dtype=torch.float64, device=self.device)
-        if isinstance(rest, Placeholder):
-            return PartialResult(loss, rest)
         return {"loss": loss, **rest} if rest else loss
 
     def _begin(self) -> None:
@@ -233,7 +230,7 @@ class Steps:
     def _for_hooks(self, step: str, result: Any) -> Any:
         """The result of a step, on every rank if hooks take it and it is small."""
         self._metrics.behind = not self.control.runs_step
-        return self._readers.everywhere(result, "result") if RESULT in self._readers.taken.get(step, ()) else result
+        return self._readers.everywhere(result) if RESULT in self._readers.taken.get(step, ()) else result
 
     def _warn_of_means(self, names: Sequence[str]) -> None:
         if new := [name for name in names if name not in self._told]:

@@ -40,10 +40,10 @@ def hooks_on_events(trainer: pl.Trainer) -> list[str]:
     return sorted({name for owner in owners_of(trainer) for name in dir(type(owner)) if name.startswith("on_")})
 
 
-def user_hooks(trainer: pl.Trainer, names: Iterable[str], owner: object = None) -> Iterator[UserHook]:
+def user_hooks(trainer: pl.Trainer, names: Iterable[str], of: object = None) -> Iterator[UserHook]:
     """The hooks of these names, of all owners or of one."""
     known = tuple(names)
-    for owner in owners_of(trainer) if owner is None else [owner]:
+    for owner in owners_of(trainer) if of is None else [of]:
         for name in known:
             plain = getattr(owner, name, None)
             if (function := user_function(plain)) is not None:

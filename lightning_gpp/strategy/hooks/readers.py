@@ -1,8 +1,8 @@
 """Mini-batches and results of steps for the user's hooks, which run on every rank.
 
-Both are on the rank that runs the step. If a hook of the user's takes them, the other ranks of the pipeline get them, too,
-as long as they are small: token ids and labels, not images. What is larger stays where it is, and an error says so where
-it is used. The loss of a training step is everywhere. Predictions stay where they are, as for writers: callbacks that take
+Both are on the rank that runs the step. If a hook of the user's takes them, the other ranks of the pipeline get them,
+too, with small tensors: token ids and labels, not images. A large one stays where it is, and an error says so where it
+is used. The loss of a training step is everywhere. Predictions stay where they are, as for writers: callbacks that take
 them run their hooks of prediction only there, so that nothing is written twice.
 """
 
@@ -28,7 +28,7 @@ from lightning_gpp.training.planner import TRAINING
 BATCH: Final = "batch"
 RESULT: Final = "result"
 MOST_BYTES: Final = 1 << 20
-"""Bytes of the tensors of a mini-batch, or of a result, that other ranks get."""
+"""Bytes of the largest tensor of a mini-batch, or of a result, that other ranks get."""
 
 _LOOPS: Final = {TRAINING: "train", "validation_step": "validation", "test_step": "test"}
 _PREDICTION: Final = tuple(f"on_predict_{each}" for each in ("batch_start", "batch_end", "epoch_end", "end"))
@@ -41,19 +41,25 @@ class _SentTensor:
     values: Tensor
     on_cpu: bool
 
-    @classmethod
-    def of(cls, tensor: Tensor) -> _SentTensor:
-        return cls(tensor.detach().cpu(), tensor.device.type == "cpu")
-
     def on(self, device: torch.device) -> Tensor:
         return self.values if self.on_cpu else self.values.to(device)
 
 
 @dataclass(frozen=True, slots=True)
 class _TooLarge:
-    """Stands for a value that is not sent."""
+    """Stands for a tensor that is not sent."""
 
     num_bytes: int
+    first_size: int
+
+    def on(self, device: torch.device) -> Placeholder:
+        return Placeholder(torch.empty(self.first_size, 0), self.num_bytes)
+
+
+def _sent(tensor: Tensor) -> _SentTensor | _TooLarge:
+    if tensor.nbytes <= MOST_BYTES or not tensor.dim():
+        return _SentTensor(tensor.detach().cpu(), tensor.device.type == "cpu")
+    return _TooLarge(tensor.nbytes, tensor.shape[0])
 
 
 class BatchReaders:
@@ -92,22 +98,15 @@ class BatchReaders:
         elif any(user_hooks(self._trainer, [f"on_{loop}_batch_start"])):
             yield BATCH
 
-    def everywhere(self, value: Any, what: str) -> Any:
+    def everywhere(self, value: Any) -> Any:
         """A value of the rank that runs the step, which waits for nobody, on all ranks of its pipeline.
 
-        Elsewhere than there, a large one is a placeholder. `what`: the kind of value, for its message.
+        Elsewhere than there, large tensors are placeholders.
         """
-        if self._control.runs_step:
-            size = sum(leaf.nbytes for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor))
-            small = size <= MOST_BYTES
-            self._control.share_object(
-                pytree.tree_map_only(Tensor, _SentTensor.of, value) if small else _TooLarge(size)
-            )
-            return value
-        shared = self._control.share_object(None)
-        if isinstance(shared, _TooLarge):
-            return Placeholder(torch.empty(0), what, shared.num_bytes)
-        return pytree.tree_map_only(_SentTensor, lambda sent: sent.on(self._device), shared)
+        mine = self._control.runs_step
+        shared = self._control.share_object(pytree.tree_map_only(Tensor, _sent, value) if mine else None)
+        kinds = (_SentTensor, _TooLarge)
+        return value if mine else pytree.tree_map_only(kinds, lambda sent: sent.on(self._device), shared)
 
     def _silence(self, callback: object) -> None:
         if isinstance(callback, BasePredictionWriter):
