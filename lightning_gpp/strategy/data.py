@@ -48,8 +48,8 @@ class Placeholder:
     def _refuse(self, use: str) -> NoReturn:
         what = "A tensor" if self.num_bytes else "A batch"
         raise ConfigError(
-            f"{what} was used here ({use.strip()}), on a rank that has none: only the ranks that run the user's step have "
-            f"it{self._size()}. Guard this code with `if trainer.is_global_zero`, or move it into the step."
+            f"{what} was used here ({use.strip()}), on a rank that has none: only the ranks that run the user's step "
+            f"have it{self._size()}. Guard this code with `if trainer.is_global_zero`, or move it into the step."
         )
 
     def _size(self) -> str:
