@@ -214,7 +214,7 @@ class Run:
             batch = self.job.in_device(batch)
         if not self.reading.announce(batch):
             return None
-        if BATCH in self._readers.read.get(step_of(self.trainer), ()):
+        if BATCH in self._readers.taken.get(step_of(self.trainer), ()):
             return self._readers.everywhere(batch)
         return batch if self.control.runs_step else Placeholder(torch.empty(self.incoming.batch_size, 0))
 

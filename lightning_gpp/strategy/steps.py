@@ -19,7 +19,7 @@ from lightning_gpp.capture.attributes import Attribute
 from lightning_gpp.errors import GPPError
 from lightning_gpp.strategy.aggregates import AggregatorWatch
 from lightning_gpp.strategy.checks import facts_of_trainer, reads_data
-from lightning_gpp.strategy.hooks.readers import METRICS, RESULT, BatchReaders
+from lightning_gpp.strategy.hooks.readers import RESULT, BatchReaders
 from lightning_gpp.strategy.logs import LogExchange, LogRecorder
 from lightning_gpp.strategy.messages import inform
 from lightning_gpp.strategy.metrics import MetricStates
@@ -228,11 +228,9 @@ class Steps:
         return self._for_hooks(step, result if self.control.loads else None)
 
     def _for_hooks(self, step: str, result: Any) -> Any:
-        """Give every rank what hooks around the step read. Returns the result, everywhere if they read it."""
-        read = self._readers.read.get(step, ())
-        if METRICS in read:
-            self._metrics.share()
-        return self._readers.everywhere(result) if RESULT in read else result
+        """The result of a step, on every rank if hooks take it and it is small."""
+        self._metrics.behind = not self.control.runs_step
+        return self._readers.everywhere(result) if RESULT in self._readers.taken.get(step, ()) else result
 
     def _warn_of_means(self, names: Sequence[str]) -> None:
         if new := [name for name in names if name not in self._told]:
