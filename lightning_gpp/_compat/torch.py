@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
@@ -353,7 +352,7 @@ def autograd_function_calls(handler: Callable[..., Any]) -> Iterator[None]:
     plain = torch.autograd.Function.__dict__["apply"]
 
     def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
-        return handler(cls, functools.partial(plain.__func__, cls), args, kwargs)
+        return handler(cls, plain.__get__(None, cls), args, kwargs)
 
     torch.autograd.Function.apply = classmethod(apply)  # type: ignore[method-assign, assignment]
     try:
