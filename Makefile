@@ -31,8 +31,8 @@ format: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-gpu: $(READY) ## check and measure on the GPUs of this machine, and write docs/gpu.md
-	$(BIN)/python -m benchmarks.gpu --output docs/gpu.md
+gpu: $(READY) ## check and measure on the GPUs of this machine, and write benchmarks/results/gpu.md
+	$(BIN)/python -m benchmarks.gpu --output benchmarks/results/gpu.md
 
 pictures: $(READY) ## write docs/pictures anew; screenshots need a browser
 	$(BIN)/python -m benchmarks.pictures

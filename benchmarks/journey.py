@@ -28,9 +28,9 @@ from typing import Any
 import lightning as L
 import torch
 import torch.multiprocessing as multiprocessing
+from lightning.fabric.plugins.environments.lightning import find_free_network_port
 
 import lightning_gpp
-from benchmarks.overhead import free_port
 from gpp_examples.two_tower import CaptionedDigits, TwoTower
 from lightning_gpp.capture import capture_step
 from lightning_gpp.cluster import preset_cluster
@@ -145,7 +145,7 @@ def main() -> None:
     arguments = parser.parse_args()
     print("| | files | changes of file |\n|---|---|---|", flush=True)
     if arguments.journey != "plan":
-        multiprocessing.spawn(step, (free_port(), arguments.all), nprocs=NUM_RANKS)
+        multiprocessing.spawn(step, (find_free_network_port(), arguments.all), nprocs=NUM_RANKS)
     if arguments.journey != "step":
         plan(arguments.all)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any, Final
 
-from lightning_gpp import _one_lightning, _registration
+from lightning_gpp import _registration
 from lightning_gpp.errors import (
     CaptureError,
     CheckpointError,
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from lightning_gpp.simulation import StageCost, StageCosts, Timeline, simulate, trace_of
     from lightning_gpp.strategy import GPPStrategy
     from lightning_gpp.training.engine import Engine
+    from lightning_gpp.training.gathered import summon_full_params
     from lightning_gpp.training.loop import initialize
     from lightning_gpp.training.options import Options
 
@@ -106,6 +107,7 @@ __all__ = [
     "register_schedule",
     "sequence",
     "simulate",
+    "summon_full_params",
     "trace_of",
 ]
 
@@ -124,6 +126,7 @@ _ORIGINS: Final = {
     "simulation": ("StageCost", "StageCosts", "Timeline", "simulate", "trace_of"),
     "strategy": ("GPPStrategy",),
     "training.engine": ("Engine",),
+    "training.gathered": ("summon_full_params",),
     "training.loop": ("initialize",),
     "training.options": ("Options",),
 }
@@ -133,7 +136,6 @@ _ORIGINS: Final = {
 _MODULES: Final = {name: module for module, names in _ORIGINS.items() for name in names}
 
 _registration.register()
-_one_lightning.unify()
 
 
 def __getattr__(name: str) -> Any:

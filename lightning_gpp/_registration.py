@@ -8,60 +8,60 @@ from __future__ import annotations
 import importlib.machinery
 import sys
 from collections.abc import Sequence
-from importlib.abc import Loader, MetaPathFinder
+from importlib.abc import MetaPathFinder
 from types import ModuleType
-from typing import Any, Final
+from typing import Any
 
-_REGISTRIES: Final = ("lightning.pytorch.strategies", "pytorch_lightning.strategies")
-"""Under both names of Lightning; the one that is loaded counts (`_one_lightning.py`)."""
-
-
-def register() -> None:
-    """Register the strategy now if Lightning is loaded, otherwise as soon as it is."""
-    loaded = [sys.modules[name] for name in _REGISTRIES if hasattr(sys.modules.get(name), "StrategyRegistry")]
-    if loaded:
-        _register_in(loaded[0])
-    elif not any(isinstance(finder, _WhenLoaded) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _WhenLoaded())
-
-
-def _register_in(strategies: ModuleType) -> None:
-    registry = strategies.StrategyRegistry
-    if "gpp" not in registry:
-        registry.register("gpp", make_strategy, description="Graph pipeline parallelism (lightning-gpp)")
+from lightning_gpp.errors import ConfigError
 
 
 def make_strategy(**kwargs: Any) -> Any:
+    """The strategy, for a trainer of `lightning.pytorch`."""
     from lightning_gpp.strategy import GPPStrategy
 
     return GPPStrategy(**kwargs)
 
 
+def refuse(**_: Any) -> Any:
+    """Refuse a trainer of `pytorch_lightning`, whose classes are copies of those that the strategy extends."""
+    raise ConfigError(
+        'strategy="gpp" was given to a Trainer of pytorch_lightning, which takes no strategy of lightning.pytorch. '
+        "Write `import lightning.pytorch as pl` instead of `import pytorch_lightning as pl`, in all of your code."
+    )
+
+
+_MAKERS = {"lightning.pytorch.strategies": make_strategy, "pytorch_lightning.strategies": refuse}
+
+
+def register() -> None:
+    """Register the strategy where Lightning is loaded, and otherwise as soon as it is."""
+    for name in _MAKERS:
+        module = sys.modules.get(name)
+        if module is not None and hasattr(module, "StrategyRegistry"):
+            _register_in(module)
+    if not any(isinstance(finder, _WhenLoaded) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _WhenLoaded())
+
+
+def _register_in(module: ModuleType) -> None:
+    if "gpp" not in module.StrategyRegistry:
+        description = "Graph pipeline parallelism (lightning-gpp)"
+        module.StrategyRegistry.register("gpp", _MAKERS[module.__name__], description=description)
+
+
 class _WhenLoaded(MetaPathFinder):
-    """Finds the registry's module in the usual way, and registers the strategy after the module has run."""
+    """Finds the registries' modules in the usual way, and registers the strategy after they have run."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if name not in _REGISTRIES:
-            return None
-        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
+        spec = importlib.machinery.PathFinder.find_spec(name, path, target) if name in _MAKERS else None
         if spec is not None and spec.loader is not None:
-            sys.meta_path.remove(self)
-            spec.loader = _Registering(spec.loader)
+            run = spec.loader.exec_module
+
+            def run_and_register(module: ModuleType) -> None:
+                run(module)
+                _register_in(module)
+
+            spec.loader.exec_module = run_and_register  # type: ignore[method-assign]
         return spec
-
-
-class _Registering(Loader):
-    def __init__(self, loader: Loader) -> None:
-        self._loader = loader
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
-        return self._loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        self._loader.exec_module(module)
-        _register_in(module)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)

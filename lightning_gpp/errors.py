@@ -80,7 +80,7 @@ class IndivisibleError(SelfCheckError):
 
 
 class StepError(GPPError):
-    """The user's step fails, on one device, too."""
+    """The user's step returns no loss that can be trained."""
 
 
 class ForeignTensorError(GPPError):

@@ -6,7 +6,7 @@ import contextlib
 import os
 import sys
 import types
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any, Final
 
@@ -81,27 +81,3 @@ def user_function(value: object) -> types.FunctionType | None:
 def is_own_code(file: str) -> bool:
     """True for a file of this library."""
     return file.startswith(_OWN)
-
-
-def names_reached(
-    start: types.CodeType,
-    names_in: Callable[[types.CodeType], Iterable[str]],
-    called: Callable[[str], Iterable[types.CodeType]],
-) -> set[str]:
-    """The names that code mentions, and that the code which it may call mentions, without running it.
-
-    Args:
-        start: the code of a function.
-        names_in: the names that code mentions itself; functions inside of it are looked at anyway.
-        called: the code of the functions and methods of a name.
-    """
-    open_codes, seen, names = [start], set[types.CodeType](), set[str]()
-    while open_codes:
-        code = open_codes.pop()
-        if code not in seen:
-            seen.add(code)
-            new = {*names_in(code)} - names
-            names |= new
-            open_codes += [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
-            open_codes += [each for name in new for each in called(name)]
-    return names

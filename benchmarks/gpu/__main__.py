@@ -10,6 +10,7 @@ not been run.
 from __future__ import annotations
 
 import argparse
+import math
 import tempfile
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -40,7 +41,7 @@ def main() -> None:
 def report(seatings: Sequence[Seating], folder: str) -> Iterator[str]:
     """The lines of the report, as they are known."""
     yield "# On GPUs\n"
-    yield "The report of `make gpu` (`python -m benchmarks.gpu --output docs/gpu.md`) on this machine:"
+    yield "The report of `make gpu` (`python -m benchmarks.gpu --output benchmarks/results/gpu.md`) on this machine:"
     yield f"{machine()}. `--folder` keeps the traces.\n"
     yield from coverage(seatings)
     together = [seating for seating in seatings if seating.world_size > 1]
@@ -143,6 +144,8 @@ def predictions(seatings: Sequence[Seating]) -> Iterator[str]:
 
 
 def _compared(predicted: float, measured: float, scale: float) -> list[str]:
+    if math.isnan(measured):
+        return [f"{predicted * scale:.1f}", "-", "-"]
     return [f"{predicted * scale:.1f}", f"{measured * scale:.1f}", f"{predicted / measured - 1:+.1%}"]
 
 
@@ -174,7 +177,7 @@ def beside(seatings: Sequence[Seating]) -> Iterator[str]:
     yield "The same two stages in the first two processes' places, 1F1B, medians of steps in turn. Overhead per action:"
     yield "tiny layers, the step less that of free communication, by forwards and backwards of a rank. Ours is an"
     yield "`Engine` in a plain loop: it also sends the data to the first stage and the loss to all ranks, which"
-    yield "`schedule.step` does not ([benchmarks/README.md](../benchmarks/README.md) compares the executors alone).\n"
+    yield "`schedule.step` does not.\n"
     rows = []
     for seating in (seating for seating in seatings if seating.world_size == 2):
         calls = [partial(beside_torch.beside, tiny=tiny) for tiny in (True, False)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -15,7 +16,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.gpu.live_bytes import LiveBytes
 from benchmarks.gpu.reads import counted, synchronising
 from benchmarks.gpu.towers import (
     TINY,
@@ -84,8 +84,7 @@ def _relative(found: Any, expected: Any) -> float:
 def predictions(device: torch.device) -> dict[str, list[float]]:
     """Predicted and measured seconds of a step, and peak bytes of every rank; from measured costs.
 
-    On GPUs the bytes are those of torch's allocator, on CPUs those of live tensors; without the mini-batch on ranks
-    that do not load one.
+    Measured bytes are those of torch's allocator on GPUs, without the mini-batch on ranks that do not load one.
     """
     costs = costs_here(device) if dist.get_rank() == 0 else None
     with pipeline(device, transformers(device)) as job:
@@ -103,13 +102,10 @@ def predictions(device: torch.device) -> dict[str, list[float]]:
 
 
 def _peak(job: Job, device: torch.device) -> float:
-    """The most bytes in a step."""
-    loaded, unused = (job.batch, ()) if job.engine.runs_step else ((), job.batch)
+    """The most bytes in a step; not a number on CPUs, whose allocator does not count them."""
     if device.type == "cpu":
-        states = (value for state in job.optimizer.state.values() for value in state.values())
-        with LiveBytes([*job.model.parameters(), *states, *loaded]) as live:
-            job.step()
-        return float(live.peak)
+        return math.nan
+    unused = () if job.engine.runs_step else job.batch
     torch.cuda.reset_peak_memory_stats(device)
     job.step()
     wait(device)

@@ -190,7 +190,6 @@ class Model:
             recompute=self.recompute,
             sharding="auto" if layout.pipelines > 1 else "none",
             seconds=seconds,
-            bound_seconds=1.0,
         )
         return machine.part(graph), request
 

@@ -30,8 +30,8 @@ import networkx as nx
 import numpy as np
 
 from benchmarks.planners.common import table
-from benchmarks.planners.profiles import read_profile
-from benchmarks.planners.profiles.entries import unique_names
+from benchmarks.planners.layer_costs import LayerCosts, LayerProfile
+from benchmarks.planners.piper_profile import read_profile, unique_names
 from lightning_gpp.cluster import Cluster, Device, Link
 from lightning_gpp.costs.model import Footprint
 from lightning_gpp.costs.table import CostTable, OperatorSeconds
@@ -39,14 +39,12 @@ from lightning_gpp.errors import PlanError
 from lightning_gpp.files import read_json
 from lightning_gpp.graph import Affine, Operator, OperatorGraph, TensorSpec
 from lightning_gpp.planning import DraftStage, Request, best_plan
-from lightning_gpp.planning.assignment.assign import DATA
+from lightning_gpp.planning.assignment.modules import DATA
 from lightning_gpp.planning.partitioners.downset_search import (
     Border,
     Carried,
     DownsetSearch,
     FirstStage,
-    LayerCosts,
-    LayerProfile,
     members_of,
 )
 from lightning_gpp.planning.partitioners.downsets import downsets
@@ -189,7 +187,6 @@ def question(path: Path, profile: Profile, case: Case, seconds: float) -> tuple[
         footprint=Footprint(optimizer="sgd"),
         idle_devices=True,
         seconds=seconds,
-        bound_seconds=0.0,
     )
 
 

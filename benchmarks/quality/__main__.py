@@ -1,6 +1,6 @@
 """What asynchrony does to the loss: every weight policy at the delays of 8 and 12 stages, on one device.
 
-    python -m benchmarks.quality --results quality.jsonl [--write docs/asynchronous_quality.md]
+    python -m benchmarks.quality --results quality.jsonl [--write benchmarks/results/quality.md]
 
 Runs what is missing in the file of results, in about an hour, and prints the tables; run it from the repository's root.
 """

@@ -1,71 +1,110 @@
-"""Private names of Lightning around processes: launchers, process groups, ranks, and sums over ranks."""
+"""Private names of Lightning around processes: launchers, whose processes handle their exceptions, and ranks."""
 
 from __future__ import annotations
 
 import atexit
-import contextlib
-import functools
 import os
+import signal
 import subprocess
-import sys
-from collections.abc import Sequence
+from collections.abc import Callable
+from functools import partial
 from typing import Any, Final
 
-import torch
+import lightning.pytorch as pl
+from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
+from lightning.pytorch.trainer.call import _call_and_handle_interrupt
+
+from lightning_gpp.failure.processes import exit_now
 
 LAUNCHER: Final = "GPP_LAUNCHER_PID"
 """Environment variable with the parent's process id, for processes that the launcher started."""
 _LAST: Final = 60.0
 """Seconds for which the first process waits at its end for each one that it has started."""
+_PATIENCE: Final = 5.0
+"""Seconds for each process to end by itself when the one that started it was interrupted."""
 
 
-def subprocess_launcher(environment: Any, num_processes: int, num_nodes: int) -> Any:
-    """Lightning's launcher that starts the script again for every further process; it has no public name."""
-    from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
+class ScriptLauncher(_SubprocessScriptLauncher):
+    """Starts the script again for every further process; none of them outlives the first one for long."""
 
-    launcher = _SubprocessScriptLauncher(environment, num_processes, num_nodes)
-    vars(launcher)["_call_children_scripts"] = functools.partial(_call_children, launcher)  # a class would not pickle
-    return launcher
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
+        """Run `function` here, after the other processes have been started, which run it, too."""
+        if self.cluster_environment.creates_processes_externally:
+            return super().launch(function, *args, trainer=trainer, **kwargs)
 
+        def started(*args: Any, **kwargs: Any) -> Any:
+            del os.environ[LAUNCHER]
+            atexit.register(self.end)
+            return function(*args, **kwargs)
 
-def _call_children(launcher: Any) -> None:
-    os.environ[LAUNCHER] = str(os.getpid())
-    try:
-        type(launcher)._call_children_scripts(launcher)
-    finally:
-        del os.environ[LAUNCHER]
-    atexit.register(_end_as_they_do, launcher.procs)
+        os.environ[LAUNCHER] = str(os.getpid())
+        return super().launch(started, *args, trainer=trainer, **kwargs)
 
+    def end(self, patience: float = _LAST) -> None:
+        """Take the exit code of a process that has failed after the run, when nobody watches; Lightning ignores them.
 
-def _end_as_they_do(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Take the exit code of a process that has failed after the run, when nobody watches; Lightning ignores them."""
-    for process in processes:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            if code := process.wait(_LAST):
-                sys.stdout.flush()
-                sys.stderr.flush()
-                os._exit(max(code, 1))
-
-
-def multiprocessing_launcher(strategy: Any, method: str) -> Any:
-    """A launcher of Python's multiprocessing, for the trainer."""
-    from lightning_gpp._compat.lightning_multiprocessing import MultiProcessingLauncher
-
-    return MultiProcessingLauncher(strategy, start_method=method)  # type: ignore[arg-type]
+        A process that does not end, as one that is stopped, is ended.
+        """
+        for process in self.procs:
+            try:
+                code = process.wait(patience)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                code = process.wait()
+            if code:
+                exit_now(max(code, 1))
 
 
-def init_process_group(environment: Any, backend: str, **kwargs: Any) -> None:
-    """Initialise torch.distributed as DDPStrategy does, environment variables included."""
-    from lightning.fabric.utilities.distributed import _init_dist_connection
+class MultiProcessingLauncher(_MultiProcessingLauncher):
+    """Starts processes in which a trainer handles exceptions as it does in those that run a script.
 
-    _init_dist_connection(environment, backend, **kwargs)
+    Lightning handles them only in the process that started the others and takes no part in the run: the ranks would
+    not hear of each other's exceptions, and callbacks would save the trainer as it was before the run.
+    """
+
+    inside = False
+    """True in a process that was started: there Lightning has to know by the launcher that results go through a queue,
+    in which predictions would not arrive.
+    """
+
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
+        """Run `function` in all processes, and return the result of rank 0. None of them outlives this call."""
+        if self.inside:
+            return function(*args, **kwargs)
+        run = function if trainer is None else partial(_run, trainer, function)
+        try:
+            return super().launch(run, *args, trainer=trainer, **kwargs)
+        except BaseException:
+            self._end()
+            if trainer is not None:
+                _Handled.elsewhere(trainer)
+            raise
+
+    def _end(self) -> None:
+        for number in (signal.SIGINT, signal.SIGKILL):
+            self.kill(number)
+            for process in self.procs:
+                process.join(_PATIENCE)
 
 
-def default_backend(device: torch.device) -> str:
-    """Lightning's choice of a process group backend: NCCL for CUDA, gloo for CPUs."""
-    from lightning.fabric.utilities.distributed import _get_default_process_group_backend_for_device
+def _run(trainer: pl.Trainer, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    launcher: Any = trainer.strategy.launcher
+    launcher.inside = True
+    return _call_and_handle_interrupt(trainer, function, *args, **kwargs)
 
-    return str(_get_default_process_group_backend_for_device(device))
+
+class _Handled(pl.Callback):
+    """Stands for a trainer's callbacks once, while the trainer passes on an exception that belongs to the processes."""
+
+    def __init__(self, callbacks: list[pl.Callback]) -> None:
+        self._callbacks = callbacks
+
+    @classmethod
+    def elsewhere(cls, trainer: pl.Trainer) -> None:
+        trainer.callbacks = [cls(trainer.callbacks)]  # type: ignore[attr-defined]  # set by a connector
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        trainer.callbacks = self._callbacks  # type: ignore[attr-defined]
 
 
 def set_rank_zero(rank: int) -> None:
@@ -75,17 +114,3 @@ def set_rank_zero(rank: int) -> None:
 
     for function in (rank_zero_only, shared):
         function.rank = rank  # type: ignore[attr-defined]
-
-
-def reduce_over(tensor: torch.Tensor, group: Any, reduce_op: Any) -> torch.Tensor:
-    """Lightning's own reduction, with its names for operations and its handling of means on gloo."""
-    from lightning.fabric.utilities.distributed import _sync_ddp_if_available
-
-    return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
-
-
-def gather_over(tensor: torch.Tensor, group: Any, sync_grads: bool) -> torch.Tensor:
-    """Lightning's own all-gather; gradients flow back through it if `sync_grads`."""
-    from lightning.fabric.utilities.distributed import _all_gather_ddp_if_available
-
-    return _all_gather_ddp_if_available(tensor, group, sync_grads=sync_grads)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
@@ -252,16 +251,6 @@ def will_run(node: Node) -> bool:
     return bool(torch._C._will_engine_execute_node(node))
 
 
-TablesOfLeafHooks = tuple[dict[int, Callable[..., Any]], dict[int, Callable[..., Any]]]
-"""Hooks of a tensor by number: those that get its gradient, and those that get the leaf after the accumulation."""
-
-
-def gradient_hooks(tensor: Tensor) -> TablesOfLeafHooks:
-    """The tables of the hooks on a tensor's gradient, for writing; empty ones that nobody reads if it has none."""
-    with without_torch_function():
-        return tensor._backward_hooks or {}, tensor._post_accumulate_grad_hooks or {}
-
-
 def with_gradient_hooks(tensors: Iterable[Tensor]) -> list[Tensor]:
     """Those of the tensors that have such hooks; quick, for a look in every step."""
     with without_torch_function():
@@ -363,7 +352,7 @@ def autograd_function_calls(handler: Callable[..., Any]) -> Iterator[None]:
     plain = torch.autograd.Function.__dict__["apply"]
 
     def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
-        return handler(cls, functools.partial(plain.__func__, cls), args, kwargs)
+        return handler(cls, plain.__get__(None, cls), args, kwargs)
 
     torch.autograd.Function.apply = classmethod(apply)  # type: ignore[method-assign, assignment]
     try:
@@ -403,3 +392,11 @@ def wraps_compiled(module: torch.nn.Module) -> bool:
 def forget_compiled_call(module: nn.Module) -> None:
     """Undo `module.compile()` for a copied module: its compiled call computes with the original's parameters."""
     vars(module).pop(_COMPILED_IN_PLACE, None)
+
+
+# --- process groups
+
+
+def default_store() -> Any:
+    """The store through which the default process group was made."""
+    return _c10d._get_default_store()

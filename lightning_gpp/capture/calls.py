@@ -41,13 +41,11 @@ class StepCalls:
 
     `states`: the parameters and buffers that the step combines with other values itself, outside of modules. `coupled`:
     groups of those that it combines only with each other (a mean of weights), which the ranks that have them can do.
-    `learning`: the paths of modules of which the results of a call need a gradient.
     """
 
     arguments: Mapping[str, CallArguments]
     states: frozenset[str]
     coupled: tuple[frozenset[str], ...] = ()
-    learning: frozenset[str] = frozenset()
 
 
 def find_calls(
@@ -157,13 +155,7 @@ def _found(module: nn.Module, recording: Recording) -> StepCalls:
         if call.path not in arguments:
             arguments[call.path] = _outlined(module, recording, call)
     states, coupled = _states_of_step(recording)
-    learning = {call.path for call in recording.network_calls() if _needs_gradient(recording, call)}
-    return StepCalls(arguments, frozenset(states), tuple(coupled), frozenset(learning))
-
-
-def _needs_gradient(recording: Recording, call: ModuleCall) -> bool:
-    refs = [leaf for leaf in pytree.tree_leaves(call.result) if isinstance(leaf, Ref)]
-    return any(recording.calls[ref.call].outputs[ref.output][2] for ref in refs)
+    return StepCalls(arguments, frozenset(states), tuple(coupled))
 
 
 def _states_of_step(recording: Recording) -> tuple[set[str], list[frozenset[str]]]:

@@ -194,7 +194,6 @@ def _run(
         raise
     except Exception as error:
         recording.complete, recording.stopped = False, f"{line_of(error)}: {type(error).__name__}: {error}"
-        recording.stopped_here = _is_raised_here(error)
         refuted = recorder.refutable() if recorder.scope == -1 else None
         if recorder.scope != -1 or refuted is not None or not _ends_here(replica, recorder):
             modules = recording.called(recorder.scope)

@@ -148,8 +148,6 @@ class Recording:
     complete: bool = True
     """True if the recording reached the end of the step; otherwise `stopped` says where it ended."""
     stopped: str = ""
-    stopped_here: bool = False
-    """True if the user's own line raised the error that ended the recording."""
     left: list[str] = field(default_factory=list)
     """Parameters and buffers that the step may use after the recording ended."""
     value_reads: list[tuple[int, str]] = field(default_factory=list)

@@ -1,8 +1,8 @@
 """Files and folders that are there as a whole or not at all.
 
-    .saving/NAME             being written, and locked meanwhile; or left by a process that was killed
+    .saving/NAME             being written, or left by a process that was killed
     NAME                     whole
-    .saving/NAME.previous    whole, between two renames, where the file system cannot exchange two folders
+    .saving/NAME.previous    whole, between two renames: no call replaces a folder
 
 In a folder of their own they are not found by code that looks for a part of a name, as Lightning does for `last` and
 `hpc_ckpt_`.
@@ -10,22 +10,16 @@ In a folder of their own they are not found by code that looks for a part of a n
 
 from __future__ import annotations
 
-import ctypes
-import fcntl
 import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Final
-
-_HERE: Final = -100  # AT_FDCWD: paths are as in all other calls
-_EXCHANGE: Final = 2  # RENAME_EXCHANGE
 
 
 def part_of(path: Path) -> Path:
     """The path at which a file or folder is written."""
-    return _saving(path.parent) / path.name
+    return path.parent / ".saving" / path.name
 
 
 def present(path: Path) -> Path:
@@ -39,7 +33,6 @@ def being_written(path: Path) -> Iterator[Path]:
     """Inside, a file or folder is written at `part_of(path)`; after an error nothing of it stays there."""
     part = part_of(path)
     part.parent.mkdir(parents=True, exist_ok=True)
-    clean(path.parent)
     discard(part)
     try:
         yield part
@@ -48,37 +41,19 @@ def being_written(path: Path) -> Iterator[Path]:
             discard(part)
         raise
     finally:
-        _tidy(path.parent)
+        with suppress(OSError):  # something is in it
+            part.parent.rmdir()
 
 
 def put(part: Path, path: Path) -> None:
-    """Give a file or folder its name, in place of any older one.
-
-    There is no moment without one of them. Only where a file system cannot exchange two names, a folder has the name of
-    `present` for a moment.
-    """
-    if not _replaced(part, path):
-        discard(_previous_of(path))
-        path.rename(_previous_of(path))
-        part.rename(path)
+    """Give a file or folder its name, in place of any older one, which until then has its name or that of `present`."""
+    previous = _previous_of(path)
+    if path.is_dir() or (part.is_dir() and os.path.lexists(path)):
+        discard(previous)
+        path.rename(previous)
+    part.replace(path)
     synchronise(path.parent)
-    for older in (part, _previous_of(path)):
-        discard(older)
-
-
-def _replaced(part: Path, path: Path) -> bool:
-    """True if one call of the operating system was enough."""
-    folders = part.is_dir() or (path.is_dir() and not path.is_symlink())
-    if not folders or not os.path.lexists(path):
-        part.replace(path)
-        return True
-    return exchange(part, path)
-
-
-def exchange(one: Path, other: Path) -> bool:
-    """Exchange two names in one step. Returns False where the system cannot do that."""
-    rename = getattr(ctypes.CDLL(None), "renameat2", None)
-    return rename is not None and rename(_HERE, os.fsencode(one), _HERE, os.fsencode(other), _EXCHANGE) == 0
+    discard(previous)
 
 
 def remove(path: Path) -> None:
@@ -95,36 +70,6 @@ def discard(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
-
-
-def clean(folder: Path) -> None:
-    """Remove what killed processes have left in a folder; what a living one writes is locked."""
-    for part in _saving(folder).glob("*"):
-        needed = part.suffix == ".previous" and not (folder / part.stem).exists()
-        with suppress(FileNotFoundError), locked(part) as mine:
-            if mine and not needed:
-                discard(part)
-
-
-@contextmanager
-def locked(path: Path) -> Iterator[bool]:
-    """Lock a file or folder, until the end of the context or of this process.
-
-    Inside, the value is False if another process has locked it, or if the file system has no locks.
-    """
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        yield _lock(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _lock(descriptor: int) -> bool:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return True
 
 
 def synchronise(path: Path) -> None:
@@ -146,15 +91,5 @@ def reason(error: BaseException) -> str:
     return str(error).splitlines()[0] if str(error) else type(error).__name__
 
 
-def _saving(folder: Path) -> Path:
-    return folder / ".saving"
-
-
 def _previous_of(path: Path) -> Path:
-    return _saving(path.parent) / f"{path.name}.previous"
-
-
-def _tidy(folder: Path) -> None:
-    """Remove the folder for writing, if nothing is in it."""
-    with suppress(OSError):
-        _saving(folder).rmdir()
+    return path.parent / ".saving" / f"{path.name}.previous"

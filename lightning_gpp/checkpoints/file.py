@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from lightning_gpp.checkpoints.atomic import being_written, locked, put, reason, synchronise
+from lightning_gpp.checkpoints.atomic import being_written, put, reason, synchronise
 from lightning_gpp.errors import CheckpointError, GPPError, MissingCheckpointError
 
 
@@ -20,7 +20,7 @@ def write_file(checkpoint: Any, path: Path) -> None:
         CheckpointError: the file system is full, or does not allow it. Nothing new stays there.
     """
     try:
-        with being_written(path) as part, part.open("xb") as file, locked(part):
+        with being_written(path) as part, part.open("xb") as file:
             torch.save(checkpoint, file)
             file.flush()
             synchronise(part)

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.futures import Future
 
-from lightning_gpp.checkpoints.atomic import being_written, locked, part_of, present, put, reason, synchronise
+from lightning_gpp.checkpoints.atomic import being_written, part_of, present, put, reason, synchronise
 from lightning_gpp.checkpoints.file import not_written
 from lightning_gpp.errors import CheckpointError
 
@@ -95,17 +95,9 @@ def _write_alone(tensors: dict[str, Any], writer: FileSystemWriter) -> None:
 def _part(path: Path, group: Writers) -> Iterator[Path]:
     """A new folder for all ranks, which the first one makes; after an error it is removed."""
     with ExitStack() as stack:
-        _on_first(group, lambda: stack.enter_context(_new_folder(path)))
+        _on_first(group, lambda: stack.enter_context(being_written(path)).mkdir())
         _check_shared(part_of(path), group)
         yield part_of(path)
-
-
-@contextmanager
-def _new_folder(path: Path) -> Iterator[None]:
-    with being_written(path) as part:
-        part.mkdir()
-        with locked(part):
-            yield
 
 
 def _complete(part: Path, meta: bytes, path: Path) -> None:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections import defaultdict
 from collections.abc import Callable
 from threading import Thread
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from lightning_gpp._compat.torch import pytree
 
@@ -24,13 +22,12 @@ class Saver:
 
     def __init__(self, background: bool) -> None:
         self.background = background
-        self._staging = Staging()
         self._writing: _Writing | None = None
         self._afterwards: list[Callable[[], None]] = []
 
     def staged(self, checkpoint: Any) -> Any:
         """The checkpoint as it is now, which nothing changes while it is written."""
-        return self._staging.copied(checkpoint) if self.background else checkpoint
+        return on_host(checkpoint) if self.background else checkpoint
 
     def run(self, write: Callable[[], None]) -> None:
         """Write, after the end of the writing before. Its error is raised here."""
@@ -76,31 +73,11 @@ class _Writing(Thread):
             self.error = error
 
 
-class Staging:
-    """The host's memory for a copy of a checkpoint, kept from one to the next: new memory costs more than the copy."""
-
-    def __init__(self) -> None:
-        self._kept: dict[Any, list[Tensor]] = {}
-
-    def copied(self, checkpoint: Any) -> Any:
-        """A copy on the CPU, which is valid until the next one. Tensors that are the same one remain so."""
-        free, used = self._kept, defaultdict(list)
-        copies: dict[int, Any] = {}
-        for leaf in pytree.tree_leaves(checkpoint):
-            if isinstance(leaf, Tensor) and id(leaf) not in copies:
-                kind = _kind(leaf)
-                target = free[kind].pop() if free.get(kind) else _on_host(leaf)
-                target.copy_(leaf.detach())
-                used[kind].append(target)
-                copies[id(leaf)] = target
-        self._kept = dict(used)
-        return copy.deepcopy(checkpoint, copies)
-
-
-def _kind(tensor: Tensor) -> tuple[Any, ...]:
-    layout = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else ()
-    return tensor.shape, tensor.dtype, tensor.stride(), layout
-
-
-def _on_host(tensor: Tensor) -> Tensor:
-    return torch.empty_like(tensor.detach(), device="cpu", requires_grad=False)
+def on_host(checkpoint: Any) -> Any:
+    """A copy on the CPU, in which tensors that are the same one remain so."""
+    copies: dict[int, Any] = {}
+    for leaf in pytree.tree_leaves(checkpoint):
+        if isinstance(leaf, Tensor):
+            value = leaf.detach()
+            copies[id(leaf)] = torch.empty_like(value, device="cpu", requires_grad=False).copy_(value)
+    return copy.deepcopy(checkpoint, copies)

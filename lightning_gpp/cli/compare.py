@@ -28,7 +28,7 @@ from lightning_gpp.schedules import schedule_names
 from lightning_gpp.training.machine import first
 from lightning_gpp.training.planner import check_devices, planned, request_of
 
-PARTITIONERS = tuple(name for name in partitioner_names() if name != "exhaustive")
+PARTITIONERS = partitioner_names()
 """Partitioners to compare by default: all except the one for only a handful of units and devices."""
 
 ComparedRow = tuple[str, Compared]
@@ -121,15 +121,13 @@ def _request(task: Task, progress: SearchBar | None) -> Request:
         task.options,
         machine,
         num_pipelines=task.num_pipelines,
-        bound_seconds=task.options.bound_seconds,
         progress=progress,
     )
 
 
 def in_time(request: Request, seconds: float) -> Request:
     """The request with a search that ends early enough for an answer."""
-    search, bound = min(request.seconds, 0.6 * seconds), min(request.bound_seconds, 0.1 * seconds)
-    return replace(request, seconds=search, bound_seconds=bound)
+    return replace(request, seconds=min(request.seconds, 0.6 * seconds))
 
 
 def _late(seconds: float) -> str:

@@ -42,7 +42,6 @@ from lightning_gpp.training.optimizers import OptimizerIndex
 from lightning_gpp.training.options import Context, Options
 from lightning_gpp.training.parallel_regions import captured_apart
 from lightning_gpp.training.planner import TRAINING, Subject, captured_step
-from lightning_gpp.training.step_errors import check_alone, check_end
 from lightning_gpp.training.tensor_parallel import TensorParallel, check_divided, dividing
 from lightning_gpp.training.whole_step import capture_found, check_whole, left_open, why_whole
 
@@ -194,15 +193,8 @@ def _captured(config: DictConfig, options: Options, placed: Callable[[], Abstrac
         parallel = found[0]
         optimizers, notes = _optimizers(model, trainer)
         divided = partial(captured_apart, record, parallel, model, context, 1, lambda find: find())
-        try:
-            step, whole = (
-                _training_step(model, batch, options, context, divided) if config.step == TRAINING else (divided(), "")
-            )
-        except (CaptureError, ShapeError) as error:
-            check_alone(model, config.step, batch, error, context, CPU)
-            raise
-        if isinstance(step, Capture):
-            check_end(model, config.step, batch, step.network.recording, context, CPU)
+        trains = config.step == TRAINING
+        step, whole = _training_step(model, batch, options, context, divided) if trains else (divided(), "")
     check_divided(max(options.degrees), parallel)
     return Step(
         captured=step,
@@ -236,7 +228,7 @@ def _training_step(
     example = outline(batch)
     joint = partial(_joint, model, example, options, context)
     if runs_whole(model, options):
-        check_whole(options)
+        check_whole(options, steps_itself=not model.automatic_optimization)
         return joint(), "The training step runs as a whole, on all ranks, and each of its network calls is pipelined."
     try:
         return divided(), ""

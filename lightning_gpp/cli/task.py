@@ -67,7 +67,6 @@ def predict(task: Task) -> Prediction:
             lambda: task.machine,
             task.num_devices,
             num_pipelines=task.num_pipelines,
-            bound_seconds=task.options.bound_seconds,
             progress=progress,
         )
     check_patterns(unsliced(result.plan).plan, task.options.eight_bit_edges)

@@ -53,5 +53,5 @@ def in_own_loop(given: FabricArguments) -> FabricArguments:
             value = "[...]" if name in ("example_batch", "stages", "plan") else repr(getattr(given, name))
             raise ConfigError(f"strategy.{name}={value} does not go together with Fabric: {reason}.")
     whole = replace(given, step="whole")
-    check_whole(whole)
+    check_whole(whole, steps_itself=True)
     return whole

@@ -1,31 +1,48 @@
-"""The watcher: a thread that watches other ranks while the main thread computes or waits, and ends the process."""
+"""The watch: two threads that look after this rank and the others while the main thread computes or waits.
+
+Ranks know of each other through a store, that of the process group:
+
+    rank K    a cell that rank K writes: that it lives, what it does, the exception that it has raised
+    board     written by rank 0, which reads all cells: what follows from exceptions, hang reports, the regular end
+    end       the first cause of the job's end, written once, by whoever finds it
+
+One thread talks with the store, and may wait in vain for it. The other looks at processes and clocks, and ends this
+process: the main thread may wait in a receive for ever.
+"""
 
 from __future__ import annotations
 
-import contextlib
-import queue
-import selectors
-import socket
+import json
+import os
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict
-from functools import partial
-from typing import Final
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from enum import Enum
+from typing import Any, Final
 
-from lightning_gpp.failure import torchrun
-from lightning_gpp.failure.cause import EXIT_CODE, Cause
-from lightning_gpp.failure.exceptions import Exceptions, Verdict
-from lightning_gpp.failure.hangs import Activity, HangReports
-from lightning_gpp.failure.links import PeerLink, PeerMessage
-from lightning_gpp.failure.processes import ProcessIdentity, exit_now, forget_in_workers, say
-from lightning_gpp.failure.stuck import Standing, Standstill, lonely_call
+import torch.distributed as dist
+from torch.distributed import Store  # type: ignore[attr-defined]  # it has no types
 
-_OTHERS_GRACE: Final = 1.0
-"""Seconds for other ranks to end by themselves before rank 0 kills those on its host and ends, too."""
+from lightning_gpp.failure.hangs import Progress, Standstill, conclusion, lonely_call
+from lightning_gpp.failure.processes import ENDED, ProcessIdentity, exit_now, say
+from lightning_gpp.failure.report import EXIT_CODE, Cause, record_consequence
 
+PATIENCE: Final = 1.5
+"""Seconds for all other ranks to raise exceptions of their own after one has."""
+SUSPICION: Final = 2.0
+"""Seconds of silence that are enough where a connection has been lost."""
+_ANSWER: Final = 1.0
+"""Seconds for the store to answer, and for others to learn of the end before the process that serves it ends."""
+_SOON: Final = 0.05
+"""Seconds between two looks at the store while ranks wait for each other's end."""
+_LOOK: Final = 0.1
+"""Seconds between two looks at processes (how one has ended is known until its parent has asked), and of rank 0 at the
+store: signals that ask the job to stop come this way.
+"""
 _PAUSE: Final = 5.0
-"""Seconds without a tick after which this thread counts as having been stopped."""
+"""Seconds without a look after which this thread counts as having been stopped."""
 _STOPPED: Final = ("T", "t")
 _STARVED: Final = ("R", "S", "D")
 """States of a process that is there, and silent: it waits for a processor, for memory or for a disk."""
@@ -33,354 +50,427 @@ _LENIENCE: Final = 5
 """Times the timeout that such a process may be silent: the time in which all ranks must have ended after a failure."""
 
 
-class Watcher(threading.Thread):
-    """Owns the links of one rank: detects failures of their peers, passes on the first cause, and ends the process.
+class Verdict(Enum):
+    """The consequence of an exception that a rank has reported.
 
-    Rank 0 has a link to every other rank, the others have one to rank 0, which tells all what any of them detects. The
-    first cause is the one that arrives at rank 0 first. After an exception rank 0 waits a moment: if all ranks raise
-    their own, nobody is stuck, and the watch goes on.
+    An exception that every rank raises, such as that of a pruned trial, leaves nobody waiting, and the processes live
+    on. One that only some ranks raise leaves the others in receives for ever. Nobody can see in advance which of the
+    two it is, so the ranks have a moment to raise their own.
+    """
+
+    ENDS = "the job ends"
+    APART = "all ranks have raised exceptions of their own, at different points of the program"
+    TOGETHER = "all ranks have raised the same exception at the same point of the program; they can communicate"
+
+
+@dataclass(slots=True)
+class _Peer:
+    """Another rank, as far as it is known: its process, the last content of its cell, and when that changed."""
+
+    process: ProcessIdentity
+    heard: float
+    cell: dict[str, Any] = field(default_factory=dict)
+    ending: str = ""
+    """The way its process ended, as seen on this machine."""
+
+    @property
+    def finished(self) -> bool:
+        return bool(self.cell.get("done"))
+
+
+class Watch:
+    """Watches the ranks of a job through a store, in which all of them use the same keys.
+
+    Args:
+        store: of all ranks; this object's own connection.
+        rank: this rank.
+        world_size: number of ranks.
+        timeout: seconds of silence after which a rank counts as stopped; 0 for never.
+        progress: of the main thread.
+        exit_grace: seconds for a failed rank to end by itself.
+        before_exit: ends processes that this one has started.
     """
 
     def __init__(
         self,
+        store: Store,
         *,
         rank: int,
         world_size: int,
-        links: dict[int, PeerLink],
         timeout: float,
-        activity: Activity,
+        progress: Progress,
         exit_grace: float,
-        hangs: HangReports,
+        before_exit: Callable[[], None],
     ) -> None:
-        super().__init__(name="gpp-failure-monitor", daemon=True)
-        self.rank = rank
         self.cause: Cause | None = None
         self.known = threading.Event()
         """Set after `cause` is known and printed."""
         self.verdict: Verdict | None = None
-        """The consequence of the exception that this rank has submitted; None as long as it is open."""
+        """The consequence of the exception that this rank has raised; None as long as it is open."""
         self.first: Cause | None = None
         """The exception that was reported first of those with this consequence."""
         self.judged = threading.Event()
         """Set after `verdict` is known."""
         self.stop_signal = 0
         """On rank 0 the first signal that asks the job to stop, received by any rank; 0 if there is none."""
-        self.asked_to_finish = False
-        """On rank 0 True if any rank wants the job to end regularly."""
-        self._links = links
-        self._timeout = timeout
-        self._describe, self._wait, self._hangs = activity.describe, activity.wait, hangs
-        self._standing = Standing()
-        self._exit_grace = exit_grace
-        self._interval = min(max(timeout / 8, 0.05), 0.5)
-        self._submitted: Cause | None = None
-        self._exceptions, self._world_size = Exceptions(world_size), world_size
+        self._store, self._rank, self._world_size, self._timeout = store, rank, world_size, timeout
+        self._progress, self._exit_grace, self._before_exit = progress, exit_grace, before_exit
+        self._interval = min(max(timeout / 8, 0.05), 0.5 if rank else max(_LOOK, world_size / 1000))
+        self._process = ProcessIdentity.current()
+        self._beat = 0
+        self._cell: dict[str, Any] = {"process": asdict(self._process), "round": 0, "told": 0}
+        self._board: dict[str, Any] = {"process": asdict(self._process), "beat": 0, "round": 0, "hang": 0}
+        self._peers: dict[int, _Peer] = {}
+        self._keys = [f"rank {each}" for each in range(world_size)]
+        self._wake, self._finished, self._gone = threading.Event(), threading.Event(), threading.Event()
+        self.complete = threading.Event()
+        """Set after all ranks have come."""
+        self._lock = threading.RLock()
+        self._proposed: tuple[Cause, float] | None = None
+        self._lost = False
+        self._first: tuple[Cause, float] | None = None
         self._end_by = float("inf")
-        self._last_tick = time.monotonic() - self._interval  # the first one is due
-        self._open()
+        self._concluded, self._concluded_for = "", 0
 
-    def add(self, link: PeerLink) -> None:
-        """Watch over one more rank, from another thread: on rank 0 the others come one by one."""
-        self._post(partial(self._add, link))
+    # --- for the main thread
 
-    def submit(self, cause: Cause) -> None:
-        """Report a failure of this rank, from another thread."""
+    def begin(self) -> None:
+        """Start the threads, as soon as rank 0 is there. Raises DistError if it does not come."""
+        self._look_at_myself(time.monotonic())
+        if self._rank == 0:
+            for key in (*self._keys, "end"):
+                self._store.set(key, "")
+            self._store.set("board", json.dumps(self._board))
+        board = json.loads(self._store.get("board"))
+        self._store.set_timeout(timedelta(days=1))  # a stopped process is for the other thread
+        if self._rank != 0:
+            self._peers[0] = _Peer(ProcessIdentity(**board["process"]), time.monotonic())
+        for number, run in enumerate((self._converse, self._look_around)):
+            threading.Thread(target=self._guarded, args=(run,), name=f"gpp-watch-{number}", daemon=True).start()
+
+    def missing(self) -> list[int]:
+        """On rank 0 the ranks that have not come yet."""
+        return sorted({*range(1, self._world_size)} - self._peers.keys())
+
+    def report(self, cause: Cause) -> None:
+        """Report an exception of this rank, of which `verdict` will be the consequence."""
         self.verdict = None
         self.judged.clear()
-        self._post(partial(self._submit, cause))
+        self._say(raised=asdict(cause))
+
+    def suspect(self) -> None:
+        """Report that this rank has lost a connection."""
+        self._say(suspects=True)
+
+    def propose(self, cause: Cause) -> None:
+        """Let the job end, by this cause if it is the first; an exception that waits for others came before."""
+        with self._lock:
+            if self._proposed is None:
+                self._proposed = cause if self._first is None else self._first[0], time.monotonic()
+        self._wake.set()
 
     def ask_to_stop(self, number: int) -> None:
-        """Tell rank 0 of a signal that asks the job to stop, from another thread."""
-        self._post(partial(self._ask, number))
-
-    def ask_to_finish(self) -> None:
-        """Tell rank 0 that this rank wants the job to end regularly, from another thread."""
-        self._post(self._ask_to_finish)
+        """Tell rank 0 of a signal that asks the job to stop."""
+        self.stop_signal = self.stop_signal or number
+        self._say(stop=self.stop_signal)
 
     def finish(self, patience: float) -> None:
-        """Report the regular end of this rank, from another thread. Returns when all have ended, or after `patience`.
+        """Report the regular end of this rank. Returns when all have ended, or after `patience` seconds.
 
-        Until then a rank that is stopped is noticed: rank 0 waits for all others, which wait for its word that all have
-        finished. If rank 0 ends without it, all that they had to do is done.
+        Until then a rank that is stopped is noticed. Rank 0, whose process may serve the store, is the last.
         """
-        self._post(partial(self._finish, patience))
-        self.join(patience + 2.0)
+        self._say(done=True)
+        self._finished.wait(patience)
+        self._finished.set()
+        self._gone.wait(_ANSWER)
+        if self.cause is None:
+            self._gone.set()
 
-    def catch_up(self, seconds: float) -> None:
-        """Wait, in another thread, until all is done that was asked for before."""
-        done = threading.Event()
-        self._post(done.set)
-        done.wait(seconds)
+    def _say(self, **facts: Any) -> None:
+        self._note(**facts)
+        self._wake.set()
 
-    def run(self) -> None:
+    def _note(self, **facts: Any) -> None:
+        with self._lock:
+            self._cell = {**self._cell, **facts}
+
+    def _guarded(self, run: Callable[[], None]) -> None:
         try:
-            self._watch()
+            run()
         except Exception as error:  # without memory, for example
-            say(f"[rank {self.rank}] This process ends, as it can no longer watch over the others: {error!r}")
+            say(f"[rank {self._rank}] This process ends, as it can no longer watch over the others: {error!r}")
             exit_now(EXIT_CODE)
 
-    def _watch(self) -> None:
-        while not self._is_over():
-            for key, _ in self._selector.select(max(self._last_tick + self._interval - time.monotonic(), 0)):
-                key.data()
-            if time.monotonic() >= self._last_tick + self._interval:
-                self._tick(time.monotonic())
-            self._judge_exceptions(time.monotonic())
-            self._leave_if_due(time.monotonic())
-        self._close()
+    # --- the thread that talks with the store
 
-    # --- commands of other threads
+    def _converse(self) -> None:
+        try:
+            while not self._gone.is_set() and not self._is_orphan():
+                self._talk()
+                self._wake.wait(_SOON if self._is_ending() else self._interval)
+                self._wake.clear()
+        except dist.DistError:
+            self._lost = True
 
-    def _post(self, command: Callable[[], None]) -> None:
-        self._commands.put(command)
-        with contextlib.suppress(OSError):
-            self._wake.send(b"\0")
+    def _is_ending(self) -> bool:
+        return bool(self._cell.get("done")) or self.cause is not None
 
-    def _obey(self) -> None:
-        self._woken.recv(4096)
-        while not self._commands.empty():
-            self._commands.get()()
+    def _is_orphan(self) -> bool:
+        """True if the process that serves the store has ended; torch would write a page of warnings."""
+        serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        lost = serves and self._rank != 0 and self._peers[0].process.state() in ENDED
+        if lost:
+            self._peers[0].ending = self._peers[0].process.ending()
+        self._lost = lost
+        return lost
 
-    def _add(self, link: PeerLink) -> None:
-        link.heard = time.monotonic()
-        self._links[link.rank] = link
-        self._selector.register(link.socket, selectors.EVENT_READ, partial(self._read, link))
-        if self.cause is not None:
-            link.send({"cause": asdict(self.cause)})
+    def _talk(self) -> None:
+        leaves = self.cause is not None or self._finished.is_set()
+        self._beat += 1
+        self._store.set(f"rank {self._rank}", json.dumps({**self._cell, "beat": self._beat, "gone": leaves}))
+        if leaves and self._rank != 0:
+            self._gone.set()
+            return
+        self._settle()
+        self._hear()
 
-    def _submit(self, cause: Cause) -> None:
-        self._submitted = cause
-        if self.rank == 0 or not self._links:
-            return self._consider(cause)
-        return self._links[0].send({"cause": asdict(cause)})
+    def _settle(self) -> None:
+        """Look whether processes that have ended had finished, and let the first cause be the cause."""
+        for rank, peer in list(self._peers.items()):
+            if peer.ending and not peer.finished and self._proposed is None:
+                peer.cell = json.loads(self._store.get(f"rank {rank}") or "{}")
+                if not peer.finished:
+                    raised = peer.cell.get("raised")
+                    self.propose(Cause.of(raised) if raised else self._found(rank, peer.ending))
+        if self._proposed is not None:
+            self._store.compare_set("end", "", json.dumps(asdict(self._proposed[0])))
 
-    def _ask(self, number: int) -> None:
-        self.stop_signal = self.stop_signal or number
-        if self.rank != 0 and self._links:
-            self._links[0].send({"stop": number})
+    def _hear(self) -> None:
+        keys = ["end", "board", *(self._keys if self._rank == 0 else ())]
+        end, board, *cells = self._store.multi_get(keys)
+        now = time.monotonic()
+        if end:
+            self._adopt(Cause.of(json.loads(end)))
+        if self._rank == 0:
+            self._hear_cells([json.loads(cell) if cell else {} for cell in cells], now)
+            self._preside(now)
+            self._store.set("board", json.dumps(self._board))
+            board = json.dumps(self._board).encode()
+        self._hear_board(json.loads(board), now)
 
-    def _ask_to_finish(self) -> None:
-        self.asked_to_finish = True
-        if self.rank != 0 and self._links:
-            self._links[0].send({"finish": True})
+    def _hear_board(self, board: dict[str, Any], now: float) -> None:
+        if self._rank != 0:
+            peer = self._peers[0]
+            peer.heard = peer.heard if board["beat"] == peer.cell.get("board") else now
+            peer.cell = {"board": board["beat"], "action": board.get("action", ""), "done": board.get("done", False)}
+            self._meet_neighbours(board, now)
+        if board["round"] > self._cell["round"]:
+            self._say(round=board["round"], raised=None)
+            self._conclude(Verdict[board["verdict"]], Cause.of(board["first"]))
+        if board["hang"] > self._cell["told"]:
+            self._progress.report(now)
+            self._say(told=board["hang"], hangs=False)
+        if board.get("done"):
+            self._finished.set()
 
-    def _finish(self, patience: float) -> None:
-        self._end_by = time.monotonic() + patience
-        if self.rank != 0:
-            for link in self._links.values():
-                link.done = True
-                link.send({"done": True})
+    def _meet_neighbours(self, board: dict[str, Any], now: float) -> None:
+        """Once all have come, know the processes whose end can be seen from here."""
+        if board.get("complete") and not self.complete.is_set():
+            self.complete.set()
+            for rank, cell in enumerate(map(json.loads, self._store.multi_get(self._keys))):
+                process = ProcessIdentity(**cell["process"])
+                if rank not in (0, self._rank) and process.machine == self._process.machine:
+                    self._peers[rank] = _Peer(process, now)
 
-    # --- incoming messages
+    # --- on rank 0
 
-    def _read(self, link: PeerLink) -> None:
-        messages, ended = link.receive()
-        for message in messages:
-            self._hear(link, message)
-        if ended:
-            self._lose(link)
+    def _hear_cells(self, cells: list[dict[str, Any]], now: float) -> None:
+        for rank, cell in enumerate(cells):
+            if rank and cell:
+                peer = self._peers.setdefault(rank, _Peer(ProcessIdentity(**cell["process"]), now))
+                peer.heard = peer.heard if cell["beat"] == peer.cell.get("beat") else now
+                peer.cell = cell
 
-    def _hear(self, link: PeerLink, message: PeerMessage) -> None:
-        if "action" in message:
-            link.action, place = message["action"], message.get("place")
-            link.place = None if place is None else Standstill.of(place)
-        link.done = link.done or "done" in message
-        self.stop_signal = self.stop_signal or message.get("stop", 0)
-        self.asked_to_finish = self.asked_to_finish or "finish" in message
-        if "cause" in message:
-            self._consider(Cause.of(message["cause"]))
-        if "verdict" in message:
-            self._conclude(Verdict[message["verdict"]], Cause.of(message["first"]))
-        self._hear_of_hangs(message)
-
-    def _lose(self, link: PeerLink) -> None:
-        self._selector.unregister(link.socket)
-        link.close()
-        del self._links[link.rank]
-        if not link.done and self.cause is None:
-            self._adopt(self._submitted or self._found(link, self._silence(link) + link.process.ending()))
-
-    def _silence(self, link: PeerLink) -> str:
-        """Describe a silent peer; another rank may have killed it a moment before."""
-        seconds = time.monotonic() - link.heard
-        return f"stopped answering {seconds:.1f} s ago and " if self._timeout and seconds > self._timeout / 2 else ""
-
-    # --- time
-
-    def _tick(self, now: float) -> None:
-        self._forgive_own_pause(now)
-        self._last_tick = now
+    def _preside(self, now: float) -> None:
+        """Decide what follows from what all ranks say."""
+        cells = {0: self._cell, **{rank: peer.cell for rank, peer in sorted(self._peers.items())}}
+        complete = len(cells) == self._world_size
+        if complete:
+            self.complete.set()
+        self.stop_signal = self.stop_signal or next((cell["stop"] for cell in cells.values() if cell.get("stop")), 0)
+        done = complete and all(cell.get("done") for cell in cells.values())
+        self._board = {**self._board, "beat": self._beat, "complete": complete, "done": done}
+        self._board["action"] = self._cell.get("action", "")
         if self.cause is None:
-            action = self._action()
-            place = self._standing.look(self._wait, now)
-            for link in self._links.values():
-                link.send({"action": action, "place": None if place is None else asdict(place)})
-            self._look_for_hangs(action, now)
-            self._look_for_lonely_calls(place)
-        if self._timeout:
-            self._judge(now)
+            self._judge_exceptions(cells, now)
+            self._look_for_hangs(cells)
+        if complete and not done and self.cause is None:
+            self._look_for_lonely_calls(cells)
+        left = all(peer.cell.get("gone") or peer.ending for peer in self._peers.values())
+        if left and (self.cause is not None or done):
+            self._gone.set()
 
-    def _forgive_own_pause(self, now: float) -> None:
+    def _judge_exceptions(self, cells: dict[int, dict[str, Any]], now: float) -> None:
+        current = [cell for cell in cells.values() if cell.get("raised") and cell["round"] == self._board["round"]]
+        raised = [Cause.of(cell["raised"]) for cell in current]
+        if not raised:
+            return
+        first, since = self._first = self._first or (raised[0], now)
+        if len(raised) == self._world_size and (verdict := _verdict(raised, first)) is not Verdict.ENDS:
+            if first.code != EXIT_CODE:
+                self._announce(first)
+            self._board |= {"round": self._board["round"] + 1, "verdict": verdict.name, "first": asdict(first)}
+            self._first = None
+        elif len(raised) == self._world_size or now >= since + PATIENCE:
+            self.propose(first)
+
+    def _look_for_hangs(self, cells: dict[int, dict[str, Any]]) -> None:
+        """Let all ranks report if one does not move, and say who holds up the others when they have."""
+        told = all(cell.get("told") == self._board["hang"] for cell in cells.values())
+        if told and self._board["hang"] > self._concluded_for:
+            self._concluded_for = self._board["hang"]
+            self._concluded = conclusion({rank: tuple(cell.get("ranks", ())) for rank, cell in cells.items()})
+            say(f"[rank 0] {self._concluded}")
+        elif told and any(cell.get("hangs") for cell in cells.values()):
+            self._board["hang"] += 1
+
+    def _look_for_lonely_calls(self, cells: dict[int, dict[str, Any]]) -> None:
+        """End the job if a rank is in a collective that others will never call."""
+        places = {
+            rank: Standstill.of(cell["place"]) if cell.get("place") is not None else None
+            for rank, cell in cells.items()
+        }
+        found = lonely_call(places, frozenset(rank for rank, cell in cells.items() if cell.get("done")))
+        if found is not None:
+            rank, event = found
+            process, action = ProcessIdentity(**cells[rank]["process"]), cells[rank].get("action", "")
+            self.propose(Cause(rank=rank, process=process, action=action, event=event, reported=True))
+
+    # --- the thread that looks at processes and clocks
+
+    def _look_around(self) -> None:
+        last = time.monotonic()
+        while not (self._rests() and self.cause is None):
+            now = time.monotonic()
+            self._forgive_own_pause(now - last - _LOOK, now)
+            last = now
+            self._look_at_myself(now)
+            if self.cause is None and not self._finished.is_set():
+                self._look_for_ends()
+                self._look_for_silence(now)
+                self._settle_without_store(now)
+            self._leave_if_due(time.monotonic())
+
+    def _rests(self) -> bool:
+        """Wait until it is time to look around; True if there is no more to watch."""
+        if self.cause is not None:
+            time.sleep(_SOON)
+        return self._gone.wait(_LOOK)
+
+    def _look_at_myself(self, now: float) -> None:
+        progress = self._progress
+        if progress.look(now):
+            self._concluded = ""
+        self._note(
+            action=progress.action,
+            ranks=() if progress.wait is None else progress.wait.ranks,
+            place=None if progress.place is None else asdict(progress.place),
+            hangs=progress.is_overdue(now),
+        )
+
+    def _forgive_own_pause(self, pause: float, now: float) -> None:
         """Restart all waits after a pause of this thread, which may have missed messages."""
-        pause = now - self._last_tick - self._interval
         if pause > _PAUSE:
-            self._hangs.forgive(pause)
-        if self._timeout and now - self._last_tick > self._timeout / 2:
-            for link in self._links.values():
-                link.heard = now
+            self._progress.forgive(pause)
+        if self._timeout and pause > self._timeout / 2:
+            for peer in list(self._peers.values()):
+                peer.heard = now
 
-    def _judge(self, now: float) -> None:
-        for link in self._links.values():
-            silence = now - link.heard
-            has_finished = self.rank == 0 and link.done
-            if has_finished or self.cause is not None or silence <= self._timeout:
+    def _look_for_ends(self) -> None:
+        for peer in list(self._peers.values()):
+            if not peer.ending and not peer.finished and peer.process.state() in ENDED:
+                peer.ending = peer.process.ending()
+                self._wake.set()
+
+    def _look_for_silence(self, now: float) -> None:
+        """Rank 0 looks for silent ranks; if it is silent itself, or does not serve the store, the others notice."""
+        suspicious = any(cell.get("suspects") for cell in (self._cell, *(peer.cell for peer in self._peers.values())))
+        timeout = min(self._timeout, SUSPICION) if suspicious else self._timeout
+        for rank, peer in list(self._peers.items()):
+            silence = now - peer.heard
+            if not timeout or (self._rank and rank) or peer.finished or silence <= timeout or peer.ending:
                 continue
-            state = link.process.state()
+            state = peer.process.state()
             if state in _STARVED and silence <= _LENIENCE * self._timeout:
                 continue
             stopped = " (it is stopped)" if state in _STOPPED else ""
-            self._adopt(self._found(link, f"stopped answering {silence:.1f} s ago{stopped}"))
-            link.process.kill()
+            self.propose(self._found(rank, f"stopped answering {silence:.1f} s ago{stopped}"))
 
-    def _action(self) -> str:
-        try:
-            return self._describe()
-        except Exception as error:  # the watch must continue whatever the caller's description raises
-            return f"unknown ({error!r})"
+    def _settle_without_store(self, now: float) -> None:
+        """If nobody answers, what this rank has found is the cause."""
+        if self._lost and self._cell.get("done"):
+            self._finished.set()
+            self._gone.set()
+        elif self._lost:
+            peer = self._peers.get(0)
+            ending = "lost the store of the job" if peer is None else peer.ending or peer.process.ending()
+            own = self._cell.get("raised")
+            self._adopt(Cause.of(own) if own else self._found(0, ending))
+        elif self._proposed is not None and now > self._proposed[1] + _ANSWER:
+            self._adopt(self._proposed[0])
 
-    # --- hangs
-
-    def _look_for_hangs(self, action: str, now: float) -> None:
-        if self._hangs.is_due(action, now):
-            if self.rank == 0:
-                self._ask_all(now)
-            elif self._links:
-                self._links[0].send({"hangs": self.rank})
-        self._hangs.conclude_if_due(now)
-
-    def _look_for_lonely_calls(self, place: Standstill | None) -> None:
-        """On rank 0, end the job if a rank is in a collective that others will never call."""
-        if self.rank != 0 or place is None and not any(link.place for link in self._links.values()):
-            return
-        places = {0: place, **{rank: link.place for rank, link in self._links.items()}}
-        found = lonely_call(places, frozenset(rank for rank, link in self._links.items() if link.done))
-        if found is not None and len(places) == self._world_size:
-            rank, event = found
-            process = ProcessIdentity.current() if rank == 0 else self._links[rank].process
-            action = self._action() if rank == 0 else self._links[rank].action
-            self._adopt(Cause(rank=rank, process=process, action=action, event=event, reported=True))
-
-    def _hear_of_hangs(self, message: PeerMessage) -> None:
-        now = time.monotonic()
-        if "hangs" in message and self.rank == 0:
-            self._ask_all(now)
-        if "report" in message and self._links:
-            self._links[0].send({"answer": self._hangs.tell(now)})
-        if "answer" in message:
-            self._hangs.hear(message["answer"])
-
-    def _ask_all(self, now: float) -> None:
-        if self._hangs.begin(now):
-            for link in self._links.values():
-                link.send({"report": True})
-            self._hangs.hear(self._hangs.tell(now))
+    def _found(self, rank: int, event: str) -> Cause:
+        peer = self._peers.get(rank)
+        if peer is None:
+            return Cause(rank=rank, process=self._process, action=self._progress.action, event=event)
+        action = peer.cell.get("action", "")
+        seconds = f", {time.monotonic() - peer.heard:.1f} s before" if action else ""
+        return Cause(rank=rank, process=peer.process, action=f"{action}{seconds}", event=event)
 
     # --- the end
 
-    def _found(self, link: PeerLink, event: str) -> Cause:
-        action = f"{link.action}, {time.monotonic() - link.heard:.1f} s before" if link.action else ""
-        return Cause(rank=link.rank, process=link.process, action=action, event=event)
-
-    def _consider(self, cause: Cause) -> None:
-        """Take in a failure. On rank 0 an exception waits for those of the other ranks; what rank 0 says is decided."""
-        if self.rank == 0 and cause.point:
-            self._exceptions.add(cause, time.monotonic())
-        else:
-            self._adopt(cause)
-
-    def _judge_exceptions(self, now: float) -> None:
-        verdict = self._exceptions.verdict(now) if self.cause is None else None
-        if verdict is Verdict.ENDS and self._exceptions.first is not None:
-            self._adopt(self._exceptions.first)
-        elif verdict is not None and self._exceptions.first is not None:
-            first = self._exceptions.first
-            if self._exceptions.interrupted:
-                self._announce(first)
-            for link in self._links.values():
-                link.send({"verdict": verdict.name, "first": asdict(first)})
-            self._exceptions.clear()
-            self._conclude(verdict, first)
-
     def _conclude(self, verdict: Verdict, first: Cause) -> None:
-        self._submitted, self.verdict, self.first = None, verdict, first
+        self.verdict, self.first = verdict, first
         self.judged.set()
 
-    def _adopt(self, found: Cause) -> None:
-        """Let the job end. An exception that was reported before is the cause, even if it still waited for others."""
-        if self.cause is not None:
-            return
-        self.cause = cause = self._exceptions.first or found
-        for link in self._links.values():
-            link.send({"cause": asdict(cause)})
-        self._end_by = time.monotonic() + self._grace(cause)
+    def _adopt(self, cause: Cause) -> None:
+        """Let the job end by the first cause."""
+        with self._lock:
+            if self.cause is not None:
+                return
+            self.cause = cause
+        self._end_by = time.monotonic() + (self._exit_grace if cause.rank == self._rank else _ANSWER)
         self._announce(cause)
         self.known.set()  # comes last: the failed rank may end after this
         self._conclude(Verdict.ENDS, cause)
-
-    def _grace(self, cause: Cause) -> float:
-        if cause.rank == self.rank:
-            return self._exit_grace
-        return _OTHERS_GRACE if self.rank == 0 else 0.0
+        self._wake.set()
 
     def _announce(self, cause: Cause) -> None:
-        text = f"[rank {self.rank}] The job ends. First cause: {cause}"
-        if self.rank in (0, cause.rank):
+        text = f"[rank {self._rank}] The job ends. First cause: {cause}"
+        if self._rank in (0, cause.rank):
             line = "=" * 100
-            hang = f"A hang was reported before. {self._hangs.concluded}" if self._hangs.concluded else ""
+            hang = f"A hang was reported before. {self._concluded}" if self._concluded else ""
             text = "\n".join(filter(None, (line, text, cause.traceback.rstrip(), hang, line)))
         say(text)
+
+    def wait_for_others(self) -> None:
+        """Let the others read the cause before the process that serves the store ends."""
+        if self._rank == 0:
+            self._gone.wait(_ANSWER)
 
     def _leave_if_due(self, now: float) -> None:
         if self.cause is None:
             return
-        alone = not self._links and self.cause.rank != self.rank
-        if alone or now >= self._end_by:
-            self._kill_left_behind(self.cause)
-            if self.cause.rank != self.rank:
-                torchrun.record_consequence(str(self.cause))
+        mine = self.cause.rank == self._rank
+        if now >= self._end_by or (not mine and (self._gone.is_set() or self._lost)):
+            if not mine:
+                record_consequence(str(self.cause))
+            self._before_exit()
             exit_now(self.cause.code)
 
-    def _kill_left_behind(self, cause: Cause) -> None:
-        for link in self._links.values():
-            if self.rank == 0 and not (cause.reported and link.rank == cause.rank):
-                link.process.kill()
 
-    def _is_over(self) -> bool:
-        if self.cause is not None:
-            return False
-        finishing = self._end_by < float("inf")
-        waiting = any(not link.done for link in self._links.values()) if self.rank == 0 else bool(self._links)
-        return time.monotonic() >= self._end_by or (not waiting and (finishing or self.rank != 0))
-
-    # --- sockets
-
-    def _open(self) -> None:
-        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._wake, self._woken = socket.socketpair()
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._woken, selectors.EVENT_READ, self._obey)
-        for link in self._links.values():
-            self._selector.register(link.socket, selectors.EVENT_READ, partial(self._read, link))
-        forget_in_workers(self)
-
-    def _close(self) -> None:
-        for link in self._links.values():
-            link.send({"done": True})
-        self.forget()
-
-    def forget(self) -> None:
-        """Close the sockets in a forked worker: while it has copies, other ranks do not notice the end of this one."""
-        for link in self._links.values():
-            link.close()
-        for each in (self._wake, self._woken, self._selector):
-            each.close()
+def _verdict(raised: list[Cause], first: Cause) -> Verdict:
+    """The consequence of an exception that all ranks have raised; Ctrl-C comes to them at different points."""
+    if len({cause.point for cause in raised}) == 1:
+        return Verdict.TOGETHER
+    return Verdict.APART if first.code == EXIT_CODE else Verdict.ENDS

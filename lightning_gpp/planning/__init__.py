@@ -5,7 +5,6 @@ from lightning_gpp.planning.assignment.estimate import estimate
 from lightning_gpp.planning.assignment.fit import check_model
 from lightning_gpp.planning.assignment.manual import manual
 from lightning_gpp.planning.partitioners import edgepipe as _edgepipe  # noqa: F401  registers itself
-from lightning_gpp.planning.partitioners import exhaustive as _exhaustive  # noqa: F401  registers itself
 from lightning_gpp.planning.partitioners import graphpipe as _graphpipe  # noqa: F401  registers itself
 from lightning_gpp.planning.partitioners import pipedream as _pipedream  # noqa: F401  registers itself
 from lightning_gpp.planning.partitioners import piper as _piper  # noqa: F401  registers itself

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import inf, isfinite
 from typing import Final
 
-from lightning_gpp.cluster import Cluster, Level
 from lightning_gpp.costs.model import OPTIMIZER_STATES
 from lightning_gpp.plan import STEP
 from lightning_gpp.planning.assignment.modules import stage_names
@@ -17,25 +16,19 @@ from lightning_gpp.planning.problem.partitioner import SearchControl, partitione
 from lightning_gpp.planning.problem.problem import Problem
 from lightning_gpp.planning.problem.stage_figures import static_bytes
 
-SECONDS_PER_TRIAL: Final = 2.0
-"""Time limit of the search under one suggestion, needed only if changing the draft at hand does not suffice."""
+SECONDS_PER_TRIAL: Final = 1.0
+"""Time limit of the search under one suggestion."""
 
 SMALLER: Final = 4
 """Number of smaller micro-batch sizes to try, each half of the one before."""
 
-LARGER: Final = (2, 4, 8, 16)
-"""Multiples of the cluster's devices to try."""
-
-DraftChange = Callable[[Draft], Draft]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Suggestion:
-    """A change of the problem in words, the changed problem, and if possible how a draft changes with it."""
+    """A change of the problem in words, and the changed problem."""
 
     text: str
     problem: Problem
-    change: DraftChange | None = None
 
 
 def advice(problem: Problem, draft: Draft | None) -> str:
@@ -53,7 +46,7 @@ def advice(problem: Problem, draft: Draft | None) -> str:
         return _no_stages(problem)
     if evaluation.fits:
         return "The partitioner 'auto' finds a plan that fits: choose strategy.partitioner=auto."
-    working = _working(problem, draft)
+    working = _working(problem)
     remedy = "What would make it fit (each was tried): " + "; ".join(working) if working else _nothing_helps(problem)
     return f"{described(problem, draft, evaluation)} {remedy}."
 
@@ -84,76 +77,33 @@ def searched(problem: Problem, seconds: float = SECONDS_PER_TRIAL) -> Draft | No
     return partitioner_of("auto")(problem, SearchControl(seconds=seconds)).draft
 
 
-def _working(problem: Problem, draft: Draft) -> list[str]:
+def _working(problem: Problem) -> list[str]:
     """Suggestions with which the model fits: the mildest of each kind; if no single one suffices, all together."""
-    working = [found for found in (_first(kind, draft) for kind in _kinds(problem)) if found]
-    return working or _together(problem)
+    kinds = (_recomputed, _scheduled, _smaller, _shared, _leaner)
+    found = (next(filter(_fits, kind(problem)), None) for kind in kinds)
+    return [suggestion.text for suggestion in found if suggestion] or _together(problem)
 
 
-def _first(kind: Iterator[Suggestion], draft: Draft) -> str:
-    return next((suggestion.text for suggestion in kind if _fits(suggestion, draft)), "")
-
-
-def _fits(suggestion: Suggestion, draft: Draft) -> bool:
-    evaluate = Evaluator(suggestion.problem)
-    if suggestion.change is not None and evaluate(suggestion.change(draft)).fits:
-        return True
+def _fits(suggestion: Suggestion) -> bool:
     found = searched(suggestion.problem)
-    return found is not None and evaluate(found).fits
-
-
-def _kinds(problem: Problem) -> list[Iterator[Suggestion]]:
-    return [
-        _recomputed(problem),
-        _scheduled(problem),
-        _smaller(problem),
-        _shared(problem),
-        _leaner(problem),
-        _more(problem),
-    ]
+    return found is not None and Evaluator(suggestion.problem)(found).fits
 
 
 def _recomputed(problem: Problem) -> Iterator[Suggestion]:
     if problem.recompute is False:
-        yield Suggestion(
-            text="strategy.recompute=true",
-            problem=replace(problem, recompute=True),
-            change=lambda draft: _with_recompute(problem, draft),
-        )
-
-
-def _with_recompute(problem: Problem, draft: Draft) -> Draft:
-    last = problem.num_units - 1
-    return replace(draft, stages=tuple(replace(stage, recompute=last not in stage.units) for stage in draft.stages))
+        yield Suggestion(text="strategy.recompute=true", problem=replace(problem, recompute=True))
 
 
 def _scheduled(problem: Problem) -> Iterator[Suggestion]:
     if problem.schedules == ("gpipe",):
-        yield Suggestion(
-            text="strategy.schedule=1f1b",
-            problem=replace(problem, schedules=("1f1b",)),
-            change=lambda draft: replace(draft, schedule="1f1b"),
-        )
+        yield Suggestion(text="strategy.schedule=1f1b", problem=replace(problem, schedules=("1f1b",)))
 
 
 def _smaller(problem: Problem) -> Iterator[Suggestion]:
     """Smaller micro-batches, if the user fixed the size; otherwise the partitioner has tried them."""
-    if len(problem.sizes) > 1:
-        return
-    size = problem.sizes[0]
-    for _ in range(SMALLER):
-        size = size // 2
-        if size < 1:
-            return
-        yield Suggestion(
-            text=f"strategy.micro_batch_size={size}",
-            problem=replace(problem, sizes=(size,)),
-            change=_with_size(size),
-        )
-
-
-def _with_size(size: int) -> DraftChange:
-    return lambda draft: replace(draft, stages=tuple(replace(stage, micro_batch_size=size) for stage in draft.stages))
+    halves = (problem.sizes[0] >> shift for shift in range(1, SMALLER + 1) if len(problem.sizes) == 1)
+    for size in filter(None, halves):
+        yield Suggestion(text=f"strategy.micro_batch_size={size}", problem=replace(problem, sizes=(size,)))
 
 
 def _shared(problem: Problem) -> Iterator[Suggestion]:
@@ -166,52 +116,18 @@ def _leaner(problem: Problem) -> Iterator[Suggestion]:
     for name, words in (("sgd_momentum", "SGD with momentum"), ("sgd", "SGD without momentum")):
         if OPTIMIZER_STATES[name] < states:
             leaner = replace(problem, footprint=replace(problem.footprint, optimizer=name))
-            yield Suggestion(
-                text=f"{words} as optimizer (for a graph from a file: optimizer={name})",
-                problem=leaner,
-                change=lambda draft: draft,
-            )
-
-
-def _more(problem: Problem) -> Iterator[Suggestion]:
-    for times in LARGER:
-        larger = replace(problem, cluster=repeated(problem.cluster, times))
-        if larger.num_devices <= problem.num_units * problem.max_replicas:
-            yield Suggestion(text=f"{larger.num_devices} devices instead of {problem.num_devices}", problem=larger)
-
-
-def repeated(cluster: Cluster, times: int) -> Cluster:
-    """A cluster made of `times` copies of the given one, joined by the outermost link."""
-    num = cluster.num_devices
-    levels = tuple(Level(link=level.link, groups=_repeated_groups(level.groups, times)) for level in cluster.levels)
-    outermost = cluster.levels[-1].link if cluster.levels else next(iter(cluster.links.values()))
-    return Cluster(
-        name=f"{times} x {cluster.name}",
-        devices=cluster.devices * times,
-        levels=(*levels, Level(link=outermost, groups=(0,) * (num * times))),
-        links={
-            (src + copy * num, dst + copy * num): link
-            for copy in range(times)
-            for (src, dst), link in cluster.links.items()
-        },
-    )
-
-
-def _repeated_groups(groups: tuple[int, ...], times: int) -> tuple[int, ...]:
-    step = max(groups) + 1
-    return tuple(group + copy * step for copy in range(times) for group in groups)
+            text = f"{words} as optimizer (for a graph from a file: optimizer={name})"
+            yield Suggestion(text=text, problem=leaner)
 
 
 def _together(problem: Problem) -> list[str]:
-    """All suggestions that need no other machine, each at its strongest, combined."""
+    """All suggestions, each at its strongest, combined."""
     strongest, texts = problem, list[str]()
     for kind in (_recomputed, _scheduled, _smaller, _leaner):
-        last = list(kind(strongest))[-1:]
-        for suggestion in last:
+        for suggestion in [*kind(strongest)][-1:]:
             strongest, texts = suggestion.problem, [*texts, suggestion.text]
-    if len(texts) > 1 and _fits(Suggestion(text="", problem=strongest), Draft(stages=())):
-        return [" and ".join(texts) + " together"]
-    return []
+    together = Suggestion(text=" and ".join(texts) + " together", problem=strongest)
+    return [together.text] if len(texts) > 1 and _fits(together) else []
 
 
 def _too_many_devices(problem: Problem) -> str:
@@ -243,7 +159,7 @@ def _nothing_helps(problem: Problem) -> str:
             f"Module {name!r} alone takes {_gb(alone)} of weights, gradients and optimizer state: divide it into "
             "submodules"
         )
-    return "Neither recomputation, smaller micro-batches, a leaner optimizer nor 16 times the devices were enough"
+    return "Neither recomputation, smaller micro-batches nor a leaner optimizer were enough: use more or larger devices"
 
 
 def _name(problem: Problem, draft: Draft, index: int) -> str:

@@ -72,12 +72,6 @@ class SearchOptions:
         "state, fsdp also parameters and gradients, auto what a search needs for the memory, none keeps what the plan "
         "says. A search counts what is split, so it may give stages more replicas.",
     )
-    bound_seconds: Annotated[float, Ge(0)] = option(
-        2.0,
-        "time limit of gpp-plan for a lower bound of the step time, which it computes after the search to say how much "
-        "better a plan could be; 0 leaves only the bound that all devices are busy all the time.",
-        allowed="0 seconds or more",
-    )
 
 
 NUMBERS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
@@ -116,8 +110,6 @@ class Request(SearchOptions):
         num_copies: pipelines besides which this one is planned, and whose stages hold the same parameters.
         slack: whether stages may have more micro-batches in flight than 1F1B's rule.
         every_device: whether the schedule's layout needs a stage on every device.
-        members: numbers of adjacent devices of a node that may share the work inside a stage, ascending; the graph says
-            what they divide.
         seconds: time limit of all searches together, for partitioners that can stop at any time; see `SearchControl`.
         progress: called during the search.
     """
@@ -138,7 +130,6 @@ class Request(SearchOptions):
     num_copies: int = 1
     slack: bool = True
     every_device: bool = False
-    members: tuple[int, ...] = (1,)
     seconds: float = 40.0
     progress: Progress | None = None
 
@@ -201,7 +192,6 @@ class Request(SearchOptions):
             weight_copies=self.weight_copies,
             idle_devices=self.may_idle,
             every_device=self.every_device,
-            members=self.members,
             slack=self.slack,
             simplicity=self.simplicity,
         )

@@ -6,7 +6,6 @@
         time         seconds of its actions and messages, memory left for activations
         simulate     the program that would run
     keep the plan that fits and has the highest throughput
-    compute a lower bound of its step time, within `Request.bound_seconds`
 
 The first candidate of a question also tries the runners-up of the search (`best_trial`); the others take the draft that
 it chose.
@@ -14,7 +13,6 @@ it chose.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -28,15 +26,12 @@ from lightning_gpp.plan import STEP, Plan
 from lightning_gpp.planning.advice import advice
 from lightning_gpp.planning.assignment.complete import completed, with_batch_size
 from lightning_gpp.planning.assignment.layout import lay_out
-from lightning_gpp.planning.bounds.bound import busy_bound, lower_bound
-from lightning_gpp.planning.bounds.members import members_bound
-from lightning_gpp.planning.garbage import collected_rarely
+from lightning_gpp.planning.problem.bound import busy_bound
 from lightning_gpp.planning.problem.draft import Draft, realise
 from lightning_gpp.planning.problem.evaluate import Evaluator
 from lightning_gpp.planning.problem.partitioner import (
     Alternative,
     Answer,
-    Partitioner,
     SearchControl,
     checked,
     partitioner_of,
@@ -110,16 +105,13 @@ class _NothingFits(PlanError):
 class PlanSearch:
     """The loop over the candidates of one request, with the searches that they share; see the module.
 
-    `name`: that of the partitioner. `partitioner`: the one of this name by default.
+    `name`: that of the partitioner.
     """
 
-    def __init__(
-        self, name: str, graph: OperatorGraph, request: Request, partitioner: Partitioner | None = None
-    ) -> None:
-        self.name, self.partitioner = name, partitioner or partitioner_of(name)
+    def __init__(self, name: str, graph: OperatorGraph, request: Request) -> None:
+        self.name, self.partitioner = name, partitioner_of(name)
         self.graph, self.request, self.costs = graph, request, request.operator_costs(graph)
         self._searches: dict[Request, _AnsweredRequest | GPPError] = {}
-        self._bounds: dict[Request, float] = {}
         self._explained: dict[Request, str] = {}
         self._num_questions = max(1, len(set(_questions(request))))
         self._control = SearchControl(seconds=request.seconds, progress=request.progress)
@@ -142,18 +134,8 @@ class PlanSearch:
             outcomes, failures = self._tried((schedule,))
             yield schedule, self._prediction(outcomes) if outcomes else self.explanation(failures[0])
 
-    def drafts(self) -> Iterator[tuple[Problem, Draft]]:
-        """The drafts of all searches so far, whether they fit or not, with the questions that they answer."""
-        for search in self._searches.values():
-            if not isinstance(search, GPPError):
-                tried = [] if search.trial is None else [search.trial.draft]
-                found = [] if search.answer.draft is None else [search.answer.draft]
-                others = [entry.draft for entry in search.answer.alternatives]
-                yield from ((search.problem, draft) for draft in dict.fromkeys([*tried, *found, *others]))
-
     # -- the loop -----------------------------------------------------------------------------------------------------
 
-    @collected_rarely()
     def _tried(self, schedules: Iterable[str]) -> tuple[list[_Outcome], list[GPPError]]:
         """The candidates that have a plan, and the errors of the others."""
         outcomes, failures = list[_Outcome](), list[GPPError]()
@@ -220,7 +202,7 @@ class PlanSearch:
         plan = completed(
             with_batch_size(plan, plan.batch_size // problem.num_slices),
             self.graph,
-            recompute=request.recompute,
+            recompute=request.recompute or None,
             offload=None if request.offload == "auto" else request.offload,
             sharding=request.sharding,
             chained=request.chained,
@@ -246,13 +228,11 @@ class PlanSearch:
         best = min(outcomes, key=lambda outcome: outcome.prediction.rank)
         answer, interrupted = best.search.answer, any(outcome.search.answer.interrupted for outcome in outcomes)
         searches = {id(outcome.search): outcome.search for outcome in outcomes}.values()
-        began = time.perf_counter()
-        bound = self._lower_bound(outcomes, quick=interrupted)
         remark = device_remark(best.prediction, self.request)
         return replace(
             best.prediction,
             plan=with_remark(best.prediction.plan, remark),
-            lower_bound=bound,
+            lower_bound=self._lower_bound(outcomes),
             alternatives=(*_lost(outcomes, best), *_alternatives(best)),
             search=SearchFigures(
                 partitioner=self.name,
@@ -263,29 +243,12 @@ class PlanSearch:
                 seconds=sum(search.seconds for search in searches),
                 notes=(*answer.notes, *filter(None, [remark])),
                 interrupted=interrupted,
-                bound_seconds=time.perf_counter() - began,
             ),
         )
 
-    def _lower_bound(self, outcomes: Sequence[_Outcome], *, quick: bool) -> float:
-        """Seconds that no plan of these candidates can go below; 0 if no bound is known, as for slices.
-
-        For schedules that partitioners do not know, and without a flush, it is the time in which all devices are always
-        busy.
-        """
-        if self.request.slicing is not None:
-            return 0.0
-        if len(self.request.members) > 1:
-            return min(members_bound(outcome.search.problem) for outcome in outcomes)
-        if quick or self.request.continuous or not all(outcome.candidate.is_searched for outcome in outcomes):
-            return min(_busy_bound(outcome) for outcome in outcomes)
-        return min(self._bound_of(outcome.search) for outcome in outcomes)
-
-    def _bound_of(self, search: _AnsweredRequest) -> float:
-        if search.question not in self._bounds:
-            seconds = self.request.bound_seconds / self._num_questions
-            self._bounds[search.question] = lower_bound(search.problem, seconds)
-        return self._bounds[search.question]
+    def _lower_bound(self, outcomes: Sequence[_Outcome]) -> float:
+        """Seconds that no plan of these candidates can go below; 0 for slices, for which no bound is known."""
+        return 0.0 if self.request.slicing is not None else min(map(_busy_bound, outcomes))
 
     def explanation(self, error: GPPError) -> GPPError:
         """The error, extended by the reason why nothing fits, and remedies."""

@@ -49,7 +49,7 @@ SCHEDULES: Final = (
     "messages",
     "unshards/reductions",
 )
-"""The gap is the distance from a lower bound on all plans under the schedule, the bubble a mean over the devices. The
+"""The gap is the distance from a step in which all devices are always busy, the bubble a mean over the devices. The
 other columns show the device with the most: micro-batches in flight, over all its stages; messages of one mini-batch,
 sent and received, with their bytes; all-gathers of parameters and reductions of gradients.
 """

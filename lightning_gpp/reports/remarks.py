@@ -158,7 +158,7 @@ def _unit(prediction: Prediction) -> str:
 def _bound(prediction: Prediction) -> Iterator[str]:
     if prediction.gap is not None and prediction.search is not None:
         yield (
-            f"No plan under {prediction.plan.schedule} can be shorter than {duration(prediction.lower_bound)}: at most "
+            f"With all devices busy all the time it would take {duration(prediction.lower_bound)}: at most "
             f"{percent(1 - prediction.lower_bound / prediction.seconds)} of this {_unit(prediction)} can be gained."
         )
 

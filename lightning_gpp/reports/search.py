@@ -43,10 +43,9 @@ def _bound(prediction: Prediction, kind: str) -> str:
     if prediction.gap is None:
         return "lower bound: none is known for this plan"
     bound, gap = duration(prediction.lower_bound), distance(prediction.gap)
-    spent = f" (computed in {duration(prediction.search.bound_seconds)})" if prediction.search else ""
     return (
-        f"lower bound under {prediction.plan.schedule}: {bound}{spent}; this {kind} is at most {gap} longer than the "
-        "best possible one"
+        f"lower bound, with all devices busy all the time: {bound}; this {kind} is at most {gap} longer than the best "
+        "possible one"
     )
 
 

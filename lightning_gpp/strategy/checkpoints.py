@@ -135,7 +135,7 @@ class Checkpoints:
         if engine is not None and engine.control.world_size > 1:
             checkpoint = fill(checkpoint, engine.control)
         if first:
-            self._saver.wait()  # before its memory is used again
+            self._saver.wait()  # one copy at a time is in memory
             staged = self._saver.staged(checkpoint)
             write = partial(self._io().save_checkpoint, staged, path, storage_options=storage_options)
             self._saver.run(partial(_written, write, staged.get("state_dict", {})))

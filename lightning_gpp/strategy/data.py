@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_gpp._compat.lightning import forget_indices
 from lightning_gpp.errors import ConfigError
+from lightning_gpp.reports.units import size
 from lightning_gpp.strategy.data_state import as_before
 from lightning_gpp.training.control import Control
 from lightning_gpp.training.data_parallel import data_parallel_world, divide_samples, read_in_world
@@ -25,9 +26,13 @@ from lightning_gpp.wording import described
 
 @dataclass
 class Placeholder:
-    """Represents the batch on ranks that have none. `samples` is empty, but its first size is the batch size."""
+    """Represents the batch, or a large tensor of it or of a result, on ranks that have none.
+
+    `samples` is empty, but its first size is the batch size. `num_bytes`: the size of what was too large to be sent.
+    """
 
     samples: Tensor
+    num_bytes: int = 0
 
     def __getitem__(self, key: object) -> NoReturn:
         self._refuse(f"[{key!r}]")
@@ -41,11 +46,15 @@ class Placeholder:
         self._refuse(f".{name}")
 
     def _refuse(self, use: str) -> NoReturn:
+        what = "A tensor" if self.num_bytes else "A batch"
         raise ConfigError(
-            f"A batch was used here ({use.strip()}), on a rank that has no data: only the ranks that run the user's "
-            "step load batches, the others receive the inputs of their stages. Guard this code with "
-            "`if trainer.is_global_zero`, or move it into the step."
+            f"{what} was used here ({use.strip()}), on a rank that has none: only the ranks that run the user's step "
+            f"have it{self._size()}. Guard this code with `if trainer.is_global_zero`, or move it into the step."
         )
+
+    def _size(self) -> str:
+        large = f", and {size(self.num_bytes)} are too much to be sent to the others for hooks"
+        return large if self.num_bytes else ""
 
 
 class ShadowLoader:

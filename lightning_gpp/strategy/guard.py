@@ -11,10 +11,9 @@ from typing import Any, Final
 import lightning.pytorch as pl
 
 from lightning_gpp._compat import lightning as _compat
-from lightning_gpp.failure.interrupts import OneInterrupt
 from lightning_gpp.failure.monitor import FailureMonitor
 from lightning_gpp.failure.processes import exit_now, say
-from lightning_gpp.failure.stop_flag import STOP_SIGNALS, StopFlag
+from lightning_gpp.failure.signals import STOP_SIGNALS, OneInterrupt, StopFlag
 from lightning_gpp.strategy.preemption import SIGNALLED, Preempted, Preemption
 
 _INTERRUPT_GRACE: Final = 2.0
@@ -99,7 +98,7 @@ class Guard(pl.Callback):
             return
         number = signal.Signals(said)
         if self._flag is not None:
-            self._flag.answer(number)
+            self._flag.answer()
         preemption.save(number, ended=ended)
         self._hand_on(number)
         self._trainer.strategy.barrier()

@@ -27,7 +27,6 @@ from lightning_gpp._compat.lightning import FORWARD_CACHE
 from lightning_gpp.errors import ConfigError
 from lightning_gpp.replaced import Replaced
 from lightning_gpp.training.control import Control
-from lightning_gpp.training.foreign import with_lent_values
 from lightning_gpp.training.logged_reductions import REDUCTIONS
 from lightning_gpp.training.options import Context
 
@@ -173,13 +172,6 @@ class LogRecorder:
         for call, values in self.calls.items():
             values.counted = call.name in self._counts
 
-    def renew(self, metrics: Iterable[Metric]) -> None:
-        """Take the values that these metrics have for the mini-batch instead of those for micro-batches."""
-        values = {self._metric_paths.get(id(metric)): getattr(metric, FORWARD_CACHE) for metric in metrics}
-        for call, entry in self.calls.items():
-            if call.metric is not None and call.metric in values and call.has_value:
-                entry.values = [values[call.metric]] * len(entry.values)
-
     def forget(self, batches: Iterable[int]) -> None:
         """Drop the records of mini-batches of training that were run before their turn."""
         for batch in batches:
@@ -209,7 +201,7 @@ class LogRecorder:
         del arguments["self"]
         size = arguments.pop("batch_size", None)
         metric = self._metric_path(name, value, arguments)
-        current = getattr(value, FORWARD_CACHE) if isinstance(value, Metric) else with_lent_values(value)
+        current = getattr(value, FORWARD_CACHE) if isinstance(value, Metric) else value
         scalar = self._scalar(name, current) if metric is None or _is_scalar(current) else None
         dtype = current.dtype if isinstance(current, Tensor) and current.is_floating_point() else None
         occurrence = sum(call.name == name for call, _, _ in self._run)

@@ -15,6 +15,7 @@ from torchmetrics.utilities.distributed import gather_all_tensors
 from lightning_gpp._compat.lightning import metric_state, reset_metric
 from lightning_gpp._compat.torch import pytree
 from lightning_gpp.capture.metrics import metrics_in, metrics_of
+from lightning_gpp.errors import ForeignTensorError
 from lightning_gpp.training.control import Control
 
 
@@ -26,6 +27,10 @@ class MetricStates:
 
     def __init__(self, module: pl.LightningModule, control: Control, device: torch.device) -> None:
         self.module, self.control, self.device = module, control, device
+        self.behind = False
+        """Whether steps have run elsewhere since the states were shared."""
+        self._counts: dict[int, int] = {}
+        """The number of updates of each metric when its state was shared, by its identity."""
 
     def attach(self) -> None:
         """Move the metrics to the device, and let them synchronise over the pipeline replicas."""
@@ -39,11 +44,25 @@ class MetricStates:
 
     def _adopt(self) -> None:
         """Change how metrics synchronise. It stays so after the run, when ranks still have the same states."""
-        alone = self.control.num_pipelines == 1
-        for metric in self._metrics().values():
+        for path, metric in self._metrics().items():
             own, gather = _own(metric.distributed_available_fn), _own(metric.dist_sync_fn)
-            metric.distributed_available_fn = _InRun.of(bool if alone else own, own)  # bool returns False
+            metric.distributed_available_fn = _InRun.of(partial(self._is_available, path, metric, own), own)
             metric.dist_sync_fn = _InRun.of(partial(self._gather, gather or gather_all_tensors), gather)
+
+    def _is_available(self, path: str, metric: Metric, own: Callable[[], bool]) -> bool:
+        """Whether other pipelines have states of a metric, whose value is asked for.
+
+        Raises:
+            ForeignTensorError: this rank has not the state of now.
+        """
+        if self.behind and metric_state(metric)[1] == self._counts.get(id(metric), 0):
+            raise ForeignTensorError(
+                f"The value of the metric {path} is asked for between the ends of two epochs, on a rank that has its "
+                "state of the last one: only the rank that runs the step has that of now. Log the metric "
+                "(self.log(name, metric)), or compute it in the step, at the end of the epoch, or under "
+                "`if trainer.is_global_zero`."
+            )
+        return self.control.num_pipelines > 1 and own()
 
     def _gather(self, gather: Callable[..., Any], value: Tensor, group: object = None) -> Any:
         return gather(value, group=self.control.mesh.replica_group)
@@ -58,6 +77,7 @@ class MetricStates:
 
     def detach(self) -> None:
         """Bring the states to the CPU."""
+        self.behind = False
         self._move(torch.device("cpu"))
 
     def share(self) -> None:
@@ -69,11 +89,13 @@ class MetricStates:
         for _, part in self._all():
             if isinstance(part, MetricCollection):
                 list(part.items(copy_state=False))  # lets members of a compute group refer to their leader's state
+        self.behind = False
         states = {path: metric_state(metric) for path, metric in metrics.items()}
         received = self.control.share_object(pytree.tree_map_only(Tensor, torch.Tensor.cpu, states))
         if not self.control.runs_step:
             for path in metrics.keys() & received.keys():
                 _set(metrics[path], *received[path])
+        self._counts = {id(metric): metric_state(metric)[1] for metric in metrics.values()}
 
 
 def _set(metric: Metric, state: dict[str, Any], count: int) -> None:

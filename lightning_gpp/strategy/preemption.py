@@ -66,6 +66,7 @@ class Preemption:
     ) -> None:
         self._trainer, self._control, self._monitor, self._environment = trainer, control, monitor, environment
         self._finish_saving = finish_saving
+        self._wants_to_finish = False
 
     def asked(self, received: int, *, ended: bool) -> int:
         """The signal for which all ranks stop now, 0 if there is none. All ranks call this together.
@@ -80,21 +81,21 @@ class Preemption:
     def said(self, received: int) -> int:
         """Like `asked`, after a step of training; here ranks also agree whether the run should stop after it.
 
-        `trainer.should_stop` of rank 0 counts, so that nobody has to wait for all others. Another rank's is handed to
-        rank 0 by the watch, and is in force after one of the next steps.
+        `trainer.should_stop` of rank 0 counts, so that nobody has to wait for all others; another rank's is in force
+        when all agree the next time.
         """
-        trainer, monitor = self._trainer, self._monitor
-        mine = (monitor.stop_signal or received) + _FINISH * (trainer.should_stop or monitor.asked_to_finish)
+        trainer = self._trainer
+        mine = (self._monitor.stop_signal or received) + _FINISH * trainer.should_stop
         finishes, number = divmod(self._control.relay(mine), _FINISH)
-        if trainer.should_stop and not finishes:
-            monitor.ask_to_finish()
+        self._wants_to_finish = self._wants_to_finish or trainer.should_stop
         trainer.should_stop = bool(finishes)
         return number
 
     def agree_to_finish(self) -> None:
         """Stop the run here if it should on any rank. All ranks call this together, when none has a step under way."""
         trainer = self._trainer
-        trainer.should_stop = self._control.unanimous(trainer.should_stop, everyone=False)
+        wants = trainer.should_stop or self._wants_to_finish
+        trainer.should_stop = self._control.unanimous(wants, everyone=False)
 
     @property
     def possible(self) -> bool:

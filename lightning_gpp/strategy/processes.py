@@ -9,7 +9,8 @@ from abc import abstractmethod
 from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar
+from threading import Event, Thread
+from typing import Any, ClassVar, Final
 
 import torch
 import torch.distributed as dist
@@ -20,20 +21,16 @@ from torch.distributed import Store  # type: ignore[attr-defined]  # it has no t
 
 from lightning_gpp._compat.lightning_processes import (
     LAUNCHER,
-    default_backend,
-    gather_over,
-    init_process_group,
-    multiprocessing_launcher,
-    reduce_over,
+    MultiProcessingLauncher,
+    ScriptLauncher,
     set_rank_zero,
-    subprocess_launcher,
 )
 from lightning_gpp.errors import ConfigError
-from lightning_gpp.failure.handshake import exchange_through_store
 from lightning_gpp.failure.hangs import Activity, Wait
 from lightning_gpp.failure.monitor import FailureMonitor
-from lightning_gpp.failure.processes import bind_to_parent, release_from_parent
+from lightning_gpp.failure.processes import say
 from lightning_gpp.runtime.queues import open_queues
+from lightning_gpp.strategy.collectives import gather_over, reduce_over
 from lightning_gpp.strategy.meeting import meeting_point
 from lightning_gpp.training.control import Control
 from lightning_gpp.training.data_parallel import WorldSizeReads
@@ -41,17 +38,23 @@ from lightning_gpp.training.engine import Engine
 from lightning_gpp.training.joining import join, pipelines_of
 from lightning_gpp.training.options import Options
 
+_connected: Final = Event()
+"""Set once this process hears of the end of others."""
+_GRACE: Final = 5.0
+"""Seconds for the processes that this one has started to end by themselves."""
 
-def tie_to_launcher(environment: ClusterEnvironment) -> None:
-    """Make a process that Lightning's launcher started end with the one that started it, until there is a monitor."""
-    if isinstance(environment, LightningEnvironment) and environment.local_rank() > 0 and LAUNCHER in os.environ:
-        bind_to_parent(int(os.environ[LAUNCHER]))
 
+def end_with_launcher() -> None:
+    """Let a process that Lightning's launcher started end soon after it, until there is a monitor, which does so."""
+    launcher = int(os.environ[LAUNCHER])
 
-def untie_from_launcher() -> None:
-    """Undo `tie_to_launcher`; processes of Python's multiprocessing stay tied to the one that started them."""
-    if LAUNCHER in os.environ:
-        release_from_parent()
+    def watch() -> None:
+        while not _connected.wait(0.5):
+            if os.getppid() != launcher:
+                say("The process that started this one has ended, and so does this one.")
+                os._exit(1)
+
+    Thread(target=watch, daemon=True).start()
 
 
 def has_script() -> bool:
@@ -81,13 +84,18 @@ def start_process_group(
     timeout: timedelta,
     store: Store | None,
 ) -> None:
-    """Initialise torch.distributed if necessary; it is destroyed when the interpreter exits."""
+    """Initialise torch.distributed if necessary; it is destroyed when the interpreter exits.
+
+    Code of users may read the environment variables that other strategies of Lightning set.
+    """
     if store is None:
         return
+    os.environ.update(MASTER_ADDR=environment.main_address, MASTER_PORT=str(environment.main_port))
     store.set_timeout(timeout)
-    init_process_group(
-        environment,
-        backend or default_backend(device),
+    dist.init_process_group(
+        backend or dist.get_default_backend_for_device(device),
+        rank=environment.global_rank(),
+        world_size=environment.world_size(),
         timeout=timeout,
         device_id=None if device.type == "cpu" else device,
         store=store,
@@ -171,8 +179,8 @@ class JobProcesses:
 
     def _configure_launcher(self) -> None:
         environment = self.cluster_environment
-        if environment is not None:
-            tie_to_launcher(environment)
+        if isinstance(environment, LightningEnvironment) and LAUNCHER in os.environ:
+            end_with_launcher()
         _ = self.options.degrees  # refused here, before the other processes start, and not by each of them
         if self.parallel_devices and self.parallel_devices[0].type == "cuda":
             open_queues()
@@ -185,10 +193,15 @@ class JobProcesses:
         if method == "auto":
             method = "fork" if self._forks and not has_script() else "popen"
         if method != "popen":
-            return multiprocessing_launcher(self, method)
+            return MultiProcessingLauncher(self, start_method=method)  # type: ignore[arg-type]  # of the trainer
         if self.num_processes > 1 and not started:
             check_script(self.num_processes, "choose strategy.start_method=fork, " if self._forks else "")
-        return subprocess_launcher(environment, self.num_processes, self.num_nodes)
+        assert environment is not None  # Lightning's connector has set it
+        return ScriptLauncher(environment, self.num_processes, self.num_nodes)
+
+    def _end_started(self) -> None:
+        if isinstance(self._launcher, ScriptLauncher):
+            self._launcher.end(_GRACE)
 
     def set_world_ranks(self) -> None:
         """Tell the environment and Lightning's rank-zero functions which rank this is."""
@@ -206,14 +219,15 @@ class JobProcesses:
             world_size=self.world_size,
             activity=Activity(describe=self._describe, wait=self._wait),
             collectives=self.options.timeout,
+            before_exit=self._end_started,
         )
 
     def _meet(self, environment: ClusterEnvironment, monitor: FailureMonitor) -> Control:
         """Start the watch, then what would wait for a rank that has ended: process group and mesh."""
         options = self.options
         store = meeting_point(environment, self.num_nodes, timedelta(seconds=monitor.patience))
-        monitor.start(None if store is None else exchange_through_store(store))
-        untie_from_launcher()
+        monitor.start(store)
+        _connected.set()
         start_process_group(environment, options.process_group_backend, self.root_device, options.timeout, store)
         self._control = join(options, self.global_rank, self.world_size)
         self._world_size_reads.begin(self._control.mesh)

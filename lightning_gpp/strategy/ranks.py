@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor
 
 from lightning_gpp._compat.lightning_module import set_device_mesh
 from lightning_gpp.errors import ConfigError
@@ -19,6 +17,7 @@ from lightning_gpp.strategy.guard import Guard
 from lightning_gpp.strategy.preemption import Preemption
 from lightning_gpp.strategy.processes import JobProcesses
 from lightning_gpp.strategy.run import Run
+from lightning_gpp.strategy.silence import Silence
 from lightning_gpp.training.control import Control
 from lightning_gpp.training.engine import Engine
 from lightning_gpp.training.options import Options
@@ -40,6 +39,7 @@ class RanksStrategy(JobProcesses, ParallelStrategy):
         self._control: Control | None = None
         self._monitor: FailureMonitor | None = None
         self._guard: Guard | None = None
+        self._silence: Silence | None = None
         self._run: Run | None = None
         self._trained: Engine | None = None
         self._end: BaseException | None = None
@@ -48,7 +48,7 @@ class RanksStrategy(JobProcesses, ParallelStrategy):
 
     def __getstate__(self) -> dict[str, Any]:
         """The state without what belongs to this process: its connections, its watch, and its run."""
-        parts = (self._control, self._monitor, self._guard, self._run, self._trained, self._end)
+        parts = (self._control, self._monitor, self._guard, self._silence, self._run, self._trained, self._end)
         gone = {id(part) for part in parts}
         kept = {name: None if id(part) in gone else part for name, part in super().__getstate__().items()}
         kept.pop("_world_size_reads", None)
@@ -82,8 +82,7 @@ class RanksStrategy(JobProcesses, ParallelStrategy):
 
     def setup_environment(self) -> None:
         """Initialise the device, the process group, and the watch over the other ranks."""
-        # Lightning 2.6 on torch >= 2.12 warns about its own code, in every process
-        warnings.filterwarnings("ignore", message=".*treespec, LeafSpec.*", category=FutureWarning)
+        self._silence = Silence(self.num_pipelines)
         super().setup_environment()
         self.set_world_ranks()
         if self.cluster_environment is None:
@@ -122,29 +121,11 @@ class RanksStrategy(JobProcesses, ParallelStrategy):
 
     def _with_others(self) -> Control | None:
         """The way to the other ranks, if they would answer."""
-        if self._control is None or self._alone:
-            return None
-        self._meet_in_hook()
-        return self._control
-
-    def _meet_in_hook(self) -> None:
-        """In a hook that lends values, let all ranks come here first."""
-        if self._engine is not None and self._engine.lending is not None:
-            self._engine.lending.meet()
+        return None if self._alone else self._control
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduce over the pipelines: stages of one pipeline hold parts of one computation, not copies of it."""
-        self._meet_over_pipelines()
         return self._reduced(tensor, group, reduce_op)
-
-    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """Stack the tensors of all pipelines; with one pipeline, return the tensor itself."""
-        self._meet_over_pipelines()
-        return super().all_gather(tensor, group, sync_grads)
-
-    def _meet_over_pipelines(self) -> None:
-        if self._control is not None and self._control.num_pipelines > 1 and self._control.mesh.stand_in is None:
-            self._with_others()
 
     @property
     def _engine(self) -> Engine | None:

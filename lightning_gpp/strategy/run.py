@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -33,7 +32,6 @@ from lightning_gpp.strategy.checks import (
 from lightning_gpp.strategy.data import Placeholder, SharedIterator, is_moved_by_reading, peek
 from lightning_gpp.strategy.data_state import as_before
 from lightning_gpp.strategy.hooks.attached import AttachedHooks
-from lightning_gpp.strategy.hooks.copies import complete_copies
 from lightning_gpp.strategy.hooks.readers import BATCH, BatchReaders
 from lightning_gpp.strategy.hooks.saving import SavingHooks
 from lightning_gpp.strategy.metrics import MetricStates
@@ -95,7 +93,7 @@ class Run:
         whole = fitting and runs_whole(self.module, options)
         check_module(self.module, whole or not fitting, alone=control.num_processes == 1)
         if whole:
-            check_whole(options)
+            check_whole(options, steps_itself=not self.module.automatic_optimization)
         if fitting and getattr(self.precision, "scaler", None) is not None:
             check_scaled(options)
         check_callbacks(trainer, control.num_devices)
@@ -216,7 +214,7 @@ class Run:
             batch = self.job.in_device(batch)
         if not self.reading.announce(batch):
             return None
-        if BATCH in self._readers.read.get(step_of(self.trainer), ()):
+        if BATCH in self._readers.taken.get(step_of(self.trainer), ()):
             return self._readers.everywhere(batch)
         return batch if self.control.runs_step else Placeholder(torch.empty(self.incoming.batch_size, 0))
 
@@ -224,8 +222,6 @@ class Run:
 
     def attach(self) -> None:
         """Attach to hooks, metrics, clipping and the ends of epochs."""
-        if self.control.num_pipelines == 1:  # Lightning takes every process group for data parallelism
-            warnings.filterwarnings("ignore", message="It is recommended to use `self.log\\(.*sync_dist=True\\)`")
         self._metrics.attach()
         _compat.on_epoch_end_reached(self.trainer, self._end_of_epoch)
         _compat.after_evaluation_data(self.trainer, self._compare_lengths)
@@ -258,8 +254,6 @@ class Run:
             move(self.module, CPU)
             return
         self._end_trace(self.engine, complete)
-        if complete and self.control.num_devices > 1 and self.engine.lending is not None:
-            complete_copies(self.module, getattr(self.trainer, "callbacks", ()), self.control)
         (self.engine.release if complete else self.engine.abandon)()
 
     def _end_trace(self, engine: Engine, complete: bool) -> None:

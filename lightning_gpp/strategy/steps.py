@@ -15,11 +15,11 @@ from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor, nn
 
 from lightning_gpp._compat.lightning import replace_batch
-from lightning_gpp.capture.attributes import Attribute
+from lightning_gpp.capture.attributes import Attribute, dotted
 from lightning_gpp.errors import GPPError
-from lightning_gpp.strategy.aggregates import Aggregates
+from lightning_gpp.strategy.aggregates import AggregatorWatch
 from lightning_gpp.strategy.checks import facts_of_trainer, reads_data
-from lightning_gpp.strategy.hooks.readers import METRICS, RESULT, BatchReaders
+from lightning_gpp.strategy.hooks.readers import RESULT, BatchReaders
 from lightning_gpp.strategy.logs import LogExchange, LogRecorder
 from lightning_gpp.strategy.messages import inform
 from lightning_gpp.strategy.metrics import MetricStates
@@ -32,6 +32,7 @@ from lightning_gpp.training.mirrored_state import MirroredState
 from lightning_gpp.training.options import Context
 from lightning_gpp.training.planner import TRAINING
 from lightning_gpp.training.trace import TraceFile
+from lightning_gpp.wording import some
 
 CONTEXTS: Final = {
     TRAINING: "train_step_context",
@@ -43,6 +44,12 @@ CONTEXTS: Final = {
 
 _SETTINGS: Final[Attribute] = "", "trainer.optimizers"
 """Stands for the hyperparameters of optimizers among the attributes that a step has changed."""
+
+_LATE: Final = (
+    "Only the ranks that run the step have this at once: hooks around mini-batches find on others what was there at "
+    "the end of an epoch. Keep numbers, texts or small containers of them, or use strategy.step=whole "
+    "(docs/contract.md)."
+)
 
 _TYPES: Final = {"bf16": torch.bfloat16, "16": torch.float16}
 
@@ -60,7 +67,7 @@ class LightningHost(Host):
         self._module, self._plugin = module, plugin
         self.scaler = getattr(plugin, "scaler", None)
         self.recorder = LogRecorder(module)
-        self._aggregates = Aggregates(module)
+        self._aggregates = AggregatorWatch(module)
 
     def context(self, step: str) -> Context:
         context: Context = getattr(self._plugin, CONTEXTS[step])
@@ -77,7 +84,7 @@ class LightningHost(Host):
     def turn(self, batch: int) -> None:
         """Take what was recorded for this mini-batch of training, whose step is complete."""
         self.recorder.turn(batch)
-        self.recorder.renew(self._aggregates.complete(batch))
+        self._aggregates.complete(batch)
 
     @contextmanager
     def unheard(self) -> Iterator[None]:
@@ -105,9 +112,6 @@ class LightningHost(Host):
 
     def combine(self, reductions: Mapping[str, str]) -> None:
         self.recorder.combined.update(reductions)
-
-    def reduce(self, numbers: Mapping[tuple[str, int], str]) -> None:
-        self._aggregates.reductions |= numbers
 
     def received(self, batch: Any) -> None:
         replace_batch(self._module.trainer, batch)
@@ -155,7 +159,8 @@ class Steps:
         self.mirrored = MirroredState(module, control, device)
         self._set_up, self._readers, self._metrics = set_up, readers, metrics
         self._before: list[dict[str, Any]] = []
-        self._told = set[str]()
+        self._told, self._changes_told = set[str](), set[str]()
+        self._trained = self._observed = False
 
     @property
     def whole(self) -> bool:
@@ -171,30 +176,47 @@ class Steps:
         if engine is None:
             raise GPPError("The training step runs before the trainer's set-up; use trainer.fit(model).")
         accumulated = self.module.trainer.accumulate_grad_batches
-        self._begin()
+        self._begin(first=not self._trained)  # one process looks at its first step only
         outputs = engine.train(arguments, accumulated=accumulated, last=last, scale=scale)
         changed = self._changed()
+        self._tell_changes(changed, len(outputs))
+        self._trained = True
         self.host.turn(engine.num_steps - 1)
         if self.trace is not None:
             self.trace.add(engine)
         loss, rest = engine.loss_of(outputs) if outputs else (torch.zeros(()), {})
-        (number,) = self._share([loss], changed)
+        (number,) = self._share([loss], changed if self.control.num_devices > 1 else {})
         rest = self._for_hooks(TRAINING, rest)
         if not self.control.loads:
             loss = torch.full((), number, dtype=torch.float64, device=self.device)
         return {"loss": loss, **rest} if rest else loss
 
-    def _begin(self) -> None:
-        if self.control.num_devices > 1:
+    def _begin(self, *, first: bool = False) -> None:
+        self._observed = first or self.control.num_devices > 1
+        if self._observed:
             self.mirrored.begin()
             self._before = self._settings()
 
     def _changed(self) -> dict[Attribute, Any]:
         """The plain values that the step has changed since `_begin`."""
-        if self.control.num_devices == 1:
+        if not self._observed:
             return {}
         changed, settings = self.mirrored.end(), self._settings()
         return changed if settings == self._before else {**changed, _SETTINGS: settings}
+
+    def _tell_changes(self, changed: Mapping[Attribute, Any], runs: int) -> None:
+        """Warn once of attributes that differ from one process: the step runs several times, or other ranks wait.
+
+        `runs`: how often the step ran for the mini-batch on this rank.
+        """
+        if runs == 0 or not self._observed:
+            return
+        latest = {*self.mirrored.latest, *changed}
+        late = latest - changed.keys() if self._readers.taken.get(TRAINING) and self.control.num_devices > 1 else set()
+        for names, told in ((latest if runs > 1 else set(), _repeated(runs)), (late, _LATE)):
+            if new := sorted({dotted(each) for each in names} - self._changes_told):
+                self._changes_told.update(new)
+                self.control.warn(f"The training step changes {some(new)}. {told}")
 
     def _settings(self) -> list[dict[str, Any]]:
         """The hyperparameters of the optimizers' groups that are numbers."""
@@ -231,11 +253,9 @@ class Steps:
         return self._for_hooks(step, result if self.control.loads else None)
 
     def _for_hooks(self, step: str, result: Any) -> Any:
-        """Give every rank what hooks around the step read. Returns the result, everywhere if they read it."""
-        read = self._readers.read.get(step, ())
-        if METRICS in read:
-            self._metrics.share()
-        return self._readers.everywhere(result) if RESULT in read else result
+        """The result of a step, on every rank if hooks take it and it is small."""
+        self._metrics.behind = not self.control.runs_step
+        return self._readers.everywhere(result) if RESULT in self._readers.taken.get(step, ()) else result
 
     def _warn_of_means(self, names: Sequence[str]) -> None:
         if new := [name for name in names if name not in self._told]:
@@ -268,6 +288,14 @@ class Steps:
         count = len(rest) - 2 * len(calls)
         self.logs.replay(self.module, calls, rest[count:])
         return rest[:count]
+
+
+def _repeated(runs: int) -> str:
+    return (
+        f"It runs once per micro-batch, {runs} times per mini-batch: counters and lists grow {runs} times as fast as "
+        "on one device, and other values are those of the last micro-batch. strategy.step=whole runs it once "
+        "(docs/contract.md)."
+    )
 
 
 def step_of(trainer: pl.Trainer) -> str:

@@ -145,7 +145,9 @@ class GPPStrategy(RanksStrategy):
         if self._guard is not None:
             self._guard.remove(self._end)
         self._world_size_reads.end()
-        self._monitor = self._guard = None
+        if self._silence is not None:
+            self._silence.end()
+        self._monitor = self._guard = self._silence = None
         if isinstance(self._end, KeyboardInterrupt):
             raise SystemExit(INTERRUPTED)
 
@@ -246,6 +248,7 @@ class GPPStrategy(RanksStrategy):
         if self._steps.whole:
             with self._training.complete_gradients():
                 self.precision_plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
+            self._training.check_finite(closure_loss, last=not self._accumulating)
         elif not self._accumulating:
             self._training.sum_gradients()
         return self.precision_plugin.post_backward(closure_loss, module)
@@ -299,7 +302,6 @@ class GPPStrategy(RanksStrategy):
         if engine is None or self._failed:
             return super().lightning_module_state_dict()
         self._begin("collecting the state for a checkpoint")
-        self._meet_in_hook()
         self._running.begin_saving()
         return engine.state_dict(sharded=self._checkpoints.sharded(engine))
 
@@ -317,7 +319,6 @@ class GPPStrategy(RanksStrategy):
             log.warning("No checkpoint is written to %s: this rank has failed, and the others have ended.", filepath)
             return
         self._begin(f"saving {filepath}")
-        self._meet_in_hook()
         if self._run is not None:
             self._run.end_saving()
         self._checkpoints.save(checkpoint, filepath, storage_options, self._saved, first=self.is_global_zero)

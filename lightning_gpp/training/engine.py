@@ -32,16 +32,14 @@ from lightning_gpp.training.checkpoint import (
 )
 from lightning_gpp.training.evaluation import EvaluationSteps
 from lightning_gpp.training.feed import Feed
+from lightning_gpp.training.gathered import Door, install, remove
 from lightning_gpp.training.gradient_norms import KnownNorms
 from lightning_gpp.training.gradients import StageGradients
-from lightning_gpp.training.lending import lending_of
 from lightning_gpp.training.machine import Machine
 from lightning_gpp.training.nonfinite import FiniteCheck
 from lightning_gpp.training.optimizers import OptimizerIndex, all_divided, all_undivided
-from lightning_gpp.training.parameter_hooks import ParameterHooks
 from lightning_gpp.training.parameters import drop, move, tensors_of
 from lightning_gpp.training.planner import TRAINING
-from lightning_gpp.training.predicted import computing_seconds
 from lightning_gpp.training.replicas import Replicas
 from lightning_gpp.training.runner import Outputs, Runner, loss_and_rest, losses_of
 from lightning_gpp.training.session import Session
@@ -65,7 +63,6 @@ class Engine:
         asynchronous: training without a flush between mini-batches; None flushes after each.
         gradients: checks and clips gradients if there is no flush.
         finite: checks losses and gradients, of all ranks together; None does not.
-        hooks: users' hooks on gradients of parameters; None without training.
         whole: runs steps as a whole, on all ranks.
         as_whole: names of the steps that run as a whole; others run on micro-batches, in evaluation if they can.
         machine: returns the machine that the plan was made for.
@@ -74,7 +71,6 @@ class Engine:
     Attributes:
         num_steps: number of mini-batches trained so far, which also numbers the random streams.
         trains_whole: whether the training step runs as a whole.
-        lending: gives ranks the values of others for a while; None where they cannot be lent.
     """
 
     def __init__(
@@ -90,28 +86,28 @@ class Engine:
         asynchronous: Asynchronous | None = None,
         gradients: StageGradients | None = None,
         finite: FiniteCheck | None = None,
-        hooks: ParameterHooks | None = None,
     ) -> None:
         self._sessions, self._indices, self._replicas = sessions, indices, replicas
         self._asynchronous, self._gradients, self._finite = asynchronous, gradients, finite
-        self._whole, self.trains_whole, self._hooks = whole, TRAINING in as_whole, hooks
+        self._whole, self.trains_whole = whole, TRAINING in as_whole
         self.job, self._layout, self._incoming = sessions.job, sessions.layout, sessions.incoming
         self.module, self.control, self.device = self.job.module, self.job.control, self.job.device
         self.machine, self.num_steps = machine, num_steps
-        self.lending = lending_of(self.job, self._layout)
+        self._door = Door(self.job, self._layout)
+        install(self._door)
         self._runner = Runner(sessions, lambda: [index.optimizer for index in self._indices], asynchronous)
         self._feed = Feed(self.ahead)
         self._evaluation = EvaluationSteps(
             sessions,
             self._runner,
             whole,
-            self.lending,
+            self._door,
             as_whole=as_whole - {TRAINING},
             training=self._feed,
             num_steps=lambda: self.num_steps,
         )
         self._released = False
-        self._stragglers = Stragglers(self.job, lambda: computing_seconds(self.plan, self.graph, self.machine()))
+        self._stragglers = Stragglers(self.job)
         guards = [index.guard() for index in indices if self._owned or self.control.num_devices > 1]
         self._guards = [guard for guard in guards if guard is not None]
         for index in indices:
@@ -196,6 +192,7 @@ class Engine:
             loss = loss_of(step(batch, *step_arguments(step, batch_idx)))
         with self.complete_gradients():
             (loss / accumulated).backward()
+        self.check_finite(loss)
         return loss.detach().to(CPU, torch.float64)
 
     @contextmanager
@@ -217,6 +214,21 @@ class Engine:
     def complete_gradients(self) -> AbstractContextManager[None]:
         """Inside, a backward of a step as a whole runs; at its end gradients are complete."""
         return self._whole.reducing()
+
+    def check_finite(self, loss: Tensor, *, last: bool = True) -> None:
+        """Look for numbers that are not finite (`on_nonfinite`), after the backward of a step as a whole.
+
+        Args:
+            loss: the loss of the mini-batch.
+            last: whether an optimizer step follows.
+
+        Raises:
+            GPPError: on all ranks; a number is not finite, and steps are not left out.
+        """
+        if self._finite is not None:
+            self._finite.note([loss.detach()])
+            if last:
+                self._finite.before_update(self.num_steps - 1)
 
     def evaluate(self, batch: Any, batch_idx: int = 0, *, step: str = "validation_step") -> Any:
         """Run an evaluation step on a mini-batch. Returns its result on ranks with `runs_step`, elsewhere None.
@@ -298,10 +310,8 @@ class Engine:
         weight = scale / accumulated
         if not self._runner.sums:
             weight /= self._incoming.batch_size * self.control.num_pipelines
-        with self.control.mesh.peers(), self._watched(accumulates=accumulated > 1 or not last):
+        with self.control.mesh.peers():
             outputs = self._runner.train(arguments, weight, accumulated, self.num_steps)
-        if not last and self._parameter_hooks.waiting_for:
-            self._parameter_hooks.run()
         if self.current is not None and self.current.latest is not None:
             self.current.tell_not_split()
             self._stragglers.note(self.current.latest)
@@ -310,10 +320,6 @@ class Engine:
         self.num_steps += 1
         return outputs
 
-    def _watched(self, *, accumulates: bool) -> AbstractContextManager[None]:
-        """A context for the forwards and backwards of a mini-batch, where parameters may have hooks."""
-        return self._parameter_hooks.waiting(accumulates=accumulates) if self._training.hooked else nullcontext()
-
     def loss_of(self, outputs: Outputs) -> tuple[Tensor, dict[str, Any]]:
         """The loss of a mini-batch, and the rest of the dict that a training step returned."""
         loss, rest = loss_and_rest(outputs)
@@ -321,18 +327,13 @@ class Engine:
 
     def sum_gradients(self) -> None:
         """Complete the reductions of gradients over ranks with the same parameters, before an optimizer step."""
-        hooks = self._parameter_hooks
         self._training.finish()
         if self._asynchronous is not None:
             self._asynchronous.sum_gradients()
-        if hooks.waiting_for:
-            hooks.change_gradients()
         if self._gradients is not None and self.job.options.on_nonfinite != "ignore":
             self._gradients.check(self.num_steps - 1)
         if self._finite is not None:
             self._finite.before_update(self.num_steps - 1)
-        if hooks.waiting_for:
-            hooks.after_accumulation()
         if self._asynchronous is not None:
             self._asynchronous.before_update()
 
@@ -360,12 +361,6 @@ class Engine:
         if self._replicas is None:
             raise GPPError("The engine was set up to evaluate, so it cannot train.")
         return self._replicas
-
-    @property
-    def _parameter_hooks(self) -> ParameterHooks:
-        if self._hooks is None:
-            raise GPPError("The engine was set up to evaluate, so it cannot train.")
-        return self._hooks
 
     # -- states -------------------------------------------------------------------------------------------------------
 
@@ -476,7 +471,8 @@ class Engine:
 
     def release(self) -> None:
         """Move everything to the CPU, unsharded, and the undivided module to global rank 0, after the last step."""
-        self._stragglers.compare(tell=True)
+        self._stragglers.compare()
+        remove(self._door)
         self._end_guards()
         if self._asynchronous is not None:
             self._runner.give_up(self.num_steps)
@@ -495,6 +491,7 @@ class Engine:
 
     def abandon(self) -> None:
         """Move this rank's part to the CPU, after a failure. Shards stay on their devices: other ranks may be gone."""
+        remove(self._door)
         self._end_guards()
         move(self.module, CPU)
         if self._replicas is None or not self._replicas.sharded:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 from lightning_gpp.errors import CaptureError, GPPError, NoNetworkError, PlanError, ShapeError
 from lightning_gpp.training.batches import outline
 from lightning_gpp.training.feed import Feed
+from lightning_gpp.training.gathered import Door
 from lightning_gpp.training.incoming import Incoming
-from lightning_gpp.training.lending import Lending
 from lightning_gpp.training.runner import Runner, combined, on_one_rank
 from lightning_gpp.training.segments import Segments
 from lightning_gpp.training.session import Session
@@ -72,7 +71,7 @@ class EvaluationSteps:
         sessions: makes the sessions of steps on micro-batches.
         runner: runs mini-batches on micro-batches.
         whole: runs steps as a whole.
-        lending: gives the rank of the step the values of others; None if they cannot be lent.
+        door: gives the rank of the step the values of others.
         as_whole: names of the steps that run as a whole from the beginning.
         training: the feed of training, whose mini-batches are not those of an evaluation.
         num_steps: returns the number of mini-batches trained so far.
@@ -86,7 +85,7 @@ class EvaluationSteps:
         sessions: Sessions,
         runner: Runner,
         whole: WholeStep,
-        lending: Lending | None,
+        door: Door,
         *,
         as_whole: Iterable[str],
         training: Feed,
@@ -95,7 +94,7 @@ class EvaluationSteps:
         self._job, self._layout, self._incoming = sessions.job, sessions.layout, sessions.incoming
         self._runner, self._whole, self._as_whole = runner, whole, {*as_whole}
         self._training, self._num_steps = training, num_steps
-        self._lending, self._borrowing = lending, set[str]()
+        self._door, self._borrowing = door, set[str]()
         self.under_way: EvaluationPass | None = None
 
     def runs_whole(self, step: str) -> bool:
@@ -125,7 +124,7 @@ class EvaluationSteps:
             raise refused
         if (shared := self._whole_from_now_on(step, arguments, refused)) is not None:
             return self._run_whole(step, shared)
-        if self._lending is None:
+        if self._door.is_locked or self._job.control.num_devices == 1:
             raise refused
         self._borrowing.add(step)
         self._job.control.warn(_why_borrowing(step, refused))
@@ -173,9 +172,9 @@ class EvaluationSteps:
         return True
 
     def _run_borrowing(self, step: str, arguments: Sequence[Any]) -> Any:
-        """Run a step on its rank, to which others lend their values."""
+        """Run a step on its rank, which gets the values of the others for that."""
         job = self._job
-        with nullcontext() if self._lending is None else self._lending.to_first(), on_one_rank():
+        with self._door.to_first(), on_one_rank():
             if not job.control.runs_step:
                 return None
             with job.host.around(step)(self._incoming.batch_size):
@@ -196,7 +195,7 @@ class EvaluationSteps:
 def _why_borrowing(step: str, refused: GPPError) -> str:
     name, reason = step.replace("_", " "), sentence(getattr(refused, "reason", "") or refused)
     return (
-        f"The {name} runs on the first device, to which the others lend the values of their parameters for each "
+        f"The {name} runs on the first device, to which the others send the values of their parameters for each "
         f"mini-batch, because it can run neither on micro-batches nor as a whole (docs/lightning.md). {reason} That "
         "device needs memory for the undivided module."
     )

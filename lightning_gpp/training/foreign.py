@@ -9,8 +9,8 @@ gives another foreign tensor:
     rank 0      holds neither: nothing to do
 
 Of gradients the norms may be known here (`gradient_norms`). Whatever else would need its values here raises an error
-that names the tensor: to read one, or to combine it with a tensor of this rank, except to change the foreign one by it.
-In user code that only one rank runs, that does, too.
+that names the tensor, and the door to its values (`gathered.summon_full_params`): to read one, or to combine it with a
+tensor of this rank, except to change the foreign one by it. In user code that only one rank runs, that does, too.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Final, cast
 
 import torch
@@ -28,7 +27,6 @@ from torch import Tensor, nn
 from lightning_gpp._compat.torch import pytree, schema_arguments, without_torch_function, wrapper
 from lightning_gpp.errors import ForeignTensorError
 from lightning_gpp.training import gradient_norms
-from lightning_gpp.training.recipes import CHANGED, Lender, Recipe, is_gone, lender
 from lightning_gpp.wording import some
 
 alone: ContextVar[bool] = ContextVar("alone", default=False)
@@ -67,8 +65,6 @@ class Foreign(Tensor):
     origins: tuple[Whereabouts, ...]
     gradient_of = ""
     """The parameter whose gradient it is; empty if it is something else."""
-    recipe: Recipe | None = None
-    """Computes its values from lent ones, if it was computed where values are lent."""
     is_meta = property(lambda self: True)
 
     def __new__(cls, outline: Tensor, device: torch.device, origins: Sequence[Whereabouts]) -> Foreign:
@@ -92,7 +88,6 @@ class Foreign(Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         value = (_values.get() or {}).get(self.origins[0].name)
-        value = _lent(self) if value is None else value
         if not isinstance(value, Tensor) or value.is_meta or value.shape != self.shape:
             raise _refusal("pickle", [self])
         return (nn.Parameter(value, self.requires_grad) if _is_parameter(self) else value).__reduce_ex__(protocol)
@@ -102,10 +97,7 @@ class Foreign(Tensor):
         """Gradients are foreign, too; functions that would read memory outside of operators are refused here."""
         name, attribute = getattr(func, "__name__", str(func)), getattr(func, "__self__", None)
         if name in _READS:
-            values = _lent(args[0])
-            if values is None:
-                raise _refusal(name, args[:1])
-            return func(values, *args[1:], **(kwargs or {}))
+            raise _refusal(name, args[:1])
         if name == "equal" and all(map(_is_parameter, args)) and not all(isinstance(each, Foreign) for each in args):
             return False  # callbacks look for a parameter among those of an optimizer, which are here
         if name == "__get__" and attribute is Tensor.grad:
@@ -127,11 +119,8 @@ class Foreign(Tensor):
         foreign = [leaf for leaf in leaves if isinstance(leaf, Foreign)]
         written = _written(func, args, kwargs or {})
         if _DEPENDS_ON_VALUES & set(func.tags) or _is_left_undone(foreign, written, leaves):
-            values = None if any(isinstance(each, Foreign) for each in written) else _with_lent(args, kwargs or {})
-            if values is None:
-                raise _refusal(name, foreign)
-            return func(*values[0], **values[1])
-        _note_change(name, written, args)
+            raise _refusal(name, foreign)
+        _note_changes(written)
         device = next((leaf for leaf in leaves if isinstance(leaf, torch.device)), foreign[0].device)
         outlines = [_outline(leaf) for leaf in leaves]
         known = {id(outline): leaf for outline, leaf in zip(outlines, leaves, strict=True)}
@@ -144,10 +133,6 @@ class Foreign(Tensor):
             _draw(func, leaves, structure)
         given, named = pytree.tree_unflatten(outlines, structure)
         result = pytree.tree_map(answer, func(*given, **named))
-        if written:
-            _forget_recipes(written)
-        elif (ask := lender.get()) is not None:
-            _note_recipes(result, func, args, kwargs or {}, ask)
         if name in ("detach", "alias"):
             result.gradient_of = foreign[0].gradient_of
         return result
@@ -211,25 +196,12 @@ def _known_norm(tensor: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]) 
     return None if norm is None else torch.tensor(norm, dtype=dtype, device=tensor.device)
 
 
-def _note_change(name: str, written: Sequence[Tensor], args: Sequence[Any]) -> None:
-    """Keep the known norms of a gradient of another rank that is changed here, and there in the same way."""
+def _note_changes(written: Sequence[Tensor]) -> None:
+    """Forget the norms of gradients that are changed."""
     norms = gradient_norms.current()
     for tensor in written:
         if norms is not None and isinstance(tensor, Foreign) and tensor.gradient_of:
-            factor = _factor(name, args)
-            if factor is None:
-                norms.forget(tensor.gradient_of)
-            else:
-                norms.scale(tensor.gradient_of, factor)
-
-
-def _factor(name: str, args: Sequence[Any]) -> float | None:
-    """The number by which an operator multiplies a tensor in place; None if it does something else."""
-    other = args[1] if len(args) > 1 else None
-    is_number = isinstance(other, int | float) or (type(other) is Tensor and other.dim() == 0)
-    if not is_number or name not in ("mul_", "_foreach_mul_", "div_", "_foreach_div_"):
-        return None
-    return float(other) if "mul" in name else 1 / float(other)  # type: ignore[arg-type]
+            norms.forget(tensor.gradient_of)
 
 
 def _set(setter: Callable[[Tensor, Any], None], tensor: Foreign, value: Tensor | None) -> None:
@@ -238,8 +210,6 @@ def _set(setter: Callable[[Tensor, Any], None], tensor: Foreign, value: Tensor |
         _check("=", [tensor], [tensor], [value])
     if norms := gradient_norms.current():
         norms.forget(tensor.origins[0].name)
-    if getattr(setter, "__self__", None) is Tensor.data:
-        _forget_recipes([tensor])
     if isinstance(value, Foreign) and value.dtype != tensor.dtype:
         with without_torch_function():
             setter(tensor, value)
@@ -270,8 +240,7 @@ def _one_by_one(func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, 
         written = [args[0][place]] if name.endswith("_") else []
         foreign = [item for item in places[place] if isinstance(item, Foreign)]
         _check(name, foreign, written, places[place])
-        _forget_recipes(written)
-        _note_change(name, written, [*places[place], *args[1:]][:2])
+        _note_changes(written)
     picked = [[arg[place] for place in here] if _is_list(arg, length) else arg for arg in args]
     done = func(*picked, **kwargs) if here else []
     if name.endswith("_"):
@@ -281,9 +250,7 @@ def _one_by_one(func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, 
     def elsewhere(tensor: Any) -> Any:
         if name == "_foreach_norm":
             return torch.linalg.vector_norm(tensor, *args[1:], **kwargs)
-        result = tensor.detach()
-        result.recipe = CHANGED
-        return result
+        return tensor.detach()
 
     return [results[place] if place in results else elsewhere(args[0][place]) for place in range(length)]
 
@@ -302,58 +269,8 @@ def _is_left_undone(foreign: Sequence[Foreign], written: Sequence[Tensor], opera
     """True if no rank would do an operation, or not all of it."""
     here = [leaf for leaf in operands if isinstance(leaf, Tensor) and not leaf.is_meta and not _is_count(leaf)]
     left_to_others = bool(written) and all(isinstance(tensor, Foreign) for tensor in written) and not alone.get()
-    if left_to_others and lender.get() is not None:  # to those who hold them, and are lent the rest
-        return False
     apart = not frozenset.intersection(*(tensor.ranks for tensor in foreign))
     return apart or any(map(_is_parameter, here)) or bool((written or here) and not left_to_others)
-
-
-def with_lent_values(value: Any) -> Any:
-    """The values of a foreign tensor where ranks lend them; all else as it is."""
-    values = _lent(value)
-    return value if values is None else values
-
-
-def _lent(tensor: Any) -> Tensor | None:
-    """The values of a foreign tensor where ranks lend them, else None."""
-    ask = lender.get()
-    if ask is None or not isinstance(tensor, Foreign):
-        return None
-    return ask(tensor) if tensor.recipe is None else tensor.recipe.values()
-
-
-def _with_lent(args: Any, kwargs: Any) -> Any:
-    """Arguments with lent values instead of foreign tensors; None if one cannot be lent."""
-    leaves, structure = pytree.tree_flatten((args, kwargs))
-    values = [_lent(leaf) if isinstance(leaf, Foreign) else leaf for leaf in leaves]
-    lacking = any(value is None and isinstance(leaf, Foreign) for value, leaf in zip(values, leaves, strict=True))
-    return None if lacking else pytree.tree_unflatten(values, structure)
-
-
-def _note_recipes(result: Any, func: Any, args: Any, kwargs: Any, ask: Lender) -> None:
-    """Let the results of an operator know how they follow from its arguments."""
-
-    def value(place: int) -> Tensor | None:
-        values = _with_lent(args, kwargs)
-        return None if values is None else pytree.tree_leaves(func(*values[0], **values[1]))[place]
-
-    given = [leaf.recipe for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Foreign)]
-    is_view = func.is_view and all(recipe is None or recipe.hook is None for recipe in given)
-    gone = any(map(is_gone, given))
-    for place, leaf in enumerate(pytree.tree_leaves(result)):
-        if isinstance(leaf, Foreign) and leaf.recipe is None:
-            changes = {origin.name: ask.changes[origin.name] for origin in leaf.origins}
-            leaf.recipe = CHANGED if gone else Recipe(None if is_view else ask, partial(value, place), changes)
-
-
-def _forget_recipes(written: Sequence[Tensor]) -> None:
-    """Take note that tensors were changed: what was computed from them before has the values of then."""
-    ask = lender.get()
-    for tensor in (each for each in written if isinstance(each, Foreign)):
-        if tensor.recipe is not None and tensor.recipe.hook is not None:
-            tensor.recipe = CHANGED
-        elif ask is not None:
-            ask.changes.update(origin.name for origin in tensor.origins)
 
 
 def _is_count(tensor: Tensor) -> bool:
@@ -369,32 +286,23 @@ _IN_STEP: Final = (
     "(strategy.step=whole)."
 )
 _IN_HOOK: Final = (
-    "Hooks run on every rank, each on what it holds. Do this in a step, or in a hook outside of mini-batches "
-    "(on_train_epoch_end), in which ranks lend each other values."
+    "Hooks run on every rank, each on what it holds. Let all ranks write around this line: "
+    "`with lightning_gpp.summon_full_params(module):`, in which each has all values (docs/lightning.md)."
 )
 _NOT_FINITE: Final = (
     " Optimizer steps with gradients that are not finite are left out by strategy.on_nonfinite=skip, without a hook."
-)
-_IN_LENDING_HOOK: Final = (
-    "Ranks lend each other values in this hook, but not for this operation: use others, such as `copy_` and `add_` on "
-    "single tensors."
-)
-_LENT_BEFORE: Final = (
-    " Ranks lend the present values of parameters, not copies that earlier hooks made, or changed ones."
 )
 
 
 def _refusal(name: str, tensors: Sequence[Any]) -> ForeignTensorError:
     origins = dict.fromkeys(origin for tensor in tensors for origin in tensor.origins)
     named = some([*map(str, origins)], most=2)
-    earlier = any(isinstance(tensor, Foreign) and is_gone(tensor.recipe) for tensor in tensors)
-    in_hook = f"{_IN_HOOK}{_NOT_FINITE if name == '__bool__' else ''}" if lender.get() is None else _IN_LENDING_HOOK
-    where = _IN_STEP if alone.get() else in_hook
+    where = _IN_STEP if alone.get() else f"{_IN_HOOK}{_NOT_FINITE if name == '__bool__' else ''}"
     return ForeignTensorError(
-        f"`{name}` needs values of {named}, which this rank does not hold. {where}"
-        f"{_LENT_BEFORE if earlier else ''} Keep parameters that meet (an average of other weights) on one device: put "
-        "their modules into one stage, or both stages on the same device (strategy.stages, docs/capture.md). Skip "
-        "those of other ranks by `if not p.is_meta`. Clip by trainer.gradient_clip_val or self.clip_gradients, and get "
-        "the norm of all gradients from self.trainer.strategy.grad_norm(). Leave modules out of "
-        "save_hyperparameters(ignore=[...]), and save by trainer.save_checkpoint, also to read weights after a run."
+        f"`{name}` needs values of {named}, which this rank does not hold. {where} Keep parameters that meet in "
+        "every step (an average of other weights) on one device: put their modules into one stage, or both stages on "
+        "the same device (strategy.stages). Skip those of other ranks by `if not p.is_meta`. Clip by "
+        "trainer.gradient_clip_val or self.clip_gradients, and get the norm of all gradients from "
+        "self.trainer.strategy.grad_norm(). Leave modules out of save_hyperparameters(ignore=[...]), and save by "
+        "trainer.save_checkpoint."
     )

@@ -5,8 +5,6 @@ each. Inside, the gradient of a parameter of another rank has no values, but its
 
     norms = [p.grad.norm() for p in self.parameters() if p.grad is not None]     every rank: those of all stages
     nn.utils.clip_grad_norm_(self.parameters(), 1.0)                             every rank: scales its own, alike
-
-A step as a whole runs on every rank, too; there the ranks exchange norms after every backward.
 """
 
 from __future__ import annotations
@@ -39,10 +37,6 @@ class KnownNorms:
     def __init__(self, table: Mapping[str, list[float]]) -> None:
         self._table = {name: list(row) for name, row in table.items()}
 
-    def replace(self, other: KnownNorms) -> None:
-        """Know what another table knows, and nothing else."""
-        self._table = {name: list(row) for name, row in other._table.items()}
-
     def is_missing(self, name: str) -> bool:
         """True if the parameter is known to have no gradient."""
         return name in self._table and self._table[name][0] == _MISSING
@@ -52,14 +46,8 @@ class KnownNorms:
         known, *norms = self._table.get(name, [_UNKNOWN])
         return norms[ORDERS.index(order)] if known == _KNOWN and order in ORDERS else None
 
-    def scale(self, name: str, factor: float) -> None:
-        """Take note that a gradient was multiplied."""
-        if name in self._table:
-            known, *norms = self._table[name]
-            self._table[name] = [known, *(abs(factor) * norm for norm in norms)]
-
     def forget(self, name: str) -> None:
-        """Take note that a gradient was changed in another way."""
+        """Take note that a gradient was changed."""
         self._table[name] = [_UNKNOWN, *(0.0 for _ in ORDERS)]
 
 

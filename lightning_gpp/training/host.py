@@ -70,9 +70,6 @@ class Host:
     def combine(self, reductions: Mapping[str, str]) -> None:
         """Combine the micro-batches' logged values of these names by a reduction, not as those of batches."""
 
-    def reduce(self, numbers: Mapping[tuple[str, int], str]) -> None:
-        """Combine micro-batches' numbers given to these aggregators, at these calls, by a reduction, not the mean."""
-
     def received(self, batch: Any) -> None:
         """Note a mini-batch of a step as a whole, on all ranks, which had a placeholder of it before."""
 

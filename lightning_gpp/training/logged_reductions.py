@@ -4,8 +4,7 @@ With `reduce_fx="sum"`, `"max"` or `"min"` they are reduced, too, or not: a coun
 largest logit is the largest one of the micro-batches; the number of the batch is the same for every micro-batch, and a
 mean loss is a mean of theirs. The name does not tell, so both are tried on a few samples, undivided and in
 micro-batches. The same runs tell which of all other values, whose mean is logged, are no means over samples (an F1
-score, a perplexity), and how numbers follow from samples that the step gives to torchmetrics' aggregators: means unless
-found otherwise.
+score, a perplexity).
 """
 
 from __future__ import annotations
@@ -16,8 +15,6 @@ from contextlib import contextmanager
 from typing import Any, Final
 
 from torch import Tensor, nn
-
-from lightning_gpp.training.aggregators import AggregatorCall, aggregators_of, recorded
 
 REDUCTIONS: Final[Mapping[str, Callable[[Sequence[float]], float]]] = {"sum": sum, "max": max, "min": min}
 """The reductions over batches that values of micro-batches may need, or not."""
@@ -33,7 +30,6 @@ class LoggedReductions:
         means: those of each name whose mean is logged.
         plain: names that were logged as plain numbers.
         reductions: the reduction of each name.
-        aggregated: numbers given to aggregators, by place and number of the call.
     """
 
     def __init__(self) -> None:
@@ -41,7 +37,6 @@ class LoggedReductions:
         self.means: dict[str, list[float]] = {}
         self.plain: set[str] = set()
         self.reductions: dict[str, str] = {}
-        self.aggregated: dict[tuple[str, int], list[float]] = {}
 
     @contextmanager
     def recorded(self, module: nn.Module) -> Iterator[None]:
@@ -50,18 +45,10 @@ class LoggedReductions:
         if ignored:
             vars(module)["log"] = self._record
         try:
-            with recorded(aggregators_of(module)) as calls:
-                yield
+            yield
         finally:
             vars(module).pop("log", None)
             vars(module).update(ignored)
-        self._add(calls)
-
-    def _add(self, calls: Mapping[str, Sequence[AggregatorCall]]) -> None:
-        for place, each in calls.items():
-            for number, call in enumerate(each):
-                if (value := call.number()) is not None:
-                    self.aggregated.setdefault((place, number), []).append(value)
 
     def _record(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         given = kwargs.get("reduce_fx", args[_PLACE] if len(args) > _PLACE else "mean")
@@ -102,23 +89,6 @@ def summed_values(whole: LoggedReductions, parts: LoggedReductions, near: Callab
         for name, values, given in pairs
         if len(given) == 1 and near(sum(values), given[0]) and not near(sum(values) / len(values), given[0])
     }
-
-
-def reduced_numbers(
-    whole: LoggedReductions, parts: LoggedReductions, sizes: Sequence[int], near: Callable[[float, float], bool]
-) -> dict[tuple[str, int], str]:
-    """The numbers given to aggregators that are no means over samples, but sums, maxima or minima."""
-    found = {}
-    for key, values in parts.aggregated.items():
-        given = whole.aggregated.get(key, [])
-        if len(given) == 1 and len(values) == len(sizes) and not near(_mean(values, sizes), given[0]):
-            fitting = (name for name, reduce in REDUCTIONS.items() if near(reduce(values), given[0]))
-            found[key] = next(fitting, "mean")
-    return found
-
-
-def _mean(values: Sequence[float], sizes: Sequence[int]) -> float:
-    return sum(value * size for value, size in zip(values, sizes, strict=True)) / sum(sizes)
 
 
 def unlike_means(

@@ -77,7 +77,7 @@ class Options(SearchOptions):
     )
     partitioner: str = option(
         "auto",
-        "name of the algorithm that finds the stages if neither plan nor stages is given (docs/planners.md).",
+        "name of the algorithm that finds the stages if neither plan nor stages is given (docs/planning.md).",
         convert=partitioner_given,
     )
     search_seconds: Annotated[float, Gt(0)] = option(

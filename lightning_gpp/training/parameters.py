@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any, Final
@@ -20,7 +20,6 @@ from lightning_gpp.runtime.sharding.shards import local
 from lightning_gpp.runtime.transport import as_sent
 from lightning_gpp.training.control import Control
 from lightning_gpp.training.foreign import Foreign, Whereabouts, attributes_of, foreign_like
-from lightning_gpp.training.frozen_copies import counters, originals
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,28 +59,20 @@ def place(
     plan: Plan,
     used: Sequence[Iterable[str]],
     steps: Sequence[int] = (0,),
-    itself: Set[str] = frozenset(),
 ) -> Placement:
-    """The parameter placement. Tensors that no stage uses are with the user's step, frozen copies with their originals.
-
-    What counts the updates of copies is everywhere, because hooks on every rank decide by it.
+    """The parameter placement. Tensors that no stage uses are with the user's step.
 
     Args:
         module: the user's module.
         plan: the plan of the run.
         used: the names that each stage uses.
         steps: the devices that run the user's step.
-        itself: the names that the step itself uses.
     """
     stages: dict[str, list[Stage]] = {name: [] for name in tensors_of(module)}
     for stage, names in zip(plan.stages, used, strict=True):
         for name in dict.fromkeys(names):
             stages[name].append(stage)
-    copied = originals(module, {name for name, users in stages.items() if users})
-    stages = {name: users if name in itself else stages[copied.get(name, name)] for name, users in stages.items()}
     devices = {name: {device for stage in users for device in stage.devices} for name, users in stages.items()}
-    counting = counters(module, copied) - itself
-    devices |= {name: set(range(plan.num_devices)) for name in counting if not devices[name]}
     return Placement(
         {name: tuple(sorted(found or steps)) for name, found in devices.items()},
         {name: ", ".join(stage.name for stage in users) or STEP for name, users in stages.items()},
@@ -217,7 +208,7 @@ def _equalise(tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None) ->
     if group is None:
         return
     digests: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(digests, [_digest(tensor) for tensor in tensors.values()], group=group)
+    dist.all_gather_object(digests, [digest(tensor) for tensor in tensors.values()], group=group)
     for tensor, *found in zip(tensors.values(), *digests, strict=True):
         if len(set(found)) > 1:
             _from_first(tensor, group)
@@ -231,7 +222,7 @@ def _from_first(tensor: Tensor, group: dist.ProcessGroup | None) -> None:
         tensor.copy_(values)
 
 
-def _digest(tensor: Tensor) -> tuple[float, ...]:
+def digest(tensor: Tensor) -> tuple[float, ...]:
     """Numbers that differ if values do, except by a rare accident."""
     values = tensor.detach().resolve_conj().flatten()
     values = torch.view_as_real(values).flatten() if values.is_complex() else values

@@ -30,7 +30,6 @@ from lightning_gpp.stages.declared import Declared, declare, is_declared
 from lightning_gpp.stages.undivided import Captured, Undivided
 from lightning_gpp.stages.whole_inputs import with_whole_inputs
 from lightning_gpp.training.eight_bit import check_patterns
-from lightning_gpp.training.frozen_copies import kept_with_originals
 from lightning_gpp.training.loaders import mini_batches_of
 from lightning_gpp.training.machine import Machine, first, resolved
 from lightning_gpp.training.option_values import AUTO, weight_copies_of, without_inputs
@@ -73,8 +72,6 @@ def captured_step(
         general=general,
     )
     plan = known or options.plan
-    if plan is None and stages is None and step == TRAINING:
-        captured = replace(captured, graph=kept_with_originals(captured.graph, module))
     slicing = options.slicing or (slicing_of(plan) if plan is not None else None)
     if slicing is None or step != TRAINING:
         return captured
@@ -190,7 +187,6 @@ def planned(
     num_devices: int,
     *,
     num_pipelines: int | None = 1,
-    bound_seconds: float = 0.0,
     progress: Progress | None = None,
 ) -> Planned:
     """A new plan: from a file, by hand, or by a partitioner.
@@ -201,7 +197,6 @@ def planned(
         machine: returns the machine; called only if a partitioner or a schedule needs it.
         num_devices: number of devices of one pipeline, or of all if the number of pipelines is open.
         num_pipelines: pipeline replicas; None leaves their number to the partitioner.
-        bound_seconds: time limit for a lower bound after the search.
         progress: called during the search.
 
     Raises:
@@ -218,7 +213,6 @@ def planned(
             options,
             there,
             num_pipelines=num_pipelines,
-            bound_seconds=bound_seconds,
             progress=progress,
         )
         prediction = best_plan(options.partitioner, captured.graph, request)
@@ -303,14 +297,13 @@ def request_of(
     machine: Machine,
     *,
     num_pipelines: int | None = 1,
-    bound_seconds: float = 0.0,
     progress: Progress | None = None,
 ) -> Request:
     """The request of the settings, for all devices of the machine."""
     copies = weight_copies_of(options.weights)
     limits = {field.name: getattr(options, field.name) for field in fields(SearchOptions)}
     return Request(
-        **{**limits, "bound_seconds": bound_seconds},
+        **limits,
         cluster=machine.cluster,
         batch_size=captured.batch_size * mini_batches_of(options, num_pipelines or 1),
         schedules=schedules_of(options),

@@ -23,15 +23,6 @@ def simulated(plan: Plan, graph: OperatorGraph, machine: Machine, num_pipelines:
     return simulate(compile_program(plan, training=machine.footprint.training, copies=num_pipelines), costs)
 
 
-def computing_seconds(plan: Plan, graph: OperatorGraph, machine: Machine) -> dict[int, float]:
-    """Seconds that each device computes in a mini-batch, simulated; empty if its costs are unknown."""
-    try:
-        rows = simulated(plan, graph, machine).devices if _knows_costs(graph, machine) else ()
-    except PlanError:
-        return {}
-    return {device: sum(span.stop - span.start for span in spans) for device, spans in enumerate(rows)}
-
-
 def _knows_costs(graph: OperatorGraph, machine: Machine) -> bool:
     return machine.costs is not None or any(operator.flops.at(1) for operator in graph)
 

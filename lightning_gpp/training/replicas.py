@@ -26,7 +26,6 @@ from torch.optim import (
 )
 from torch.utils.hooks import RemovableHandle
 
-from lightning_gpp._compat.torch import with_gradient_hooks
 from lightning_gpp.errors import ConfigError
 from lightning_gpp.plan import Plan
 from lightning_gpp.runtime.gradients import GradientSync
@@ -37,6 +36,7 @@ from lightning_gpp.training.gradient_norms import KnownNorms, exchanged
 from lightning_gpp.training.growth import check_grown
 from lightning_gpp.training.members import check_tied
 from lightning_gpp.training.optimizers import OptimizerIndex
+from lightning_gpp.training.parameter_hooks import check_no_hooks
 from lightning_gpp.training.parameters import Placement, tensors_of, trained_flags
 from lightning_gpp.training.shards import whole_states
 from lightning_gpp.training.tensor_parallel import TensorParallel
@@ -91,14 +91,14 @@ class Replicas:
         control: the side channel of this rank.
         device: the device of this rank.
         parallel: the division of the module among the members of a device.
+        cut: whether backwards are those of micro-batches.
 
     Attributes:
         sharding: the plan's sharding, or "none" if no two ranks hold the same parameter.
-        hooked: the module's parameters with users' hooks on gradients, at the beginning of the mini-batch.
 
     Raises:
-        ConfigError: an optimizer cannot step parts of parameters, members of a device have divided what is sharded, or
-            stages with different numbers of members share a parameter.
+        ConfigError: an optimizer cannot step parts of parameters, parameters have hooks on their gradients, members of
+            a device have divided what is sharded, or stages with different numbers of members share a parameter.
         PlanError: a parameter that several stages use would be sharded.
     """
 
@@ -110,6 +110,8 @@ class Replicas:
         control: Control,
         device: torch.device,
         parallel: TensorParallel | None = None,
+        *,
+        cut: bool = True,
     ) -> None:
         check_tied(layout.plan, layout.uses)
         self.module, self.layout, self.control, self._parallel = module, layout, control, parallel
@@ -124,8 +126,7 @@ class Replicas:
                 "The plan has sharding=fsdp, but tensor parallelism (tensor_parallel_size) has already divided the "
                 "parameters. Use strategy.sharding=zero1, which splits the optimizer's state."
             )
-        self.hooked: list[Tensor] = []
-        self._parameters = ParameterWalk(module)
+        self._parameters, self._cut = ParameterWalk(module), cut
         self._facts = self._current_facts()
         self._pending, self._trained, self._frozen_since = False, self._names_trained(), set[str]()
         self._once_trained = set[str]()
@@ -209,8 +210,6 @@ class Replicas:
 
     def grad_norm(self, norm_type: float = 2.0, names: Collection[str] | None = None) -> Tensor:
         """The norm of the full model's gradient, or of that of some parameters; all ranks call this."""
-        if names is None and self._left_to_hooks():
-            names = self._names()
         if names is not None and isinstance(self._sync, GradientSync):
             return self._sync.grad_norm(norm_type, names)
         return self._sync.grad_norm(norm_type)
@@ -292,14 +291,9 @@ class Replicas:
     def _current_facts(self) -> tuple[object, ...]:
         groups = (tuple(map(id, index.optimizer.param_groups)) for index in self._indices)
         parameters = self._parameters()
-        self.hooked = with_gradient_hooks(parameters)
-        return trained_flags(parameters), self._left_to_hooks(), *groups
-
-    def _left_to_hooks(self) -> set[str]:
-        """Names of the parameters with hooks that no optimizer has: a hook may step them."""
-        hooked = set(map(id, self.hooked))
-        named = self.module.named_parameters() if hooked else ()
-        return {name for name, parameter in named if id(parameter) in hooked} - (self._names() if hooked else set())
+        if self._cut:
+            check_no_hooks(self.module, parameters)
+        return trained_flags(parameters), *groups
 
     def _names_trained(self) -> set[str]:
         return {name for name, parameter in self.module.named_parameters() if parameter.requires_grad}
@@ -316,10 +310,9 @@ class Replicas:
     def _summed(self) -> tuple[dict[str, Parameter], dict[str, list[int]]]:
         """This rank's parameters, and the holders of all, in the order of registration.
 
-        They include those of the optimizers and of users' hooks, and parameters that can be sharded although nobody
-        trains them.
+        They include those of the optimizers, and parameters that can be sharded although nobody trains them.
         """
-        wanted = self._names() | self._left_to_hooks()
+        wanted = self._names()
         named = dict(self.module.named_parameters())
         if self.sharding == "fsdp":
             wanted |= {name for name, parameter in named.items() if not parameter.requires_grad}

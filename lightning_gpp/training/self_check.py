@@ -81,7 +81,7 @@ def check_first(job: Job, captured: Captured, plan: Plan, batch: Any, transport:
     """
     if captured.step != TRAINING or isinstance(captured, Undivided) or not _wanted(job, plan):
         return
-    outcome: Findings | IndivisibleError = Findings()
+    outcome: Mapping[str, str] | IndivisibleError = {}
     if job.control.pipeline == 0:
         with undisturbed(), fork_rng([] if job.device.type == "cpu" else [job.device]):
             try:
@@ -92,8 +92,7 @@ def check_first(job: Job, captured: Captured, plan: Plan, batch: Any, transport:
     outcome = job.control.broadcast(outcome)
     if isinstance(outcome, IndivisibleError):
         raise outcome
-    job.host.combine(outcome.combined)
-    job.host.reduce(outcome.reduced)
+    job.host.combine(outcome)
 
 
 def _wanted(job: Job, plan: Plan) -> bool:
@@ -124,19 +123,9 @@ def samples_of(plan: Plan, batch_size: int) -> int:
     return min(batch_size, *(stage.micro_batch_size for stage in plan.stages))
 
 
-@dataclass(frozen=True, slots=True)
-class Findings:
-    """The findings of a self-check that are no errors.
-
-    `combined`: how logged values follow from those of micro-batches, if not as those of batches do, by name. `reduced`:
-    how numbers given to aggregators follow from those of micro-batches, if not as means.
-    """
-
-    combined: Mapping[str, str] = field(default_factory=dict)
-    reduced: Mapping[tuple[str, int], str] = field(default_factory=dict)
-
-
-def self_check(job: Job, captured: Capture | Declared, plan: Plan, batch: Any, transport: Transport) -> Findings:
+def self_check(
+    job: Job, captured: Capture | Declared, plan: Plan, batch: Any, transport: Transport
+) -> Mapping[str, str]:
     """Compare split and unsplit model on the first samples of `batch`. All ranks of one pipeline call this together.
 
     Warns if the same samples, undivided, have another loss than in micro-batches.
@@ -149,7 +138,8 @@ def self_check(job: Job, captured: Capture | Declared, plan: Plan, batch: Any, t
         transport: transport to the other devices.
 
     Returns:
-        What was found on the rank that runs the step.
+        How logged values follow from those of micro-batches, if not as those of batches do, by name; found on the rank
+            that runs the step.
 
     Raises:
         IndivisibleError: on all ranks: the step cannot run on these samples.
@@ -157,7 +147,8 @@ def self_check(job: Job, captured: Capture | Declared, plan: Plan, batch: Any, t
     """
     control, samples = job.control, samples_of(plan, captured.batch_size)
     part = slice_batch(batch, 0, samples, captured.batch_size, captured.dims) if control.runs_step else None
-    expected, warning, failure, findings = Expected(), "", "", Findings()
+    expected, warning, failure = Expected(), "", ""
+    combined: Mapping[str, str] = {}
     told: list[str] = []
     # torch.compile does not work under a dispatch mode, and remembers that for functions compiled there
     with torch.compiler.set_stance("force_eager"), Neutral():  # type: ignore[no-untyped-call]
@@ -168,7 +159,7 @@ def self_check(job: Job, captured: Capture | Declared, plan: Plan, batch: Any, t
                 step = build(captured, plan, whole).step
                 if (comparison := _comparison(job, step, captured, plan, batch, expected.dtype)) is not None:
                     warning = difference(comparison, told.append)
-                    findings = Findings(comparison.combined, comparison.reduced)
+                    combined = comparison.combined
             del whole
         if failure := _anywhere(control, failure):
             raise IndivisibleError(failure)
@@ -181,7 +172,7 @@ def self_check(job: Job, captured: Capture | Declared, plan: Plan, batch: Any, t
         (job.host.inform if control.first else log.info)(tried(text, works))
     if verdict := _anywhere(control, found):
         raise SelfCheckError(verdict)
-    return findings
+    return combined
 
 
 def _anywhere(control: Control, found: str) -> str:

@@ -47,7 +47,6 @@ from lightning_gpp.training.batches import outline
 from lightning_gpp.training.captures import UncapturedError, as_captured, captured_in, steps_as_whole
 from lightning_gpp.training.compiled import warning_of_cuts
 from lightning_gpp.training.control import Control
-from lightning_gpp.training.coupled import check_separable
 from lightning_gpp.training.engine import Engine
 from lightning_gpp.training.feed import Feed
 from lightning_gpp.training.gradients import StageGradients
@@ -55,17 +54,14 @@ from lightning_gpp.training.host import Job
 from lightning_gpp.training.incoming import Incoming
 from lightning_gpp.training.job_machine import JobMachine
 from lightning_gpp.training.nonfinite import FiniteCheck
-from lightning_gpp.training.optimizer_lists import check_lists
-from lightning_gpp.training.optimizers import OptimizerIndex, check_first_order
+from lightning_gpp.training.optimizers import OptimizerIndex, check_first_order, warning_of_others
 from lightning_gpp.training.option_values import SYNCHRONOUS
 from lightning_gpp.training.options import Options
-from lightning_gpp.training.parameter_hooks import ParameterHooks, check_hooks
 from lightning_gpp.training.parameters import equalise, move, place, settle
 from lightning_gpp.training.planner import TRAINING, part_of_member, plan_for
-from lightning_gpp.training.replicas import Layout, Replicas, idle_sharding
+from lightning_gpp.training.replicas import Layout, Replicas
 from lightning_gpp.training.self_check import check_first
 from lightning_gpp.training.sessions import Sessions
-from lightning_gpp.training.step_errors import check_step
 from lightning_gpp.training.whole_check import comparison
 from lightning_gpp.training.whole_step import (
     WholeStep,
@@ -100,8 +96,6 @@ def set_up(job: Job, incoming: Incoming, batch: Any, *, step: str = TRAINING, **
         if step == TRAINING or plan is None or not made_for_whole(plan):
             raise
         refused, may_run_whole = error, may_evaluate_whole(job.options, plan)
-    with job.control.mesh.peers(alone=True):
-        check_step(job, step, batch, refused)
     if not may_run_whole:
         raise refused  # outside of the handler, whose error would be its context, of which it is the cause
     return _set_up_whole(refused, job, incoming, batch, step=step, **given)
@@ -187,17 +181,14 @@ def _set_up(
         for optimizer in optimizers:
             check_first_order(optimizer)
     indices = [OptimizerIndex(optimizer, job.module) for optimizer in optimizers]
+    layout = _place_parameters(job, captured, plan)
+    replicas = None
     if step == TRAINING:
-        check_hooks(job, plan)
-    layout = _place_parameters(job, captured, plan, found_calls)
-    replicas = hooks = None
-    if step == TRAINING:
-        for index in indices:
-            check_separable(index, _parts_of_processes(job, layout))
-            if job.control.num_devices > 1:
-                check_lists(index.optimizer)
-        replicas = Replicas(job.module, layout, indices, job.control, job.device, job.parallel)
-        hooks = ParameterHooks(job, layout, partial(getattr, replicas, "hooked"))
+        cut = not isinstance(captured, Undivided)
+        replicas = Replicas(job.module, layout, indices, job.control, job.device, job.parallel, cut=cut)
+        divided = len(set(layout.placement.devices.values())) > 1 or replicas.sharding != "none"
+        if divided and (warning := warning_of_others(optimizers)):
+            job.control.warn(warning)
     incoming.follow()
     asynchronous = gradients = None
     if policy is not None:
@@ -226,7 +217,7 @@ def _set_up(
     )
     return Engine(
         sessions,
-        whole=WholeStep(job, layout, transport, replicas, hooks),
+        whole=WholeStep(job, layout, transport, replicas),
         as_whole=steps_as_whole(job, step),
         indices=indices,
         replicas=replicas,
@@ -235,16 +226,7 @@ def _set_up(
         finite=_finite_check(job, layout, optimizers) if step == TRAINING and asynchronous is None else None,
         machine=machine.look,
         num_steps=num_steps,
-        hooks=hooks,
     )
-
-
-def _parts_of_processes(job: Job, layout: Layout) -> list[set[str]]:
-    """The names of the parameters that a process steps: those of a device, or some of them if replicas split them."""
-    parts = [layout.placement.names_on(device) for device in range(job.control.num_devices)]
-    if layout.plan.sharding == "none" or idle_sharding(layout.plan, job.control.num_pipelines):
-        return parts
-    return parts + [set(sorted(part)[first::2]) for part in parts for first in range(2)]
 
 
 def _finite_check(job: Job, layout: Layout, optimizers: Sequence[Optimizer]) -> FiniteCheck | None:
@@ -320,14 +302,14 @@ def _connect(job: Job, plan: Plan, purpose: str) -> DistributedTransport:
     return DistributedTransport(job.control.mesh, pairs_of(plan), device=job.device, purpose=purpose)
 
 
-def _place_parameters(job: Job, captured: Captured, plan: Plan, calls: StepCalls | None) -> Layout:
+def _place_parameters(job: Job, captured: Captured, plan: Plan) -> Layout:
     """Let every rank hold only the tensors that its stages use, on its device."""
     pipeline = build(captured, plan, job.module)
     if warning := warning_of_cuts(job.module, captured, pipeline):
         job.control.warn(warning)
     used = [(*names, *buffers) for names, buffers in zip(pipeline.parameters, pipeline.buffers, strict=True)]
     steps = range(job.control.num_devices) if job.whole else (0,)
-    placement = place(job.module, plan, used, steps, calls.states if calls is not None else frozenset())
+    placement = place(job.module, plan, used, steps)
     complete = settle(job.module, placement, job.control, job.device, _stored(job))
     if job.parallel is not None:
         job.parallel.divide(job.module)

@@ -29,7 +29,6 @@ from lightning_gpp.stages.step import Invocation, StepRunner
 from lightning_gpp.training.logged_reductions import (
     LoggedReductions,
     averaged_values,
-    reduced_numbers,
     summed_values,
     unlike_means,
 )
@@ -107,7 +106,6 @@ class CutComparison:
     Attributes:
         combined: how logged values follow from those of micro-batches, if not as those of batches do (found by
             `warning`).
-        reduced: how numbers given to aggregators that are no means follow from those of micro-batches (so, too).
     """
 
     module: nn.Module
@@ -121,14 +119,12 @@ class CutComparison:
     epsilon: float
     of_calls: bool = False
     combined: dict[str, str] = field(default_factory=dict)
-    reduced: dict[tuple[str, int], str] = field(default_factory=dict)
 
     def warning(self) -> str:
         """A warning with the difference and the remedy; empty if there is none."""
         whole, parts = self._both()
         self.combined.update(dict.fromkeys(averaged_values(whole.logged, parts.logged, self._near), "mean"))
         self.combined.update(dict.fromkeys(summed_values(whole.logged, parts.logged, self._near), "sum"))
-        self.reduced.update(reduced_numbers(whole.logged, parts.logged, parts.sizes, self._near))
         if self._same(whole, parts):
             return self._logged_otherwise(whole, parts)
         cause = self._cause(whole, parts)

@@ -10,9 +10,8 @@ So the step may call networks, backwards and optimizers in any order, and its lo
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
-from functools import cached_property
 from typing import Any, Final
 
 import torch
@@ -28,22 +27,17 @@ from lightning_gpp.capture.calls import (
     tied,
 )
 from lightning_gpp.errors import ConfigError, GPPError
-from lightning_gpp.hook_code import names_in_hook
 from lightning_gpp.plan import Plan
 from lightning_gpp.runtime.transport import Transport
 from lightning_gpp.stages import Pipeline
 from lightning_gpp.stages.declared import is_declared
-from lightning_gpp.training.frozen_copies import kept_with_originals
-from lightning_gpp.training.gradient_norms import KnownNorms, current, known
 from lightning_gpp.training.host import Job
 from lightning_gpp.training.mirror import Mirror
 from lightning_gpp.training.network_calls import NetworkCalls
 from lightning_gpp.training.option_values import SYNCHRONOUS
 from lightning_gpp.training.options import Context, Options
-from lightning_gpp.training.parameter_hooks import ParameterHooks
 from lightning_gpp.training.planner import TRAINING
 from lightning_gpp.training.replicas import Layout, Replicas
-from lightning_gpp.user_code import user_function
 from lightning_gpp.wording import sentence
 
 
@@ -65,7 +59,6 @@ class WholeStep:
         layout: the parameter placement.
         transport: transport to the other devices.
         replicas: sums gradients of parameters that several ranks hold; None without training.
-        hooks: users' hooks on gradients of parameters; None without training.
     """
 
     def __init__(
@@ -74,9 +67,8 @@ class WholeStep:
         layout: Layout,
         transport: Transport,
         replicas: Replicas | None,
-        hooks: ParameterHooks | None = None,
     ) -> None:
-        self._job, self._layout, self._replicas, self._hooks = job, layout, replicas, hooks
+        self._job, self._layout, self._replicas = job, layout, replicas
         self._mirror = Mirror(job.control, job.device)
         self._calls = NetworkCalls(
             job, plan=layout.plan, placement=layout.placement, transport=transport, mirror=self._mirror
@@ -91,29 +83,17 @@ class WholeStep:
         """Inside, the user's step runs on mini-batch `number`, on all ranks with the same random numbers."""
         self._mirror.streams()
         self._calls.at_end = self._at_end()
-        norms = known(KnownNorms({})) if self._reads_norms else nullcontext()
-        with norms, self._job.control.mesh.peers(), self._calls.answered(number):
+        with self._job.control.mesh.peers(), self._calls.answered(number):
             yield
-
-    @cached_property
-    def _reads_norms(self) -> bool:
-        """True if the code of the training step may combine norms of gradients."""
-        step = user_function(getattr(type(self._job.module), TRAINING, None))
-        if self._replicas is None or self._job.control.num_devices == 1 or step is None:
-            return False
-        return any("norm" in name for name in names_in_hook(step, [self._job.module]))
 
     @contextmanager
     def reducing(self) -> Iterator[None]:
         """Inside, a backward runs; at its end gradients are complete, and added to those of earlier backwards."""
-        if self._replicas is None or self._hooks is None:
+        if self._replicas is None:
             raise GPPError("The engine was set up to evaluate, so it cannot train.")
         self._replicas.begin(last=True)
-        with self._job.control.mesh.peers(), self._hooks.waiting(), self._summed(self._replicas):
+        with self._job.control.mesh.peers(), self._summed(self._replicas):
             yield
-        self._hooks.run()
-        if (norms := current()) is not None and (found := self._replicas.known_norms()) is not None:
-            norms.replace(found)
 
     @contextmanager
     def _summed(self, replicas: Replicas) -> Iterator[None]:
@@ -134,11 +114,8 @@ class WholeStep:
 
     def _at_end(self) -> str:
         """The reason why a backward must not end by itself, as a clause; empty if it may."""
-        if self._replicas is None or self._hooks is None:
-            return ""
-        if self._shared():
-            return "several ranks hold the same parameters, whose gradients are summed at its end"
-        return "parameters have hooks, which get their gradients at its end" if self._hooks.exist else ""
+        shared = self._replicas is not None and self._shared()
+        return "several ranks hold the same parameters, whose gradients are summed at its end" if shared else ""
 
     def _shared(self) -> dict[str, nn.Parameter]:
         """This rank's parameters that other ranks hold, too."""
@@ -210,8 +187,7 @@ def capture_found(
     captured = capture_joint(module, joint_batch(found.arguments, samples_in(example)), context=context, device=device)
     if options.stages is not None:  # they are checked afterwards
         return captured
-    graph = kept_with_originals(tied(captured.graph, found.coupled), module, found.learning)
-    return replace(captured, graph=graph)
+    return replace(captured, graph=tied(captured.graph, found.coupled))
 
 
 def check_states(found: StepCalls, pipeline: Pipeline, plan: Plan) -> None:
@@ -271,8 +247,12 @@ def made_for_whole(plan: Plan | None) -> bool:
     return plan is not None and plan.notes.get(_STEP) == _WHOLE
 
 
-def check_whole(options: Options) -> None:
+def check_whole(options: Options, *, steps_itself: bool = False) -> None:
     """Refuse options that a step as a whole does not support.
+
+    Args:
+        options: the options.
+        steps_itself: the user's code steps the optimizers.
 
     Raises:
         ConfigError: names the option, the reason and a remedy.
@@ -292,8 +272,9 @@ def check_whole(options: Options) -> None:
         "costs": (options.costs == "measured", "times the step on micro-batches. Use roofline"),
         "trace": (options.trace, "measures the program of a step. Leave it out"),
         "on_nonfinite": (
-            options.on_nonfinite in ("stop", "skip"),
-            "looks at gradients before the optimizer step that the loop does. Leave it out, and check in the step",
+            steps_itself and options.on_nonfinite in ("stop", "skip"),
+            "looks at gradients before the loop steps the optimizer, but here your code does. Leave it out, and check "
+            "in your code",
         ),
     }
     for name, (given, reason) in problems.items():

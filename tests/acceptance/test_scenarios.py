@@ -22,6 +22,8 @@ SAMPLE = [
     *("callback_averages", "log_of_own_size", "log_sum", "metric_objects", "gathered", "read_once", "no_batches"),
     *("stream_validated", "batch_nested", "step_Adversarial", "step_Manual", "step_Tied", "whole_ReturnsNone"),
     *("writer_both", "saved_two_best", "resumed_within_an_epoch", "exception_in_a_hook", "pickled_after_fit"),
+    *("in_place_split", "pruned_before"),
+    *(name for name in scenarios() if name.startswith("idiom_")),
 ]
 """One of each kind."""
 
@@ -32,7 +34,7 @@ REFUSED = {
     "batch_size_found": "gpp-plan",
     "batch_size_tuned": "gpp-plan",
     "callback_pruning": "Prune the module before trainer.fit",
-    "hook_NormOfWeights": "if not p.is_meta",
+    "hook_NormOfWeights": "with lightning_gpp.summon_full_params(module):",
     "step_Quasi": "L-BFGS",
     "whole_Quasi": "L-BFGS",
     "step_ReturnsNone": "return a zero loss",

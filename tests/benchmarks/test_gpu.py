@@ -16,7 +16,7 @@ from benchmarks.gpu.parts import ARITHMETICS, correctness
 from benchmarks.gpu.seats import ALONE, CPU, CPUS, NCCL, SHARED, SOCKETS
 from tests.cli.commands import ROOT
 
-PAGE = ROOT / "docs" / "gpu.md"
+PAGE = ROOT / "benchmarks" / "results" / "gpu.md"
 
 
 def test_the_report_says_what_has_not_been_run() -> None:

@@ -37,12 +37,7 @@ def visible(folder: Path) -> list[str]:
     return sorted(os.listdir(folder))
 
 
-@pytest.mark.parametrize("exchanges", [True, False])
-def test_a_folder_takes_the_place_of_a_folder_a_file_and_a_link(
-    exchanges: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if not exchanges:  # as on network file systems
-        monkeypatch.setattr(atomic, "exchange", lambda one, other: False)
+def test_a_folder_takes_the_place_of_a_folder_a_file_and_a_link(tmp_path: Path) -> None:
     path = tmp_path / "last.ckpt"
     for number in range(2):
         write(path, number)
@@ -67,16 +62,6 @@ def test_between_two_renames_the_previous_folder_is_found(tmp_path: Path) -> Non
     assert opened(path)["number"] == 1
     write(path, 2)
     assert visible(tmp_path) == ["last.ckpt"]
-
-
-def test_what_was_left_is_removed_but_not_what_is_being_written(tmp_path: Path) -> None:
-    for name in ("killed.ckpt", "written.ckpt", "other.ckpt.previous"):
-        (tmp_path / ".saving" / name).mkdir(parents=True)
-    with atomic.locked(tmp_path / ".saving" / "written.ckpt") as mine:
-        assert mine
-        write(tmp_path / "last.ckpt", 1)
-    assert visible(tmp_path) == [".saving", "last.ckpt"]
-    assert visible(tmp_path / ".saving") == ["other.ckpt.previous", "written.ckpt"]
 
 
 def test_half_a_folder_is_no_checkpoint(tmp_path: Path) -> None:

@@ -9,10 +9,10 @@ from pathlib import Path
 
 from tests.cli.commands import ROOT
 
-PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "benchmarks" / "README.md")
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "benchmarks").rglob("*.md")))
 BLOCK = re.compile(r"^```bash\n(.*?)^```", re.MULTILINE | re.DOTALL)
 SHORT = ("trainer.max_epochs=1", "trainer.limit_train_batches=2", "trainer.limit_val_batches=2")
-QUICK = ("strategy.search_seconds=2", "strategy.bound_seconds=1")
+QUICK = ("strategy.search_seconds=2",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ WAYS: tuple[tuple[str, Way], ...] = (
     (r"cd ", Run()),
     (r"gpp-train .*debug=", Run()),
     (r"gpp-train", Run(SHORT)),
-    (r"gpp-plan .*model\.width=2048", Run(("strategy.search_seconds=1", "strategy.bound_seconds=0.1"))),
+    (r"gpp-plan .*model\.width=2048", Run(("strategy.search_seconds=1",))),
     (r"gpp-plan", Run(QUICK)),
     (r"gpp-checkpoint", Run()),
     (r"python -m benchmarks\.workloads", Run()),

@@ -74,7 +74,14 @@ def test_several_pipelines_are_said_clearly(capsys: pytest.CaptureFixture[str]) 
 def test_memory_search_and_runners_up_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
     show(composed(*QUICK, "cluster=t4_box", name="plan"))
     text = capsys.readouterr().out
-    for part in (" of 13.4 GiB ", "samples/s", "lower bound under 1f1b: ", " states in ", "runners-up", "  1. "):
+    for part in (
+        " of 13.4 GiB ",
+        "samples/s",
+        "lower bound, with all devices busy",
+        " states in ",
+        "runners-up",
+        "  1. ",
+    ):
         assert part in text
 
 

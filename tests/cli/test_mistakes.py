@@ -37,8 +37,6 @@ class Model(TwoTower):
     def training_step(self, batch, batch_idx):
         if self.kind == "broken": raise RuntimeError("my step is broken")
         loss = super().training_step(batch, batch_idx)
-        if self.kind == "late": raise KeyError("late")
-        if self.kind == "text": self.log("state", "good"); return loss
         return {
             "vector": loss.expand(len(batch[0])), "float": 0.5, "unnamed": {"lss": loss}, "detached": loss.detach(),
         }[self.kind]
@@ -125,17 +123,7 @@ MISTAKES: dict[str, tuple[str, tuple[str, ...], str]] = {
     "broken step": (
         "plan",
         (*OWN, "+model.kind=broken"),
-        r"training_step fails on one device, too, .* RuntimeError: my step is broken \(.*own\.py:\d+\)\.$",
-    ),
-    "step that logs a text": (
-        "plan",
-        (*OWN, "+model.kind=text"),
-        r"training_step fails on one device, too: it logs 'state', a str, .* \(.*own\.py:\d+\)\.$",
-    ),
-    "step that breaks behind its network": (
-        "plan",
-        (*OWN, "+model.kind=late"),
-        r"training_step fails on one device, too, .* KeyError: 'late' \(.*own\.py:\d+\)\.$",
+        r"own\.py:\d+.*: RuntimeError: my step is broken",
     ),
     "key that another value refers to": (
         "plan",
@@ -203,7 +191,7 @@ def test_a_failed_plan_leaves_no_empty_file(project: Path) -> None:
 
 
 def test_a_plan_leaves_the_file_that_it_is_asked_for(tmp_path: Path) -> None:
-    limits = ("strategy.search_seconds=1", "strategy.bound_seconds=0")
+    limits = ("strategy.search_seconds=1",)
     assert command("plan", TWO_TOWER, *limits, "output=plan.yaml", cwd=tmp_path).returncode == 0
     assert [path.name for path in tmp_path.iterdir()] == ["plan.yaml"]
 

@@ -21,7 +21,7 @@ from tests.cli.commands import make_plan
 
 def composed(*overrides: str, name: str = "plan") -> DictConfig:
     """A configuration whose search is short: no test here judges how good a plan is."""
-    return commands.composed("strategy.search_seconds=0.5", "strategy.bound_seconds=0.2", *overrides, name=name)
+    return commands.composed("strategy.search_seconds=0.5", *overrides, name=name)
 
 
 @pytest.mark.parametrize(("experiment", "num_stages"), [("two_tower", 4), ("feature_towers", 4), ("gpt_text", 2)])

@@ -32,10 +32,10 @@ from lightning_gpp._compat.torch import (
     check_gradients_plainly,
     checkpoint_regions,
     default_group,
+    default_store,
     fake_mode,
     forget_compiled_call,
     forget_division,
-    gradient_hooks,
     graph_is_kept,
     hand_over_gradient_hooks,
     hook_tables,
@@ -307,23 +307,6 @@ def hooked(seen: list[Any]) -> nn.Parameter:
     parameter.register_hook(seen.append)
     parameter.register_post_accumulate_grad_hook(seen.append)
     return parameter
-
-
-def test_gradient_hooks() -> None:
-    seen: list[Any] = []
-    parameter = hooked(seen)
-    tables = gradient_hooks(parameter)
-    kept = [dict(table) for table in tables]
-    for table in tables:
-        table.clear()
-    parameter.sum().backward()
-    assert not seen  # the tables are those that autograd reads
-    for table, hooks in zip(tables, kept, strict=True):
-        table.update(hooks)
-    parameter.sum().backward()
-    assert torch.equal(seen[0], torch.ones(2))
-    assert seen[1] is parameter
-    assert gradient_hooks(torch.ones(2)) == ({}, {})
 
 
 def test_with_gradient_hooks() -> None:
@@ -608,5 +591,14 @@ def test_default_group(tmp_path: Path) -> None:
             assert dist.group.WORLD is other
             assert (dist.get_rank(), dist.get_world_size()) == (0, 1)
         assert seen == [everyone] == [dist.group.WORLD]
+    finally:
+        dist.destroy_process_group()
+
+
+def test_default_store(tmp_path: Path) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        default_store().set("key", "value")
+        assert default_store().clone().get("key") == b"value"
     finally:
         dist.destroy_process_group()

@@ -49,7 +49,7 @@ class Rank:
                 dist.recv(tensor, source)
             if 0 <= target < self.world_size:
                 dist.send(tensor, target)
-        time.sleep(0.005)
+        time.sleep(0.01)
 
 
 def main(rank: int, world_size: int, port: int, folder: Path, target: Callable[..., None], *arguments: Any) -> None:
@@ -84,11 +84,15 @@ class Job:
     folder: Path
     started: float = field(default_factory=time.monotonic)
 
-    def wait(self, seconds: float) -> float:
-        """Seconds until the last process ended. Fails if one is still there after `seconds`."""
-        for process in self.processes:
+    def wait(self, seconds: float, *, stopped: int | None = None) -> float:
+        """Seconds until the last process ended, but for one that is stopped, which is the launcher's to end.
+
+        Fails if one is still there after `seconds`.
+        """
+        awaited = [(rank, process) for rank, process in enumerate(self.processes) if rank != stopped]
+        for _, process in awaited:
             process.join(max(self.started + seconds - time.monotonic(), 0))
-        left = [rank for rank, process in enumerate(self.processes) if process.is_alive()]
+        left = [rank for rank, process in awaited if process.is_alive()]
         if left:
             raise AssertionError(f"ranks {left} are still there after {seconds} s: {self.output()}")
         return time.monotonic() - self.started

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -95,6 +96,7 @@ class Asked(L.Callback):
     def at(self, trainer: L.Trainer, moment: str) -> None:
         if moment == self.moment and trainer.global_rank == self.rank:
             os.kill(os.getpid(), self.number)
+            time.sleep(0.5)  # the others hear of it before this small step ends
 
     def setup(self, trainer: L.Trainer, *_: Any, **__: Any) -> None:
         self.at(trainer, "set-up")

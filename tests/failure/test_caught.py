@@ -174,7 +174,16 @@ def stopped_then_trained(rank: int, how: str, folder: str) -> tuple[str, Any, An
     return said, left, weights(module)
 
 
-@pytest.mark.parametrize("how", ["training", "validation", "step", "hook", "apart"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        "training",
+        pytest.param("validation", marks=pytest.mark.acceptance),
+        "step",
+        pytest.param("hook", marks=pytest.mark.acceptance),
+        "apart",
+    ],
+)
 def test_a_run_after_a_caught_exception(tmp_path: Path, how: str) -> None:
     (first, left, trained), (second, _, _) = harness.run(2, stopped_then_trained, how, str(tmp_path))
     assert first.startswith("stopped in")

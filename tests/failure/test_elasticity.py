@@ -48,7 +48,11 @@ IN_PLACE: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.timeout(500)
-@pytest.mark.parametrize("more", IN_PLACE.values(), ids=IN_PLACE)
+@pytest.mark.parametrize(
+    "more",
+    [pytest.param(IN_PLACE["replicas of stages"], marks=pytest.mark.acceptance), IN_PLACE["pipelines"]],
+    ids=IN_PLACE,
+)
 def test_four_then_two_then_four_processes(tmp_path: Path, more: dict[str, Any]) -> None:
     """Also in the middle of an epoch of shuffled data."""
     with tempfile.TemporaryDirectory() as folder:

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from itertools import product
 from pathlib import Path
 
 import pytest
@@ -55,19 +54,14 @@ def fault(kind: str, rank: int, phase: str) -> dict[str, str]:
     return {"FAULT": kind, "FAULT_RANK": str(rank), "FAULT_PHASE": phase}
 
 
-KINDS, PHASES = ("raise", "kill", "stop"), ("warm-up", "steady", "validation")
-FAULTS = [
-    pytest.param(kind, rank, phase, marks=() if (i + rank + j) % 3 == 0 else pytest.mark.acceptance)
-    for (i, kind), rank, (j, phase) in product(enumerate(KINDS), range(WORLD_SIZE), enumerate(PHASES))
-]
-"""A third of them, with every pair of a kind, a rank and a phase, runs with every test."""
-
-
-@pytest.mark.parametrize(("kind", "rank", "phase"), FAULTS)
+@pytest.mark.parametrize(
+    ("kind", "rank", "phase"), [("raise", 2, "steady"), ("kill", 0, "warm-up"), ("stop", 1, "validation")]
+)
 def test_a_fault_ends_all_ranks(tmp_path: Path, kind: str, rank: int, phase: str) -> None:
     check_that_all_end(tmp_path, kind, rank, phase)
 
 
+@pytest.mark.acceptance
 @pytest.mark.parametrize(
     ("kind", "rank", "phase"), [("raise", 0, "warm-up"), ("kill", 2, "steady"), ("stop", 1, "drain")]
 )
@@ -76,18 +70,10 @@ def test_a_fault_without_a_flush(tmp_path: Path, kind: str, rank: int, phase: st
     check_that_all_end(tmp_path, kind, rank, phase, WEIGHTS="stash")
 
 
-@pytest.mark.acceptance
-@pytest.mark.parametrize("phase", ["warm-up", "steady", "drain", "validation"])
-@pytest.mark.parametrize("rank", range(WORLD_SIZE))
-@pytest.mark.parametrize("kind", ["raise", "kill", "stop", "exit"])
-def test_every_fault_without_a_flush(tmp_path: Path, kind: str, rank: int, phase: str) -> None:
-    check_that_all_end(tmp_path, kind, rank, phase, WEIGHTS="stash")
-
-
 def check_that_all_end(tmp_path: Path, kind: str, rank: int, phase: str, **environment: str) -> None:
     arguments = (str(tmp_path), fault(kind, rank, phase) | environment)
     with processes_running(tmp_path, WORLD_SIZE, fit_as_torchrun_would, *arguments) as running:
-        running.wait(50)
+        running.wait(50, stopped=rank if kind == "stop" else None)
     assert time.monotonic() - began(running.output(rank)) < BOUND.get(kind, 5.0)
     codes = [code for number, code in enumerate(running.codes) if number != rank or kind != "exit"]
     assert all(codes), running.codes  # a rank that exits with 0 has that code
@@ -96,7 +82,7 @@ def check_that_all_end(tmp_path: Path, kind: str, rank: int, phase: str, **envir
         assert kind != "raise" or re.search(r"doing: stage '\w+', action \d+[FB]", running.output(other))
 
 
-@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize("rank", [0, pytest.param(2, marks=pytest.mark.acceptance)])
 def test_a_checkpoint_on_exception_does_not_wait_for_other_ranks(tmp_path: Path, rank: int) -> None:
     arguments = (str(tmp_path), fault("raise", rank, "steady") | {"CALLBACK": "save"})
     with processes_running(tmp_path, WORLD_SIZE, fit_as_torchrun_would, *arguments) as running:
@@ -118,10 +104,9 @@ LAUNCHERS = {
     ("launcher", "kind", "rank", "phase"),
     [
         ("lightning", "kill", 0, "steady"),
-        pytest.param("lightning", "stop", 0, "validation", marks=pytest.mark.acceptance),
+        pytest.param("lightning", "stop", 1, "validation", marks=pytest.mark.acceptance),
         pytest.param("lightning", "exit", 1, "warm-up", marks=pytest.mark.acceptance),
-        ("torchrun", "raise", 1, "steady"),
-        pytest.param("torchrun", "stop", 0, "warm-up", marks=pytest.mark.acceptance),
+        pytest.param("torchrun", "raise", 1, "steady", marks=pytest.mark.acceptance),
         pytest.param("torchrun", "kill", 1, "steady", marks=pytest.mark.acceptance),
     ],
 )
@@ -129,13 +114,13 @@ def test_launchers_leave_nothing_behind(tmp_path: Path, launcher: str, kind: str
     output = tmp_path / "output.txt"
     with launched(launcher, output, fault(kind, rank, phase)) as process:
         code = process.wait(120)
-        left = still_there(output.read_text(), patience=3.0)
+        left = still_there(output.read_text(), patience=6.0)
         text = output.read_text()  # the other rank may write its message after the end of the first
     assert time.monotonic() - began(text) < BOUND.get(kind, 5.0) + 5.0
     assert code != 0
     assert names(text, rank, kind), text
     assert len(pids(text)) == 2
-    assert not left
+    assert not left  # also no process that is stopped: rank 0 or torchrun has started it
     if launcher == "torchrun" and kind != "stop":  # a stopped process ends last, when torchrun has its summary
         assert re.search(rf"Root Cause.*?rank +: {rank} ", text, re.DOTALL), text
     if kind == "raise":

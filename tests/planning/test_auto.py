@@ -22,14 +22,14 @@ from lightning_gpp.planning import (
     best_plan,
 )
 from lightning_gpp.planning import search as search_front
-from lightning_gpp.planning.bounds.bound import lower_bound
 from lightning_gpp.planning.partitioners.auto import search
 from lightning_gpp.planning.partitioners.auto.search import auto
-from lightning_gpp.planning.partitioners.exhaustive import exhaustive
+from lightning_gpp.planning.problem.bound import busy_bound
 from lightning_gpp.planning.problem.partitioner import partitioner_of
 from lightning_gpp.schedules import compile_program, verify
 from tests.planning import graphs
 from tests.planning.drafts import DEVICE, simulated
+from tests.planning.every_shape import best_of_all
 from tests.planning.problems import random_problem
 
 FAMILIES = {
@@ -80,10 +80,10 @@ def test_equals_the_best_of_all_plans(number: int) -> None:
         problem = random_problem(seed, num_units=3 + seed % 3)
         answer = auto(problem, _control())
         _assert_valid(problem, _draft(answer))
-        best = Evaluator(problem)(_draft(exhaustive(problem, _control())))
+        best = best_of_all(problem)
         found = Evaluator(problem)(_draft(answer))
         assert found.excess_bytes == pytest.approx(best.excess_bytes), seed
-        ratios.append(found.seconds / best.seconds)
+        ratios.append(found.seconds / best.seconds if best.fits else 1.0)
     assert max(ratios) <= 1.02
     assert sum(ratio <= 1 + 1e-9 for ratio in ratios) >= number - number // 40  # 39 of 40
 
@@ -98,11 +98,11 @@ def test_equals_the_best_of_all_plans_on_unequal_devices() -> None:
         )
         answer = auto(problem, _control())
         _assert_valid(problem, _draft(answer))
-        ratios.append(Evaluator(problem)(_draft(answer)).seconds / exhaustive(problem, _control()).objective)
+        ratios.append(Evaluator(problem)(_draft(answer)).seconds / best_of_all(problem).seconds)
     assert max(ratios) <= 1.02
 
 
-@pytest.mark.parametrize("family", list(FAMILIES.values()), ids=list(FAMILIES))
+@pytest.mark.parametrize("family", [graphs.two_towers, graphs.unet])
 def test_never_worse_than_another_partitioner(family: Callable[[], OperatorGraph]) -> None:
     """What others find, judged as they run it: as a chain where they know only chains."""
     problem = _problem(family(), micro_batch_size=2)
@@ -113,8 +113,7 @@ def test_never_worse_than_another_partitioner(family: Callable[[], OperatorGraph
             assert seconds <= Evaluator(problem)(other.draft).seconds * (1 + 1e-9), name
 
 
-@pytest.mark.parametrize("family", list(FAMILIES.values()), ids=list(FAMILIES))
-@pytest.mark.parametrize("recompute", [None, True, False])
+@pytest.mark.parametrize(("family", "recompute"), list(zip(FAMILIES.values(), (None, True, False) * 2, strict=True)))
 def test_plans_compile_and_take_what_was_promised(family: Callable[[], OperatorGraph], recompute: bool | None) -> None:
     """All that the draft does not know are messages with data, and a step on one device of several."""
     problem = _problem(family(), 3, micro_batch_size=4, recompute=recompute)
@@ -124,18 +123,12 @@ def test_plans_compile_and_take_what_was_promised(family: Callable[[], OperatorG
     timeline, plan, _ = simulated(problem, draft)
     verify(compile_program(plan))
     assert answer.objective == Evaluator(problem)(draft).seconds
-    assert lower_bound(problem) <= answer.objective
+    assert busy_bound(problem) <= answer.objective
     assert timeline.makespan == pytest.approx(answer.objective, rel=0.2)
 
 
-def test_results_do_not_change() -> None:
-    answers = [auto(_problem(graphs.two_towers(), micro_batch_size=4), _control()) for _ in range(2)]
-    assert answers[0] == answers[1]
-
-
-@pytest.mark.parametrize("max_replicas", [1, 2])
-def test_replicas_are_limited(max_replicas: int) -> None:
-    problem = _problem(graphs.two_towers(), 5, max_replicas=max_replicas, micro_batch_size=4)
+def test_replicas_are_limited() -> None:
+    problem = _problem(graphs.two_towers(), 5, max_replicas=2, micro_batch_size=4)
     _assert_valid(problem, _draft(auto(problem, _control())))
 
 
@@ -216,7 +209,7 @@ def test_a_search_ends_after_its_evaluations_however_fast_the_machine_is(monkeyp
     problem, answers = _problem(graphs.encoder_decoder(), 4), list[Answer]()
     for step in (0.0, 1e-6):
         monkeypatch.setattr(time, "perf_counter", _Clock(step))
-        control = SearchControl(seconds=2.0)
+        control = SearchControl(seconds=0.3)
         answers.append(auto(problem, control))
         assert 0.8 * control.evaluations < control.counted < 1.5 * control.evaluations
     assert answers[0] == answers[1]

@@ -8,15 +8,15 @@ import networkx as nx
 import pytest
 
 from lightning_gpp.cluster import Cluster, Link
-from lightning_gpp.planning import Evaluator, Problem, Request, SearchControl, best_plan
-from lightning_gpp.planning.partitioners.chains import levels_of, precedence
+from lightning_gpp.planning import Evaluator, Problem, Request, SearchControl
+from lightning_gpp.planning.partitioners.chains import precedence, slowest_link
 from lightning_gpp.planning.partitioners.downsets import downsets
 from lightning_gpp.planning.partitioners.pipedream import pipedream
 from lightning_gpp.planning.partitioners.piper import MAX_COUNTED, piper
 from lightning_gpp.planning.problem.units import UnitGraph
 from tests.planning import graphs
 from tests.planning.problems import DEVICE, problem_of, random_problem
-from tests.planning.test_pipedream import FAST, chain_problem, compositions, towers, with_memory
+from tests.planning.test_pipedream import FAST, chain_problem, compositions, with_memory
 
 Chain = list[tuple[int, ...]]
 
@@ -42,7 +42,7 @@ def chains_of(graph: nx.DiGraph, units: frozenset[int]) -> Iterator[Chain]:
 
 def slowest(problem: Problem, size: int, chain: Chain, replicas: tuple[int, ...]) -> float:
     """Seconds per sample of the slowest stage, in plain loops; infinite where a stage lacks memory."""
-    worst, left, speed = 0.0, sum(replicas), min(speed for _, speed in levels_of(problem))
+    worst, left, speed = 0.0, sum(replicas), slowest_link(problem)
     for index, (units, degree) in enumerate(zip(chain, replicas, strict=True)):
         share = size // degree
         seconds, saved = problem.seconds(share), problem.saved_bytes(share)
@@ -87,20 +87,13 @@ def test_downsets_are_closed_under_successors_and_sorted_by_size() -> None:
     assert [bits.bit_count() for bits in found] == sorted(bits.bit_count() for bits in found)
 
 
-def test_four_branches_of_eight_and_a_join() -> None:
-    """The empty set, and the join with any rest of every branch: 1 + 9^4."""
-    graph = side_by_side(4, 8)
-    graph.add_edges_from((end, 32) for end in (7, 15, 23, 31))
-    assert len(downsets(graph, 40_000).sets) == 6_562
-
-
 def test_counting_ends_at_the_limit() -> None:
     found = downsets(side_by_side(10, 9), 500)
     assert not found.complete
     assert len(found.sets) == 500
 
 
-@pytest.mark.parametrize("seed", range(25))
+@pytest.mark.parametrize("seed", range(10))
 def test_no_chain_has_a_faster_bottleneck(seed: int) -> None:
     problem = random_problem(seed, num_units=3 + seed % 3, num_devices=2 + seed % 3)
     every = frozenset(range(problem.num_units))
@@ -122,14 +115,6 @@ def test_no_chain_has_a_faster_bottleneck(seed: int) -> None:
             assert answer.draft.chained
         elif best[size] < inf:
             assert "does not fit" in answer.notes[0]
-
-
-def test_a_unit_that_dominates_is_replicated() -> None:
-    problem = chain_problem([1, 4, 1], Cluster.uniform(DEVICE, 6, FAST), crossing=1)
-    answer = piper(problem, SearchControl())
-    assert answer.draft is not None
-    assert [stage.devices for stage in answer.draft.stages] == [(5,), (1, 2, 3, 4), (0,)]
-    assert answer.objective == pytest.approx(1.0)
 
 
 def test_replicas_divide_the_micro_batch() -> None:
@@ -220,22 +205,3 @@ def test_too_many_downsets_are_counted_and_refused() -> None:
         assert answer.draft is None
         assert "more than 40,000 downsets" in answer.notes[0]
         assert f"({count}" in answer.notes[0]
-
-
-def test_states_are_cells_and_what_they_are_compared_to() -> None:
-    """A chain of 2 has 3 downsets: the second is compared to 1, the third to 2. A stage may have 1 or 2 replicas, which
-    leaves 0 or 1 devices, or 0, to the rest. Two cells each."""
-    problem = chain_problem([1, 1], Cluster.uniform(DEVICE, 2, FAST), sizes=(2,))
-    assert piper(problem, SearchControl()).states == (1 + 2) * (2 + 1) + 2 * 2
-
-
-@pytest.mark.parametrize("num_towers", [2, 3])
-def test_its_chains_are_simulated_as_they_run(num_towers: int) -> None:
-    cluster = Cluster.uniform(DEVICE, 4, Link(latency=1e-3, bytes_per_second=1e7))
-    request = Request(cluster=cluster, batch_size=16, micro_batch_size=2, max_replicas=1, num_pipelines=1)
-    graph = towers(num_towers, 3)
-    found = best_plan("piper", graph, request)
-    assert found.search.draft is not None
-    evaluation = Evaluator(request.problem(graph))(found.search.draft)
-    assert found.seconds == pytest.approx(evaluation.seconds, rel=1e-9)
-    assert found.plan.depth == len(found.plan.stages) == 4

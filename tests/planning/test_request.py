@@ -1,4 +1,4 @@
-"""What may be asked for, partitioners by name, and the partitioner that tries every plan."""
+"""What may be asked for, and partitioners by name."""
 
 from __future__ import annotations
 
@@ -8,14 +8,10 @@ import pytest
 
 from lightning_gpp.cluster import Cluster, Link
 from lightning_gpp.errors import ConfigError
-from lightning_gpp.planning import Evaluator, Request, SearchControl, partitioner_names
-from lightning_gpp.planning.bounds.bound import lower_bound
-from lightning_gpp.planning.partitioners import exhaustive
-from lightning_gpp.planning.partitioners.exhaustive import shapes
+from lightning_gpp.planning import Request, partitioner_names
 from lightning_gpp.planning.problem.partitioner import partitioner_of, register_partitioner
 from tests.planning import graphs
 from tests.planning.drafts import DEVICE
-from tests.planning.problems import random_problem
 
 CLUSTER = Cluster.uniform(DEVICE, 2, Link())
 
@@ -79,47 +75,8 @@ def test_what_is_asked_for_reaches_the_problem() -> None:
 
 
 def test_partitioners_by_name() -> None:
-    assert {"auto", "exhaustive", "graphpipe", "pipedream", "piper"} <= set(partitioner_names())
+    assert {"auto", "edgepipe", "graphpipe", "pipedream", "piper"} <= set(partitioner_names())
     with pytest.raises(ConfigError, match=r"partitioner='best' is not a partitioner. Choose one of: auto, .*register"):
         partitioner_of("best")
     with pytest.raises(ConfigError, match="A partitioner named 'auto' is registered already"):
         register_partitioner("auto")(partitioner_of("auto"))
-
-
-def test_every_plan_is_tried_once() -> None:
-    """A chain of 3 units on 2 devices: one stage on both, or one of two cuts; two sizes."""
-    problem = Request(cluster=CLUSTER, batch_size=2, recompute=False).problem(graphs.chain(3))
-    found = list(shapes(problem))
-    drafts = [shape.draft() for shape in found]
-    assert len(set(drafts)) == len(drafts)
-    assert {shape.groups for shape in found} == {((0, 1, 2),), ((0,), (1, 2)), ((0, 1), (2,))}
-    assert {shape.size for shape in found} == {1, 2}
-
-
-def test_branches_give_more_plans_than_a_chain() -> None:
-    settings = {"recompute": False, "max_replicas": 1, "idle_devices": False}
-    towers = Request(cluster=CLUSTER, batch_size=2, micro_batch_size=1, **settings)
-    assert {shape.groups for shape in shapes(towers.problem(graphs.feature_towers(2, 1, 1)))} == {
-        ((0,), (1, 2)),
-        ((1,), (0, 2)),
-        ((0, 1), (2,)),
-    }
-
-
-def test_the_best_of_every_plan() -> None:
-    problem = random_problem(4)
-    evaluate = Evaluator(problem)
-    answer = partitioner_of("exhaustive")(problem, SearchControl())
-    assert answer.draft is not None
-    ranks = [evaluate(shape.draft()).rank for shape in shapes(problem)]
-    assert evaluate(answer.draft).rank == min(ranks)
-    assert answer.objective == min(ranks)[1]
-    assert answer.states == len(ranks)
-    assert 0 < lower_bound(problem) <= answer.objective
-
-
-def test_too_many_plans(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exhaustive, "MAX_PLANS", 20)
-    answer = partitioner_of("exhaustive")(random_problem(0), SearchControl())
-    assert answer.draft is None
-    assert answer.notes == ("There are more than 20 plans; choose partitioner=auto, or larger units.",)

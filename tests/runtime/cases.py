@@ -34,6 +34,10 @@ class Case:
     tied: bool = False
     num_runs: int = 1
 
+    @property
+    def num_processes(self) -> int:
+        return self.plan.num_devices * self.num_pipelines
+
 
 @dataclass
 class Outcome:
@@ -92,8 +96,7 @@ def run_cases_on_rank(rank: int, cases: list[Case]) -> list[Outcome]:
 
 def run_cases(cases: list[Case]) -> None:
     """Run cases that need the same number of processes by the same processes, and check them."""
-    world_size = cases[0].plan.num_devices * cases[0].num_pipelines
-    by_rank = run_distributed(world_size, run_cases_on_rank, cases)
+    by_rank = run_distributed(cases[0].num_processes, run_cases_on_rank, cases)
     for case, outcomes in zip(cases, zip(*by_rank, strict=True), strict=True):
         check(case, list(outcomes))
 
@@ -125,6 +128,6 @@ def assert_equal(actual: Tensor | None, expected: Tensor | None, name: str) -> N
 
 def run_case(case: Case) -> list[Outcome]:
     """Run a case by its own processes, and check it."""
-    outcomes = run_distributed(case.plan.num_devices * case.num_pipelines, run_on_rank, case)
+    outcomes = run_distributed(case.num_processes, run_on_rank, case)
     check(case, outcomes)
     return outcomes

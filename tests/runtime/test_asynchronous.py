@@ -12,15 +12,11 @@ from lightning_gpp.errors import ConfigError, ScheduleError
 from lightning_gpp.plan import SOURCE, Plan
 from lightning_gpp.runtime import LOSS, MicroBatch
 from lightning_gpp.runtime.weights import (
-    Counting,
-    Use,
     Weights,
     check_options,
     make_policy,
     options_of,
-    register_weights,
 )
-from lightning_gpp.runtime.weights.registry import WEIGHT_POLICIES
 from tests.runtime.asynchronous import AsyncCase, AsyncOutcome, delayed, run_all, run_async
 from tests.runtime.stages import make_data, make_stages, slots_of
 from tests.strategies import plan_of
@@ -59,33 +55,24 @@ def assert_same(case: AsyncCase, outcomes: list[AsyncOutcome]) -> None:
 
 
 def test_processes_equal_one_device_with_the_same_delays() -> None:
-    """Every policy on one of the graphs, every graph with two or three policies."""
+    """Every policy on one of the graphs, every graph with two or three policies, accumulation, split backwards."""
     plans = (CHAIN, CHAIN_OF_TWO, TOWERS, SKIP)
     cases = [
         AsyncCase(plan=plans[number % len(plans)], policy=policy, options=options)
         for number, (policy, options) in enumerate(POLICIES)
     ]
+    cases += [AsyncCase(plan=CHAIN, policy=name, every=2, segments=(6, 4)) for name in ("double_buffer", "predicted")]
+    cases += [AsyncCase(plan=replace(CHAIN_OF_TWO, schedule=name), policy="stash") for name in ("zb_h1", "layerpipe")]
     for case, outcomes in zip(cases, run_all(cases), strict=True):
         assert_same(case, outcomes)
 
 
 def test_every_optimizer() -> None:
     """A prediction has a rule for each of them; other policies know none."""
-    rules = [("predicted", name) for name in ("sgd", "nesterov", "rmsprop", "adam", "adamw", "nadam")]
+    rules = [("predicted", name) for name in ("sgd", "nesterov", "rmsprop", "adamw", "nadam")]
     cases = [
         AsyncCase(plan=CHAIN, policy=policy, optimizer=optimizer)
         for policy, optimizer in [*rules, ("stash", "adam"), ("corrected", "adamw")]
-    ]
-    for case, outcomes in zip(cases, run_all(cases), strict=True):
-        assert_same(case, outcomes)
-
-
-def test_split_backward() -> None:
-    cases = [
-        AsyncCase(
-            plan=replace(CHAIN_OF_TWO, schedule=("zb_h1", "layerpipe")[number % 2]), policy=policy, options=options
-        )
-        for number, (policy, options) in enumerate(POLICIES[:4])
     ]
     for case, outcomes in zip(cases, run_all(cases), strict=True):
         assert_same(case, outcomes)
@@ -95,7 +82,7 @@ def test_split_backward() -> None:
 def test_recomputation_and_offload(measure: str) -> None:
     chosen = (replace(stage, **{measure: index < 2}) for index, stage in enumerate(CHAIN_OF_TWO.stages))
     plan = replace(CHAIN_OF_TWO, stages=tuple(chosen))
-    policies = ("stash", "double_buffer", *(("latest", "corrected", "predicted") if measure == "offload" else ()))
+    policies = ("stash", "double_buffer", *(("latest", "predicted") if measure == "offload" else ()))
     cases = [AsyncCase(plan=plan, policy=policy) for policy in policies]
     for case, outcomes in zip(cases, run_all(cases), strict=True):
         assert_same(case, outcomes)
@@ -107,21 +94,12 @@ def run_like(case: AsyncCase, plan: Plan) -> AsyncOutcome:
     return delayed(replace(case, plan=plan))
 
 
-def test_accumulated_mini_batches_are_one_update() -> None:
-    cases = [
-        AsyncCase(plan=CHAIN, policy=policy, every=2, segments=(6, 4))
-        for policy in ("stash", "double_buffer", "predicted")
-    ]
-    for case, outcomes in zip(cases, run_all(cases), strict=True):
-        assert_same(case, outcomes)
-
-
 @pytest.mark.parametrize(
     ("plan", "num_pipelines"),
-    [(REPLICATED, 1), (IN_TURNS, 1), (PAIR, 2), (ENCODER_DECODER, 1)],
-    ids=["replicas", "replicas in turns", "pipelines", "encoder-decoder"],
+    [(REPLICATED, 1), (IN_TURNS, 1), (PAIR, 2)],
+    ids=["replicas", "replicas in turns", "pipelines"],
 )
-def test_replicas_and_joins(plan: Plan, num_pipelines: int) -> None:
+def test_replicas(plan: Plan, num_pipelines: int) -> None:
     """Gradients of two replicas have one sum: one device adds up what each of them collects."""
     cases = [
         AsyncCase(plan=plan, policy=policy, num_pipelines=num_pipelines)
@@ -286,27 +264,6 @@ def test_an_unknown_policy_or_option_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"predictor='cubic'"):
         make_policy("predicted", Weights(parameters={}), predictor="cubic")
     assert options_of("predicted") == {"predictor": "linear", "passes": 1, "bellwether": False}
-
-
-def test_users_add_policies() -> None:
-    @register_weights("oldest")
-    class Oldest(Counting):
-        """Counts what it is asked."""
-
-        asked = 0
-
-        def enter_forward(self, use: Use) -> None:
-            self.asked += 1
-
-    try:
-        policy = make_policy("oldest", Weights(parameters={}))
-        policy.enter_forward(Use(0, 0, 0))
-        assert isinstance(policy, Oldest)
-        assert policy.asked == 1
-        with pytest.raises(ConfigError, match="registered already"):
-            register_weights("oldest")(Oldest)
-    finally:
-        del WEIGHT_POLICIES.entries["oldest"]
 
 
 def test_an_optimizer_without_a_rule_is_refused() -> None:

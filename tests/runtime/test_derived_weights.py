@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_gpp.plan import Plan
 from lightning_gpp.runtime import LOSS, MicroBatch
 from lightning_gpp.runtime.device_gradients import DeviceGradients
-from lightning_gpp.runtime.weights.derived import Derived, Derives
 from lightning_gpp.schedules.continuous import continuous_program
 from lightning_gpp.schedules.delayed import on_one_device
 from tests.runtime.asynchronous import AsyncCase, Run
@@ -126,67 +125,3 @@ def test_backwards_see_the_weights_that_a_policy_writes(kind: str) -> None:
         found, expected = trained(KINDS[kind], policy, options), Simulation(KINDS[kind], decay).run()
         for name, value in expected.items():
             torch.testing.assert_close(found[name], value, rtol=1e-11, atol=1e-13, msg=f"{policy}: {name}")
-
-
-class Alone(nn.Module):
-    """A stage that calls a module, under autocast."""
-
-    uses_random = True
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-    @property
-    def parts(self) -> tuple[nn.Module, ...]:
-        return tuple(self.modules())
-
-    def forward(self, values: dict[str, Tensor], micro_batch: MicroBatch) -> dict[str, Tensor]:
-        with torch.autocast("cpu", torch.bfloat16):
-            return {"y": self.module(values["x"])}
-
-
-class Drops(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(4, 4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ nn.functional.dropout(self.weight, 0.5)
-
-
-MODULES: dict[str, Callable[[], nn.Module]] = {
-    "linear": lambda: nn.Linear(4, 4),
-    "weight norm": lambda: nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)),
-    "spectral norm": lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4)),
-    "dropped weights": Drops,
-}
-
-
-@pytest.mark.parametrize("name", MODULES)
-def test_one_linear_module_under_autocast(name: str) -> None:
-    """The input's gradient of a linear module does not depend on the weights of its forward at all."""
-    torch.manual_seed(0)
-    module, other, whole = MODULES[name](), {}, MicroBatch(0, 0, 3, 3)
-    stage = Alone(module)
-    x, seed = torch.randn(3, 4), torch.Generator().manual_seed(1).get_state()
-
-    def gradient(changed: bool) -> Tensor:
-        derived = Derived(stage, Derives())
-        torch.set_rng_state(seed)
-        inputs = x.clone().requires_grad_()
-        y = derived.noting(stage.forward)({"x": inputs}, whole)["y"]
-        buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
-        if changed:
-            for parameter in module.parameters():
-                other[parameter] = parameter.data.clone()
-                parameter.data.copy_(2 * parameter.data.roll(1))
-        derived.renewing(lambda: y.backward(torch.ones_like(y)))()
-        assert all(torch.equal(buffer, buffers[name]) for name, buffer in module.named_buffers())
-        assert inputs.grad is not None
-        return inputs.grad
-
-    module.eval()  # spectral norm then keeps its vectors; dropped weights are called with training=True anyway
-    first, late = gradient(changed=False), gradient(changed=True)
-    assert torch.equal(late, gradient(changed=False))
-    assert not torch.equal(late, first)

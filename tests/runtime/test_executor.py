@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_gpp.errors import GPPError, PlanError, ScheduleError, ShapeError
+from lightning_gpp.errors import GPPError, ShapeError
 from lightning_gpp.plan import Plan
-from lightning_gpp.runtime import LOSS, DistributedTransport, Executor, Mesh, MicroBatch, RandomStreams, Slot, pairs_of
+from lightning_gpp.runtime import LOSS, DistributedTransport, Executor, Mesh, MicroBatch, RandomStreams, pairs_of
 from lightning_gpp.schedules import Action, compile_program
 from tests.distributed import run_distributed
-from tests.runtime.stages import SAMPLES, Mixer, all_slots, make_data, make_stages, spec
+from tests.runtime.stages import Mixer, all_slots, make_data, make_stages
 from tests.strategies import plan_of
 
 
@@ -159,21 +159,6 @@ def test_trace_names_every_action_in_order() -> None:
     assert [action for action, _, _ in executor.timings] == expected
     assert all(start <= stop for _, start, stop in executor.timings)
     assert {str(action) for action in expected} <= {event.name for event in profile.events()}
-
-
-def test_cut_without_a_batch_dimension_is_refused() -> None:
-    plan = plan_of([(0, 1)], [4, 2], 8, devices=[(0,), (0,)])
-    slots = [(Slot("pairs", spec(SAMPLES, SAMPLES)),)]
-    with pytest.raises(
-        PlanError, match=r"Tensor 'pairs' on the edge from stage 'stage0' to stage 'stage1' must be cut"
-    ):
-        Executor(compile_program(plan), 0, stages=make_stages(plan), slots=slots, transport=NoTransport())
-
-
-def test_data_action_needs_a_source() -> None:
-    plan = one_device()
-    with pytest.raises(ScheduleError, match="needs the data source"):
-        Executor(compile_program(plan), 0, stages=make_stages(plan), slots=all_slots(plan), transport=NoTransport())
 
 
 class Dropping(Mixer):

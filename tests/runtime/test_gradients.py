@@ -82,12 +82,3 @@ def test_what_cannot_be_summed_is_refused() -> None:
         assert norm.startswith(ConfigError.__name__)
         assert "use a number above 0" in norm
         assert f"Rank {rank} has the parameters [], but is listed as a holder of ['w']" in holders
-
-
-def _norm_without_parameters(rank: int) -> str:
-    return str(GradientSync({}, {}, Mesh(1, 1, rank), device=torch.device("meta")).grad_norm().device)
-
-
-def test_a_rank_without_parameters_sums_on_its_own_device() -> None:
-    """With a sum on the CPU it could not take part over NCCL."""
-    assert run_distributed(1, _norm_without_parameters) == ["meta"]

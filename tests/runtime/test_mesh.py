@@ -12,8 +12,6 @@ from torch import Tensor
 from lightning_gpp.errors import ConfigError
 from lightning_gpp.runtime import DistributedTransport, Mesh, pairs_of
 from lightning_gpp.runtime.boundary import DTYPES
-from lightning_gpp.training.control import Control
-from lightning_gpp.training.mirror import Mirror
 from tests.distributed import run_distributed
 from tests.strategies import plan_of, towers
 
@@ -166,16 +164,3 @@ def _group_beside_nccl(rank: int) -> tuple[int, Any]:
 def test_groups_over_gloo_have_nothing_to_do_with_the_device_of_the_default_group() -> None:
     """Torch would let rank 1 wait for rank 0 to split a communicator of NCCL; of a CPU it refuses to make a group."""
     assert run_distributed(2, _group_beside_nccl) == [(1, True), (0, True)]
-
-
-def _mirrored(rank: int) -> list[Tensor]:
-    kinds = torch.int16, torch.bool, torch.bfloat16, torch.complex64
-    tree = [torch.arange(3).to(kind) for kind in kinds] + [torch.tensor(2j)] if rank == 0 else None
-    found: list[Tensor] = Mirror(Control(Mesh(2, 1, rank)), torch.device("cpu")).tree(tree)
-    return found
-
-
-def test_mini_batches_of_all_types_are_mirrored() -> None:
-    first, second = run_distributed(2, _mirrored)
-    assert len(first) == 5
-    assert all(one.dtype == other.dtype and torch.equal(one, other) for one, other in zip(first, second, strict=True))

@@ -8,7 +8,7 @@ import pytest
 
 from lightning_gpp.plan import Plan
 from lightning_gpp.schedules import in_flight
-from tests.runtime.cases import Case, run_case
+from tests.runtime.cases import Case, run_case, run_cases
 from tests.strategies import plan_of, towers
 
 TWO_TOWERS = [(0, 2), (1, 2)]
@@ -44,9 +44,9 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_equals_one_process(name: str) -> None:
-    run_case(CASES[name])
+@pytest.mark.parametrize("num_processes", [1, 2, 3, 4])
+def test_equals_one_process(num_processes: int) -> None:
+    run_cases([case for case in CASES.values() if case.num_processes == num_processes])
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
@@ -62,14 +62,6 @@ def test_activations_in_flight_are_what_the_schedule_promises(schedule: str) -> 
     if schedule == "1f1b":
         assert promised == {0: 3, 1: 2, 2: 3, 3: 2, 4: 1}
         assert {stage: n for outcome in outcomes for stage, n in outcome.warm_up.items()} == promised
-
-
-def test_slack_adds_to_what_is_in_flight() -> None:
-    """Two towers of two stages and a head; a stage's slack also counts for the stages before it."""
-    plan = with_slack(towers(2, 2, batch_size=12), [1, 1, 0, 0, 0])
-    outcomes = run_case(Case(plan, 12))
-    peak = {stage: number for outcome in outcomes for stage, number in outcome.peak_in_flight.items()}
-    assert peak == in_flight(plan, 12) == {0: 5, 1: 3, 2: 3, 3: 2, 4: 1}
 
 
 @pytest.mark.parametrize(("chained", "depth"), [(False, 5), (True, 9)])

@@ -37,17 +37,6 @@ def test_enough_queues_are_accepted(environment: dict[str, str]) -> None:
     check_queues(BRANCHES, ALONE, environment)
 
 
-def test_the_usual_number_is_enough_for_a_chain() -> None:
-    chain = [(first + step, first + 1 - step) for first in range(7) for step in range(2)]
-    check_queues(chain, (1,) * 8, {})
-
-
-def test_more_streams_than_a_gpu_has_queues_are_warned_of() -> None:
-    many = [pair for tower in range(1, 20) for pair in ((0, tower), (tower, 0))]
-    with pytest.warns(UserWarning, match="Device 0 of the plan has 40 streams.*strategy.max_replicas"):
-        check_queues(many, (1,) * 20, {VARIABLE: "32"})
-
-
 def test_queues_are_opened_unless_the_user_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
     open_queues()

@@ -75,31 +75,6 @@ def test_draws_inside_do_not_disturb_the_streams_outside(device: str, numpys: np
     assert all(torch.equal(*pair) for pair in zip(found[2:], expected[2:], strict=True))
 
 
-def test_streams_inside_of_others_are_restored_too() -> None:
-    draws = []
-    for inner in (False, True):
-        with undisturbed(np.random.MT19937()):
-            seed_streams(8)
-            if inner:
-                with undisturbed(np.random.MT19937()):
-                    seed_streams(9)
-            draws.append((random.random(), np.random.rand()))
-    assert draws[0] == draws[1]
-
-
-def test_a_generator_of_the_users_is_kept() -> None:
-    users = np.random.get_bit_generator()
-    try:
-        np.random.set_bit_generator(np.random.PCG64(3))
-        expected = np.random.Generator(np.random.PCG64(3)).bit_generator.random_raw()
-        with undisturbed(np.random.MT19937()):
-            seed_streams(8)
-            np.random.rand()
-        assert np.random.get_bit_generator().random_raw() == expected
-    finally:
-        np.random.set_bit_generator(users)
-
-
 @pytest.mark.parametrize("device", DEVICES)
 def test_streams_go_on_after_a_recording(device: str) -> None:
     """A state is no tensor of the recording, in which tensors are fake."""

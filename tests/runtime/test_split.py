@@ -147,26 +147,12 @@ def test_transformer_block(norm_first: bool) -> None:
     assert deferred(module, normal(2, 5, 8)) == {f"module.{name}" for name in names - early}
 
 
-def test_attention() -> None:
-    def forward(self: Any, input: Tensor) -> Tensor:
-        query, key, value = self.projection(input).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
-        return F.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(-2)
-
-    check(Call(forward, projection=nn.Linear(8, 24)), normal(2, 5, 8))
-
-
 @pytest.mark.parametrize("training", [True, False])
 def test_convolution_and_batch_norm(training: bool) -> None:
     module = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.Conv2d(4, 2, 3))
     module.train(training)
     check(module, normal(2, 3, 8, 8))
     assert deferred(module, normal(2, 3, 8, 8)) == {"0.weight", "0.bias", "3.weight", "3.bias"}
-
-
-@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
-def test_recurrent(kind: type[nn.Module]) -> None:
-    module = Call(lambda self, input: self.net(self.head(input))[0], net=kind(8, 8), head=nn.Linear(8, 8))
-    check(module, normal(3, 2, 8))
 
 
 def test_source_stage_does_everything_at_once() -> None:
@@ -189,14 +175,6 @@ def test_work_beside_the_path_waits() -> None:
     assert deferred(module, inputs) == {n for n, _ in module.named_parameters()} - {"tower.1.weight", "tower.1.bias"}
 
 
-def test_product_beside_the_path() -> None:
-    """Without a node before it at which the graph could be cut."""
-    module = Call(lambda self, input: input + self.data @ self.weight, weight=nn.Parameter(torch.randn(8, 8)))
-    module.register_buffer("data", torch.randn(3, 8))
-    check(module, normal(3, 8))
-    assert deferred(module, normal(3, 8)) == {"weight"}
-
-
 def test_hooks_where_the_graph_is_cut_act_once() -> None:
     def forward(self: Any, input: Tensor) -> Tensor:
         beside = self.tower(self.data).view(3, 8)
@@ -207,17 +185,6 @@ def test_hooks_where_the_graph_is_cut_act_once() -> None:
     module.register_buffer("data", torch.randn(3, 8))
     check(module, normal(3, 8))
     assert len(deferred(module, normal(3, 8))) == 6
-
-
-def test_parametrized_weight() -> None:
-    module = Call(
-        lambda self, input: self.last(F.linear(input, self.scale * F.normalize(self.weight))),
-        weight=nn.Parameter(torch.randn(8, 8)),
-        scale=nn.Parameter(torch.randn(8, 1)),
-        last=nn.Linear(8, 8),
-    )
-    check(module, normal(3, 8))
-    assert "scale" in deferred(module, normal(3, 8))
 
 
 def test_weight_used_side_by_side_waits() -> None:
@@ -238,56 +205,6 @@ def test_weight_used_at_several_depths_waits() -> None:
     assert deferred(module, normal(3, 8)) == {name for name, _ in module.named_parameters()}
 
 
-def test_weight_with_another_use_does_not_wait() -> None:
-    module = Call(
-        lambda self, input: self.last(self.shared(input) * self.shared.weight.sum()),
-        shared=mlp()[0],
-        last=nn.Linear(16, 8),
-    )
-    check(module, normal(3, 8))
-    assert deferred(module, normal(3, 8)) == {"last.weight", "last.bias"}
-
-
-def test_weight_used_plainly_and_changed_does_not_wait() -> None:
-    """Its gradients would be added in another order than in one go."""
-    members = {"weight": nn.Parameter(torch.randn(8, 8)), "last": nn.Linear(8, 8)}
-    module = Call(lambda self, input: self.last(input @ self.weight @ self.weight @ (2 * self.weight)), **members)
-    check(module, normal(3, 8))
-    assert deferred(module, normal(3, 8)) == {"last.weight", "last.bias"}
-
-
-def test_projections_of_one_weight() -> None:
-    """Cross attention: two products use parts of one parameter."""
-
-    def forward(self: Any, a: Tensor, b: Tensor) -> Tensor:
-        first, second = self.weight.split((8, 16))
-        return F.linear(a, first) + sum(F.linear(b, second).chunk(2, -1))
-
-    module = Call(forward, weight=nn.Parameter(torch.randn(24, 8)))
-    inputs: Inputs = lambda: {"a": torch.randn(3, 8), "b": torch.randn(3, 8)}  # noqa: E731
-    check(module, inputs)
-    assert deferred(module, inputs) == {"weight"}
-
-
-def test_parameters_that_meet_each_other() -> None:
-    def forward(self: Any, input: Tensor) -> Tensor:
-        both = self.first @ self.second
-        return (input @ both) * self.scale.exp() + self.first.sum()
-
-    parameters = {"first": torch.randn(8, 4), "second": torch.randn(4, 8), "scale": torch.randn(8)}
-    module = Call(forward, **{name: nn.Parameter(value) for name, value in parameters.items()})
-    check(module, normal(3, 8))
-
-
-def test_einsum_and_bilinear() -> None:
-    module = Call(
-        lambda self, a, b: self.bilinear(torch.einsum("bi,eij->bj", a, self.experts), b),
-        experts=nn.Parameter(torch.randn(4, 8, 8)),
-        bilinear=nn.Bilinear(8, 8, 4),
-    )
-    check(module, lambda: {"a": torch.randn(3, 8), "b": torch.randn(3, 8)})
-
-
 def test_outputs_of_all_kinds() -> None:
     """An input that leaves as it came, an output without inputs, one that shares work, a parameter as an output."""
 
@@ -301,27 +218,6 @@ def test_outputs_of_all_kinds() -> None:
     inputs: Inputs = lambda: {"a": torch.randn(4, 8), "b": torch.randn(4, 8)}  # noqa: E731
     check(module, inputs)
     assert deferred(module, inputs) >= {"free.0.weight", "free.2.bias"}
-
-
-def test_nothing_depends_on_the_inputs() -> None:
-    module = Call(lambda self, input: self.net(self.data), net=mlp())
-    module.register_buffer("data", torch.randn(4, 8))
-    check(module, normal(3, 8))
-    assert len(deferred(module, normal(3, 8))) == 4
-
-
-def test_output_without_gradient() -> None:
-    """A consumer sends no gradient for the first output; the unbound parts of another have gradients in part."""
-
-    def forward(self: Any, input: Tensor) -> list[Tensor]:
-        self.unused(input)
-        first, _, third = self.net(input).unbind()
-        beside = self.table(self.data).unbind()
-        return [first * third + beside[0] * beside[2]]
-
-    module = Call(forward, net=mlp(), unused=mlp(), table=mlp())
-    module.register_buffer("data", torch.randn(3, 8))
-    check(module, normal(3, 8))
 
 
 def test_frozen_parameters() -> None:
@@ -444,27 +340,6 @@ def test_hooks_on_intermediate_tensors_act_once() -> None:
     check(Call(forward, first=nn.Linear(8, 8), last=nn.Linear(8, 8)), normal(3, 8))
 
 
-def test_hooks_on_intermediate_tensors_fire_once() -> None:
-    calls = []
-
-    def forward(self: Any, input: Tensor) -> Tensor:
-        hidden = self.first(input)
-        hidden.register_hook(lambda _: calls.append(1))
-        return self.last(hidden)
-
-    run(Call(forward, first=nn.Linear(8, 8), last=nn.Linear(8, 8)), normal(3, 8), ORDERS[1], Splitter())
-    assert len(calls) == 3
-
-
-def test_full_backward_hooks_of_modules_fire_once() -> None:
-    calls = []
-    module = renamed(mlp())
-    for part in module.module:
-        part.register_full_backward_hook(lambda *_: calls.append(1))
-    run(module, normal(3, 8), ORDERS[1], Splitter())
-    assert len(calls) == 9
-
-
 def test_a_graph_that_changes() -> None:
     """Layers come and go, sizes change, checkpoints are switched on late: nothing learned before may do harm."""
     state = {"calls": 0}
@@ -485,25 +360,6 @@ def test_a_graph_that_changes() -> None:
         expected = run(plain, normal(2, 5, 8), ORDERS[step % 3], None)
         state["calls"] = step * 3
         same(run(split, normal(2, 5, 8), ORDERS[step % 3], splitter), expected)
-
-
-def test_an_input_and_a_parameter_that_change_places() -> None:
-    """The graphs are alike but for the leaf."""
-    state = {"calls": 0}
-
-    def forward(self: Any, input: Tensor, other: Tensor) -> Tensor:
-        state["calls"] += 1
-        first, second = (input, self.weight) if state["calls"] % 2 else (self.weight, input)
-        return (first @ second).sin() + (other if state["calls"] % 3 else 0 * first)
-
-    module = Call(forward, weight=nn.Parameter(torch.randn(8, 8)))
-    inputs: Inputs = lambda: {"input": torch.randn(8, 8), "other": torch.randn(8, 8)}  # noqa: E731
-    plain, split, splitter = copy.deepcopy(module), copy.deepcopy(module), Splitter()
-    for order in ORDERS:
-        state["calls"] = 0
-        expected = run(plain, inputs, order, None)
-        state["calls"] = 0
-        same(run(split, inputs, order, splitter), expected)
 
 
 class Tracked(torch.autograd.Function):
@@ -601,41 +457,6 @@ def test_products_of_matrices(by_columns: bool, batched: bool, summand: tuple[in
     module = Call(forward, **{name: nn.Parameter(value) for name, value in members.items()})
     check(module, normal(3, 8))
     assert deferred(module, normal(3, 8)) == {"right", "left"} | ({"summand"} if summand else set())
-
-
-def test_scaled_sums_of_products_do_not_wait() -> None:
-    def forward(self: Any, input: Tensor) -> Tensor:
-        return self.last(torch.addmm(self.bias, input, self.weight, alpha=0.5, beta=3))
-
-    members = {"bias": torch.randn(8), "weight": torch.randn(8, 8)}
-    module = Call(forward, **{n: nn.Parameter(value) for n, value in members.items()}, last=nn.Linear(8, 8))
-    check(module, normal(3, 8))
-    assert deferred(module, normal(3, 8)) == {"last.weight", "last.bias"}
-
-
-def test_torch_func_in_the_forward() -> None:
-    module = Call(lambda self, input: self.net(torch.func.grad(lambda x: (x * x).sum())(input)), net=mlp())
-    check(module, normal(3, 8))
-
-
-def test_tensors_saved_elsewhere() -> None:
-    """Hooks of the user on saved tensors: what they keep is not fetched twice."""
-    fetched = []
-
-    def forward(self: Any, input: Tensor) -> Tensor:
-        with torch.autograd.graph.saved_tensors_hooks(lambda x: (x.clone(),), fetch):
-            hidden = self.first(input)
-        return self.last(hidden)
-
-    def fetch(saved: tuple[Tensor]) -> Tensor:
-        fetched.append(1)
-        return saved[0]
-
-    module = Call(forward, first=nn.Linear(8, 8), last=nn.Linear(8, 8))
-    check(module, normal(3, 8))
-    fetched.clear()
-    assert deferred(module, normal(3, 8)) == {"last.weight", "last.bias"}
-    assert len(fetched) == 4  # two operands in two micro-batches
 
 
 OPERATORS: list[Callable[..., Tensor]] = [

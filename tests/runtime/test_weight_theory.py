@@ -92,7 +92,7 @@ def backward(policy: Counting, weight: nn.Parameter, batch: int) -> Tensor:
     return value
 
 
-@pytest.mark.parametrize("delay", [0, 1, 2, 5, 10, 20])
+@pytest.mark.parametrize("delay", [0, 1, 5, 20])
 def test_largest_step_under_a_delay(delay: int) -> None:
     """PipeMare's Lemma 1."""
     bound = 2 * math.sin(math.pi / (4 * delay + 2))
@@ -135,7 +135,6 @@ MISMATCHES = [0.0, 1.0, 5.0, 50.0, -5.0]
 TABLE = {
     (10, 0.0): [0.1494, 0.0592, 0.0175, 0.00196, 0.2227],
     (10, 0.01): [0.1494, 0.1591, 0.0846, 0.00884, 0.0292],
-    (10, 0.1): [0.1494, 0.1396, 0.1192, 0.0173, 0.0534],
     (10, math.exp(-2)): [0.1494, 0.1310, 0.0971, 0.0198, 0.0596],
     (10, 0.7): [0.1494, 0.0670, 0.0220, 0.00268, 0.1498],
 }
@@ -158,24 +157,16 @@ Make = Callable[[list[nn.Parameter]], Optimizer]
 
 CONSTANT: dict[str, Make] = {
     "sgd": lambda p: SGD(p, lr=0.1),
-    "sgd, maximize": lambda p: SGD(p, lr=0.1, maximize=True),
     "momentum": lambda p: SGD(p, lr=0.1, momentum=0.9),
-    "dampening": lambda p: SGD(p, lr=0.1, momentum=0.9, dampening=0.3),
     "momentum, maximize": lambda p: SGD(p, lr=0.1, momentum=0.9, maximize=True),
     "nesterov": lambda p: SGD(p, lr=0.1, momentum=0.9, nesterov=True),
     "adam": lambda p: Adam(p, lr=0.1),
-    "adam, foreach": lambda p: Adam(p, lr=0.1, foreach=True),
-    "adam, maximize": lambda p: Adam(p, lr=0.1, maximize=True),
     "amsgrad": lambda p: Adam(p, lr=0.1, amsgrad=True),
     "adamw": lambda p: AdamW(p, lr=0.1, weight_decay=0.0),
     "adamw, fused": lambda p: AdamW(p, lr=0.1, weight_decay=0.0, fused=True),
     "nadam": lambda p: NAdam(p, lr=0.1, momentum_decay=1.0),
-    "nadam, foreach": lambda p: NAdam(p, lr=0.1, momentum_decay=1.0, foreach=True),
-    "nadam, maximize": lambda p: NAdam(p, lr=0.1, momentum_decay=1.0, maximize=True),
     "rmsprop": lambda p: RMSprop(p, lr=0.1),
-    "rmsprop, foreach": lambda p: RMSprop(p, lr=0.1, foreach=True),
     "rmsprop, momentum": lambda p: RMSprop(p, lr=0.1, momentum=0.9),
-    "rmsprop, maximize": lambda p: RMSprop(p, lr=0.1, maximize=True),
 }
 
 
@@ -260,10 +251,8 @@ VANISHING: dict[str, Make] = {
     "sgd": lambda p: SGD(p, lr=0.1),
     "momentum": lambda p: SGD(p, lr=0.1, momentum=0.9),
     "nesterov": lambda p: SGD(p, lr=0.1, momentum=0.9, nesterov=True),
-    "momentum, fused": lambda p: SGD(p, lr=0.1, momentum=0.9, fused=True),
     "constant momentum": lambda p: SGD(p, lr=0.1, momentum=1.0),
     "rmsprop": lambda p: RMSprop(p, lr=0.1, momentum=0.9),
-    "rmsprop, foreach": lambda p: RMSprop(p, lr=0.1, momentum=0.9, foreach=True),
 }
 
 
@@ -278,9 +267,7 @@ def test_decaying_predictions_are_exact_while_gradients_vanish(name: str) -> Non
 
 KEEPING: dict[str, Make] = {
     "adam": lambda p: Adam(p, lr=0.1),
-    "adamw": lambda p: AdamW(p, lr=0.1, weight_decay=0.3),
     "adamw, fused": lambda p: AdamW(p, lr=0.1, weight_decay=0.3, fused=True),
-    "nadam": lambda p: NAdam(p, lr=0.1),
     "nadam, decoupled decay": lambda p: NAdam(p, lr=0.1, weight_decay=0.3, decoupled_weight_decay=True, foreach=True),
 }
 

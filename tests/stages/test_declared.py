@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_gpp.capture import capture_step
 from lightning_gpp.errors import CaptureError, PlanError
 from lightning_gpp.plan import STEP, Plan, Stage
 from lightning_gpp.planning.assignment.assign import make_plan
@@ -104,11 +103,6 @@ def test_declared_stages_equal_the_whole() -> None:
     assert split_gradients(module, declared, plan, zoo.batch()) == pytest.approx(loss, rel=1e-12)
     for ours, theirs in zip(module.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-12, atol=1e-14)
-
-
-def test_captured_the_same_model_has_a_module_that_is_never_cut() -> None:
-    captured = capture_step(TowersWithNorm().double(), zoo.batch())
-    assert any("Module 'a' is called whole and never cut" in note for note in captured.notes)
 
 
 @pytest.mark.parametrize(

@@ -14,11 +14,7 @@ from torch import nn
 from lightning_gpp.capture import capture_step
 from tests.stages.inprocess import assert_transparent, chain_of
 
-NAMES = [
-    "out", "input", "v0", "v0_0", "input0", "out_0", "values", "b", "leaves", "unflatten", "getattr", "torch",
-    "0", "1a", "class", "lambda", "with-dash", "with blank", "ünïcode", "ﬁ", "a\nb", "'", "x)(y", "__kept",
-    "v1_0__kept", "",
-]  # fmt: skip
+NAMES = ["out", "v0_0", "input0", "leaves", "torch", "1a", "class", "with-dash", "ﬁ", "a\nb", "'", "v1_0__kept", ""]
 
 
 class Color(IntEnum):
@@ -57,13 +53,12 @@ class Named(L.LightningModule):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("cut", [False, True])
-def test_modules_of_any_name(name: str, cut: bool) -> None:
+def test_modules_of_any_name(name: str) -> None:
     torch.manual_seed(1)
     module, batch = Named(name).double(), torch.randn(6, 4, dtype=torch.float64)
     captured = capture_step(module, batch)
     block = f"parts.{name}!"
-    stages = [[name or "module"], [f"{block}.linear" if cut else block, "parts.last"]]
+    stages = [[name or "module"], [f"{block}.linear", "parts.last"]]
     assert_transparent(module, captured, chain_of(captured, stages, 3), batch)
 
 
@@ -72,5 +67,5 @@ def test_modules_of_any_name(name: str, cut: bool) -> None:
 )
 def test_no_name_is_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    test_modules_of_any_name(name, cut=True)
+    test_modules_of_any_name(name)
     assert not list(tmp_path.iterdir())

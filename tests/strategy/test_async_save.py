@@ -15,26 +15,22 @@ from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 
 from lightning_gpp.checkpoints import folder as folders
 from lightning_gpp.checkpoints.convert import ordinary
-from lightning_gpp.checkpoints.saver import Saver, Staging
+from lightning_gpp.checkpoints.saver import Saver, on_host
 from lightning_gpp.errors import CheckpointError, ConfigError
-from lightning_gpp.strategy.checkpoints import AtomicCheckpointIO
 from tests.checkpoints.differences import differences
-from tests.sampling import sample
 from tests.strategy import harness
 from tests.strategy.harness import loader, make_module
 
 
 def test_a_staged_checkpoint_does_not_change() -> None:
-    staging, weight, log = Staging(), torch.ones(3), [1]
+    weight, log = torch.ones(3), [1]
     checkpoint = {"a": weight, "tied": weight, "log": log, "deep": [{"x": torch.zeros(2, dtype=torch.int32)}]}
-    staged = staging.copied(checkpoint)
+    staged = on_host(checkpoint)
     weight.zero_()
     log.append(2)
     assert staged["a"] is staged["tied"]
     assert staged["a"].tolist() == [1, 1, 1]
     assert staged["log"] == [1]
-    memory = staged["a"].data_ptr()
-    assert staging.copied(checkpoint)["a"].data_ptr() == memory, "memory is used again"
 
 
 def test_one_writing_at_a_time_and_removal_afterwards() -> None:
@@ -58,14 +54,6 @@ def test_the_error_of_a_writing_is_raised_later_and_nothing_is_removed() -> None
     saver.wait()
 
 
-class SlowIO(AtomicCheckpointIO):
-    """Takes longer for a file than a run for an epoch."""
-
-    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        time.sleep(1.0)
-        super().save_checkpoint(*args, **kwargs)
-
-
 class Watching(ModelCheckpoint):
     """Notes which checkpoints are there after every step."""
 
@@ -78,13 +66,12 @@ class Watching(ModelCheckpoint):
         self.seen.append(sorted(name for name in os.listdir(self.dirpath or "") if not name.startswith(".")))
 
 
-def fit(rank: int, folder: str, kind: str) -> dict[str, Any]:
+def fit(rank: int, folder: str) -> dict[str, Any]:
     pl.seed_everything(5, verbose=False)
-    if kind == "sharded":  # a slow disk
-        complete = folders._complete
-        folders._complete = lambda *args: (time.sleep(1.0), complete(*args))[1]
+    complete = folders._complete  # of a slow disk
+    folders._complete = lambda *args: (time.sleep(1.0), complete(*args))[1]
     module, watching = make_module(), Watching(folder)
-    strategy = harness.strategy(state_dict_type=kind, async_save=True, checkpoint_io=SlowIO())
+    strategy = harness.strategy(state_dict_type="sharded", async_save=True)
     trainer = harness.trainer(strategy, 2, max_epochs=4, callbacks=[watching], enable_checkpointing=True)
     trainer.fit(module, loader(24))
     trainer.save_checkpoint(f"{folder}/after.ckpt")
@@ -92,9 +79,8 @@ def fit(rank: int, folder: str, kind: str) -> dict[str, Any]:
     return {"seen": watching.seen, "best": watching.best_model_path}
 
 
-@pytest.mark.parametrize("kind", sample(["full", "sharded"], ["sharded"]))
-def test_training_goes_on_and_an_older_checkpoint_stays_until_the_newer_is_there(kind: str, tmp_path: Path) -> None:
-    report, _ = harness.run(2, fit, str(tmp_path), kind)
+def test_training_goes_on_and_an_older_checkpoint_stays_until_the_newer_is_there(tmp_path: Path) -> None:
+    report, _ = harness.run(2, fit, str(tmp_path))
     assert report["seen"][2] == [], "the first one is still being written"
     assert report["seen"][8] == ["step=3.ckpt", "step=6.ckpt"] or report["seen"][8] == ["step=6.ckpt"]
     assert all(seen for seen in report["seen"][5:])
@@ -102,23 +88,6 @@ def test_training_goes_on_and_an_older_checkpoint_stays_until_the_newer_is_there
     after, again = (ordinary(tmp_path / f"{name}.ckpt") for name in ("after", "again"))
     assert after["global_step"] == 12
     assert not list(differences(after["state_dict"], again["state_dict"]))
-
-
-def kinds_by_default(rank: int, folder: str) -> list[bool]:
-    """Whether checkpoints are folders: at once, in the background, in the background with averaged weights."""
-    found = []
-    averages = EMAWeightAveraging(decay=0.9)
-    for name, background, callbacks in [("once", False, []), ("later", True, []), ("averaged", True, [averages])]:
-        strategy = harness.strategy(async_save=background)
-        trainer = harness.trainer(strategy, 2, max_epochs=1, callbacks=callbacks)
-        trainer.fit(make_module(), loader(8))
-        trainer.save_checkpoint(f"{folder}/{name}.ckpt")
-        found.append(os.path.isdir(f"{folder}/{name}.ckpt"))
-    return found
-
-
-def test_checkpoints_in_the_background_are_folders_by_default_because_files_are_gathered(tmp_path: Path) -> None:
-    assert harness.run(2, kinds_by_default, str(tmp_path))[0] == [False, True, False]
 
 
 def averaged_in_folders(rank: int) -> str:

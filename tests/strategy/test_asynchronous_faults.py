@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_gpp import GPPStrategy
+from lightning_gpp.training import replicas
 from tests.failure.pipeline_rank import processes_running
 from tests.strategy import harness
 from tests.strategy.test_asynchronous import CHAIN, Towers, samples
@@ -40,13 +41,13 @@ class Poisoned(Towers):
             file.write(".")
 
 
-def on_rank(rank: int, folder: str, checked: bool) -> None:
+def on_rank(rank: int, folder: str) -> None:
+    replicas.check_no_hooks = lambda *_: None  # type: ignore[assignment]  # the fault is made by a hook on a gradient
     strategy = GPPStrategy(
         stages=CHAIN,
         weights="stash",
         num_micro_batches=1,
         self_check=False,
-        on_nonfinite=None if checked else "ignore",
         failure_timeout=60.0,
         timeout=60.0,
     )
@@ -58,7 +59,7 @@ def as_torchrun_would(rank: int, world_size: int, port: int, folder: str) -> Non
     places = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": 3}
     os.environ.update({name: str(value) for name, value in places.items()})
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_RUN_ID="test")
-    on_rank(rank, folder, checked=True)
+    on_rank(rank, folder)
 
 
 def test_all_ranks_learn_of_a_gradient_that_is_not_finite(tmp_path: Path) -> None:
@@ -71,8 +72,3 @@ def test_all_ranks_learn_of_a_gradient_that_is_not_finite(tmp_path: Path) -> Non
     steps = [(tmp_path / str(rank)).stat().st_size for rank in range(3)]
     assert steps[2] == FAILS_AT
     assert max(steps) - 1 <= FAILS_AT + LEAD, "the mini-batches whose forwards the first stage had done"
-
-
-def test_training_goes_on_regardless_if_asked(tmp_path: Path) -> None:
-    harness.run(3, on_rank, str(tmp_path), False)
-    assert [(tmp_path / str(rank)).stat().st_size for rank in range(3)] == [10, 10, 10]

@@ -8,11 +8,11 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
-import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader
 
 from lightning_gpp import GPPStrategy
+from tests.sampling import sample
 from tests.strategy import harness
 from tests.strategy.test_asynchronous import CHAIN, STAGES, Towers, samples
 
@@ -65,21 +65,16 @@ def interrupted(rank: int, cases: list[Any], folder: str) -> list[tuple[dict[str
 
 DEEP = {"stages": CHAIN, "num_micro_batches": 1}
 CASES: dict[str, list[tuple[dict[str, Any], dict[str, Any]]]] = {
-    "versions": [
-        ({"weights": "stash", **DEEP}, {"in_line": True}),
-        ({"weights": "stash", "weight_options": {"vertical_sync": True}, **DEEP}, {"in_line": True}),
+    "few": [
+        ({"weights": "stash", "state_dict_type": "sharded", "async_save": True, **DEEP}, {"in_line": True}),
         ({"weights": "double_buffer", "stages": STAGES}, {"optimizer": "plain"}),
-    ],
-    "overwritten": [
-        ({"weights": "latest", **DEEP}, {"in_line": True}),
         ({"weights": "corrected", **DEEP}, {"in_line": True, "optimizer": "AdamW"}),
         ({"weights": "predicted", "stages": STAGES}, {"optimizer": "AdamW"}),
     ],
-    "sharded": [
-        ({"weights": "stash", "state_dict_type": "sharded", "async_save": True, **DEEP}, {"in_line": True}),
+    "others": [
+        ({"weights": "stash", "weight_options": {"vertical_sync": True}, **DEEP}, {"in_line": True}),
+        ({"weights": "latest", **DEEP}, {"in_line": True}),
         ({"weights": "corrected", "state_dict_type": "sharded", **DEEP}, {"in_line": True, "optimizer": "AdamW"}),
-    ],
-    "predicted": [
         ({"weights": "predicted", **DEEP}, {"in_line": True, "optimizer": "RMSprop"}),
         ({"weights": "predicted", "weight_options": {"bellwether": True}, "stages": STAGES}, {"optimizer": "plain"}),
         ({"weights": "latest", "checkpoints": "flush", **DEEP}, {"in_line": True}),
@@ -87,7 +82,7 @@ CASES: dict[str, list[tuple[dict[str, Any], dict[str, Any]]]] = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", sample(CASES, ["few"]))
 def test_a_checkpoint_from_anywhere_resumes_exactly(name: str, tmp_path: Path) -> None:
     first, *_ = harness.run(3, interrupted, CASES[name], str(tmp_path))
     for (settings, _), (undisturbed, again) in zip(CASES[name], first, strict=True):
@@ -97,28 +92,8 @@ def test_a_checkpoint_from_anywhere_resumes_exactly(name: str, tmp_path: Path) -
         assert again["seen"] == [8, 8, 8, 2], "what was read ahead is read again, and no more"
 
 
-def test_one_device_with_the_delays_resumes_exactly(tmp_path: Path) -> None:
-    settings = {"weights": "predicted", "delayed_devices": 3, **DEEP}
-    (((undisturbed, again),),) = harness.run(1, alone, settings, str(tmp_path))
-    assert again["losses"] == undisturbed["losses"][10:]
-    assert again["state"] == undisturbed["state"]
-
-
 def alone(rank: int, settings: dict[str, Any], folder: str) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     model = {"in_line": True, "optimizer": "AdamW"}
     saving = ModelCheckpoint(folder, every_n_train_steps=5, save_top_k=-1)
     undisturbed = fit(settings, model, 1, callbacks=[saving], enable_checkpointing=True)
     return [(undisturbed, fit(settings, model, 1, ckpt_path=str(next(Path(folder).glob("*step=10.ckpt")))))]
-
-
-def test_what_a_checkpoint_has_besides(tmp_path: Path) -> None:
-    """For every stage one value of its weights per mini-batch on its way."""
-    settings = {"weights": "stash", **DEEP}
-    harness.run(3, interrupted, [(settings, {"in_line": True})], str(tmp_path))
-    saved = torch.load(next((tmp_path / "0").glob("*step=10.ckpt")))["gpp"]["pipeline"]
-    copies = {
-        name: sum(name in values for values in saved["values"].values()) for name in ("left.0.weight", "right.0.weight")
-    }
-    assert copies == {"left.0.weight": 2, "right.0.weight": 1}
-    assert saved["updates"] == saved["step"] == 10
-    assert saved["filled"] == 7

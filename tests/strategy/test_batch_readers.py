@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, LambdaCallback
-from lightning.pytorch.utilities import rank_zero_only
+from torchmetrics import MeanMetric
 
+from lightning_gpp import ConfigError
+from lightning_gpp.strategy.hooks import readers
 from tests.strategy.harness import TwoTowers, loader, run, strategy, trainer
 
 
@@ -57,23 +59,6 @@ class Confusion(Callback):
         self, machine: Any, module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         module.log("spread", outputs["logits"].std() * len(batch[0]))
-
-
-class OnTheFirst(Callback):
-    """Decides itself on which ranks it reads."""
-
-    def __init__(self) -> None:
-        self.seen: list[Any] = []
-
-    @rank_zero_only
-    def on_validation_batch_start(self, machine: Any, module: Any, batch: Any, *rest: Any) -> None:
-        self.seen.append(len(batch[0]))
-
-    def on_validation_batch_end(self, machine: Any, module: Any, outputs: Any, *rest: Any) -> None:
-        if machine.is_global_zero:
-            self.seen.append(tuple(outputs["logits"].shape))
-        else:
-            self.seen.append(outputs)
 
 
 class Lines(Callback):
@@ -125,13 +110,56 @@ def test_as_on_one_process(tmp_path: Path, options: dict[str, Any]) -> None:
     assert (tmp_path / "two").read_text() == (tmp_path / "one").read_text()
 
 
-def seen_on_the_first(rank: int) -> list[Any]:
-    callback = OnTheFirst()
-    trainer(strategy(), 2, callbacks=[callback]).validate(Model().double(), loader(10, seed=2), verbose=False)
-    return callback.seen
+class Reads(Callback):
+    """Uses what is too large to be on every rank."""
+
+    def on_train_batch_end(self, machine: Any, module: Any, outputs: Any, batch: Any, *rest: Any) -> None:
+        if not machine.is_global_zero:
+            with pytest.raises(ConfigError, match=r"A tensor was used here \(\.sum\).* are too much .*is_global_zero"):
+                batch[0].sum()
+            assert outputs["loss"].item() > 0
+            with pytest.raises(ConfigError, match=r"A tensor was used here \(\.argmax\)"):
+                outputs["logits"].argmax(1)
 
 
-def test_nothing_is_sent_to_hooks_that_ask_for_the_rank() -> None:
-    first, second = run(2, seen_on_the_first)
-    assert first == [8, (8, 3), 2, (2, 3)]
-    assert second == [None, None]
+class Returns(TwoTowers):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss, logits = self.loss(batch)
+        return {"loss": loss, "logits": logits}
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Without that of its base, which uses them, too."""
+
+
+def large(rank: int) -> None:
+    readers.MOST_BYTES = 100  # type: ignore[misc]
+    trainer(strategy(), 2, callbacks=[Reads()], limit_val_batches=0).fit(Returns().double(), loader())
+
+
+def test_what_is_large_stays_where_it_is() -> None:
+    run(2, large)
+
+
+class Computes(TwoTowers):
+    """Computes a metric in a hook, of which only the step's rank has the state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = MeanMetric()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss, _ = self.loss(batch)
+        self.mean.update(loss.detach())
+        return loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.mean.compute()
+
+
+def computing(rank: int) -> None:
+    trainer(strategy(), 2, limit_val_batches=0).fit(Computes().double(), loader())
+
+
+def test_stale_metrics_are_told() -> None:
+    with pytest.raises(AssertionError, match="The value of the metric mean is asked for between"):
+        run(2, computing)

@@ -15,9 +15,7 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
 )
 
-from lightning_gpp import ConfigError
 from lightning_gpp._compat.torch import pytree
-from lightning_gpp.strategy.checks import check_callbacks
 from tests.sampling import sample
 from tests.strategy.harness import STAGES, TwoTowers, loader, run, strategy, trainer
 
@@ -125,10 +123,3 @@ def test_groups_that_a_callback_added_are_there_after_a_resumption(tmp_path: Pat
     expected = resumed("auto", 1, str(tmp_path / "1"))
     for losses in run(2, resumed_on_two, str(tmp_path / "1")):
         assert losses == pytest.approx(expected, rel=1e-11)
-
-
-def test_batch_norm_is_not_averaged_from_micro_batches() -> None:
-    machine = trainer(callbacks=[callback("stochastic")])
-    machine.strategy.connect(TwoTowers())
-    with pytest.raises(ConfigError, match="computes the statistics of BatchNorm anew"):
-        check_callbacks(machine, num_devices=2)

@@ -10,7 +10,6 @@ import sys
 import time
 from pathlib import Path
 
-import pytest
 import torch
 
 from lightning_gpp.errors import CheckpointError
@@ -58,11 +57,6 @@ def killed_while_writing(folder: Path, times: int, seed: int) -> None:
 
 def test_a_killed_writer_leaves_the_previous_checkpoint(tmp_path: Path) -> None:
     killed_while_writing(tmp_path, times=2, seed=0)
-
-
-@pytest.mark.acceptance
-def test_killed_at_a_hundred_moments(tmp_path: Path) -> None:
-    killed_while_writing(tmp_path, times=100, seed=1)
 
 
 def write_too_much(rank: int, path: Path) -> str:

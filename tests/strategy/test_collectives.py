@@ -12,6 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import _functional_collectives as functional
 
+from lightning_gpp.strategy.collectives import gather_over, reduce_over
+from tests.distributed import run_distributed
 from tests.failure.pipeline_rank import processes_running
 from tests.strategy import harness
 
@@ -145,3 +147,22 @@ def test_a_call_of_one_rank_alone_is_told_with_its_line(tmp_path: Path, what: st
         running.wait(100)
     assert running.codes == [1, 1], running.output()
     assert re.search(rf"waits in {what} at \S*test_collectives.py:\d+ for rank 1, which does not", running.output(0))
+
+
+def reduced_and_gathered(rank: int) -> tuple[list[float], list[float], list[float]]:
+    tensor = torch.tensor([float(rank)], requires_grad=True)
+    group = dist.group.WORLD
+    means = reduce_over(torch.tensor([float(rank)]), group, "mean")
+    gathered = gather_over(tensor, group, sync_grads=True)
+    (gathered.sum() * (rank + 1)).backward()
+    assert tensor.grad is not None
+    return means.tolist(), gathered.flatten().tolist(), tensor.grad.tolist()
+
+
+def test_reduce_over() -> None:
+    assert [means for means, _, _ in run_distributed(2, reduced_and_gathered)] == [[0.5], [0.5]]
+
+
+def test_gather_over() -> None:
+    results = run_distributed(2, reduced_and_gathered)
+    assert [(gathered, gradient) for _, gathered, gradient in results] == [([0, 1], [3]), ([0, 1], [3])]

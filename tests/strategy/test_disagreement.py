@@ -16,7 +16,6 @@ from lightning_gpp.training.agreement import check_alike, facts_of_optimizers, t
 from tests.distributed import run_distributed
 from tests.strategy import harness
 from tests.strategy.harness import TwoTowers
-from tests.training.test_coupled import COUPLED, NormalisedSGD
 
 
 class Rate(TwoTowers):
@@ -37,11 +36,6 @@ class Scheduled(TwoTowers):
         optimizer, rank = torch.optim.SGD(self.parameters(), lr=0.1), self.trainer.global_rank
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 + rank * bool(step))
         return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
-
-
-class Normalised(TwoTowers):
-    def configure_optimizers(self) -> Any:
-        return NormalisedSGD(self.parameters(), lr=0.1)
 
 
 Fit = Callable[[int], object]
@@ -79,7 +73,6 @@ CASES: dict[str, tuple[Fit, str]] = {
         lambda rank: fit(module=Scheduled),
         r"disagree on 'lr' in group 0 of optimizer 0: it is 0.1 on rank 0, but 0.2 on rank 1",
     ),
-    "optimizer": (lambda rank: fit(module=Normalised), COUPLED),
     "empty": (
         lambda rank: harness.trainer(harness.strategy(), devices=2).validate(
             TwoTowers().double(), harness.loader(0 if rank else 16)

@@ -27,6 +27,7 @@ REPLICATED = [
     {"name": "head", "modules": ["head", "@step"], "devices": [0]},
 ]
 WIDTH = 32
+SEND = DistributedTransport.send
 
 
 class Wire:
@@ -34,12 +35,11 @@ class Wire:
 
     def __init__(self) -> None:
         self.bytes: Counter[int] = Counter()
-        self._send = DistributedTransport.send
         wire = self
 
         def send(transport: DistributedTransport, tensor: Tensor, device: int) -> Work:
             wire.bytes[device] += tensor.numel() * tensor.element_size()
-            return wire._send(transport, tensor, device)
+            return SEND(transport, tensor, device)
 
         DistributedTransport.send = send  # type: ignore[method-assign]
 
@@ -59,23 +59,27 @@ class Messages(logging.Handler):
             self.texts.append(record.getMessage())
 
 
+def all_predicted(rank: int, runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [predicted(rank, settings) for settings in runs]
+
+
 def predicted(rank: int, settings: dict[str, Any], stages: Any = STAGES, world_size: int = 3) -> dict[str, Any]:
     wire, messages = Wire(), Messages()
     given = {"num_micro_batches": 4, "failure_timeout": 60.0, "timeout": 120.0, **settings}
     trainer = harness.trainer(GPPStrategy(stages=stages, **given), devices=world_size)
     predictions = trainer.predict(harness.make_module(width=WIDTH), harness.loader(24))
     values = None if rank else torch.cat([p for p in predictions or [] if isinstance(p, Tensor)])
-    return {"values": values, "bytes": dict(wire.bytes), "messages": messages.texts}
+    return {"values": values, "bytes": dict(wire.bytes), "messages": [*messages.texts]}
 
 
 def test_predictions_change_by_as_much_as_the_user_is_told() -> None:
-    exact = harness.run(3, predicted, {"self_check": False})
-    coded = harness.run(3, predicted, {"eight_bit_edges": True, "self_check": False})
+    plain, one = {"self_check": False}, {"self_check": False, "eight_bit_edges": ["image -> head"]}
+    checked = {"eight_bit_edges": True}
+    runs = zip(*harness.run(3, all_predicted, [plain, one, {**plain, **checked}, checked]), strict=True)
+    exact, first, coded, told = runs
     difference = (coded[0]["values"] - exact[0]["values"]).abs().max().item()
     assert 1e-6 < difference < 0.02
     assert coded[0]["messages"] == []
-
-    told = harness.run(3, predicted, {"eight_bit_edges": True})
     assert torch.equal(told[0]["values"], coded[0]["values"])
     (text,) = told[0]["messages"]
     assert text.startswith(
@@ -83,28 +87,18 @@ def test_predictions_change_by_as_much_as_the_user_is_told() -> None:
     )
     assert float(text.split("at most ")[1].split(",")[0]) <= difference  # the first micro-batch is one of twelve
     assert 0.01 < float(text.split("norm by ")[1].rstrip("%.")) < 2
+    whole, row = 24 * WIDTH * 8, 24 * (WIDTH + 16)  # a row of bytes for each sample
+    assert [result["bytes"].get(0, 0) for result in exact] == [0, whole, whole]
+    assert [result["bytes"].get(0, 0) for result in first] == [0, whole, row]
+    replicas = harness.run(4, predicted, {**plain, "eight_bit_edges": ["*"]}, REPLICATED, 4)
+    torch.testing.assert_close(replicas[0]["values"], coded[0]["values"], rtol=0, atol=1e-12)
 
 
-def test_the_wire_carries_a_row_of_bytes_for_each_sample() -> None:
-    settings = {"self_check": False}
-    exact = harness.run(3, predicted, settings)
-    coded = harness.run(3, predicted, {**settings, "eight_bit_edges": ["image -> head"]})
-    assert [result["bytes"].get(0, 0) for result in exact] == [0, 24 * WIDTH * 8, 24 * WIDTH * 8]
-    assert [result["bytes"].get(0, 0) for result in coded] == [0, 24 * WIDTH * 8, 24 * (WIDTH + 16)]
+def fitted(rank: int, weights: str) -> list[dict[str, Any]]:
+    return [fitted_once(eight_bit, weights) for eight_bit in (False, ["left", "right"])]
 
 
-@pytest.mark.parametrize("other", sample(["with a flush", "replicas"], ["replicas"]))
-def test_results_do_not_depend_on_messages(other: str) -> None:
-    settings = {"eight_bit_edges": ["*"], "self_check": False}
-    expected = harness.run(3, predicted, settings)[0]["values"]
-    if other == "replicas":
-        result = harness.run(4, predicted, settings, REPLICATED, 4)
-    else:
-        result = harness.run(3, predicted, {**settings, "streaming": False})
-    torch.testing.assert_close(result[0]["values"], expected, rtol=0, atol=1e-12)
-
-
-def fitted(rank: int, eight_bit: Any, weights: str) -> dict[str, Any]:
+def fitted_once(eight_bit: Any, weights: str) -> dict[str, Any]:
     messages = Messages()
     module = harness.make_module(width=WIDTH)
     strategy = harness.strategy(stages=STAGES, eight_bit_edges=eight_bit, weights=weights)
@@ -114,8 +108,7 @@ def fitted(rank: int, eight_bit: Any, weights: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("weights", sample(["synchronous", "stash"], ["synchronous"]))
 def test_training_is_exact(weights: str) -> None:
-    exact = harness.run(3, fitted, False, weights)
-    coded = harness.run(3, fitted, ["left", "right"], weights)
+    exact, coded = zip(*harness.run(3, fitted, weights), strict=True)
     assert coded[0]["losses"] == exact[0]["losses"]
     assert 0 < abs(coded[0]["validated"] - exact[0]["validated"]) < 0.01
     assert [result["messages"] for result in coded] == [1, 0, 0]

@@ -29,7 +29,7 @@ def norms_of(module: nn.Module) -> list[list[float]]:
 
 
 class Looks(harness.TwoTowers):
-    """Looks at all gradients, changes them, and looks again; `spare` has none."""
+    """Looks at all gradients, and changes them; `spare` has none."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,11 +41,9 @@ class Looks(harness.TwoTowers):
         for parameter in self.parameters():
             if parameter.grad is not None:
                 parameter.grad.mul_(3.0).div_(torch.tensor(2.0))
-        self.found.append(norms_of(self))
 
     def configure_gradient_clipping(self, *_: Any, **__: Any) -> None:
         self.found.append(float(nn.utils.clip_grad_norm_(self.parameters(), 0.02)))
-        self.found.append(norms_of(self))
 
 
 class Watches(pl.Callback):
@@ -84,7 +82,7 @@ class Squares(harness.TwoTowers):
 
 
 class ChangesFirst(harness.TwoTowers):
-    """Changes gradients in another way than by a factor, so that their norms are not known any more."""
+    """Changes gradients, so that their norms are not known any more."""
 
     def on_after_backward(self) -> None:
         for parameter in self.parameters():

@@ -95,10 +95,8 @@ def check_trace(folder: Path) -> None:
         assert {event["args"]["mini_batch"] for event in spans if event["pid"] == rank} == set(range(6))
 
 
-@pytest.mark.parametrize(
-    ("kind", "rank", "cause"),
-    [("raise", 0, "the fault of this test"), pytest.param("kill", 1, "SIGKILL", marks=pytest.mark.acceptance)],
-)
+@pytest.mark.acceptance
+@pytest.mark.parametrize(("kind", "rank", "cause"), [("raise", 0, "the fault of this test"), ("kill", 1, "SIGKILL")])
 def test_a_failure_of_one_rank_ends_all(tmp_path: Path, kind: str, rank: int, cause: str) -> None:
     started = time.monotonic()
     code, output = outcome(start([SCRIPT, str(tmp_path), kind, str(rank)]))
@@ -114,6 +112,7 @@ def test_a_failure_of_one_rank_ends_all(tmp_path: Path, kind: str, rank: int, ca
         assert "lightning_gpp/" not in banner
 
 
+@pytest.mark.acceptance
 def test_a_rank_whose_launcher_has_gone_ends_before_it_waits(tmp_path: Path) -> None:
     program = start([SCRIPT, str(tmp_path), "orphan", "0"])
     wait_for(lambda: (tmp_path / "started").exists())

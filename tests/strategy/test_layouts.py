@@ -8,8 +8,6 @@ import pytest
 
 from lightning_gpp import GPPStrategy
 from lightning_gpp.errors import ConfigError
-from lightning_gpp.plan import STEP, Edge, Plan, Stage
-from lightning_gpp.training.planner import contradicted
 from tests.strategies import chain
 
 
@@ -37,22 +35,3 @@ from tests.strategies import chain
 def test_refused(settings: dict[str, Any], match: str) -> None:
     with pytest.raises(ConfigError, match=match):
         GPPStrategy(**settings)
-
-
-def test_what_a_plan_contradicts_is_said() -> None:
-    stages = tuple(
-        Stage(name=name, modules=(name,), devices=devices, micro_batch_size=4)
-        for name, devices in (("a", (1, 2)), (STEP, (0,)))
-    )
-    plan = Plan(stages=stages, edges=(Edge(src=0, dst=1),), batch_size=8)
-    agreeing = GPPStrategy(plan=plan, micro_batch_size=4, max_replicas=2)
-    assert contradicted(plan, agreeing.options) == []
-    assert contradicted(plan, GPPStrategy(plan=plan, num_micro_batches=2).options) == []
-    other = GPPStrategy(plan=plan, num_micro_batches=4, max_replicas=1)
-    assert contradicted(plan, other.options) == ["strategy.num_micro_batches=4", "strategy.max_replicas=1"]
-
-
-def test_allowed() -> None:
-    assert GPPStrategy(schedule="zbv", max_replicas=1).options.schedule == "zbv"
-    assert GPPStrategy(schedule="chimera", stages=[{"modules": ["a"]}, {"modules": ["b"]}]).options.stages is not None
-    assert GPPStrategy().options.schedule is None

@@ -106,12 +106,6 @@ def test_replicas_take_whole_micro_batches_where_only_evaluation_computes_a_loss
     assert first["validated"] == pytest.approx(expected["validated"], rel=1e-12)
 
 
-def test_replicas_in_turn_compute_it() -> None:
-    stages = [STEP_APART[0], {**STEP_APART[1], "round_robin": True}, STEP_APART[2]]
-    first, *_ = harness.run(4, piped, {"stages": stages, "num_micro_batches": 4}, 4, {})
-    assert first["losses"] == pytest.approx(fit("auto", 1)["losses"], rel=1e-12)
-
-
 def test_replicas_that_share_it_are_refused() -> None:
     subject = captured()
     with pytest.raises(PlanError, match=r"has 2 replicas.*cross_entropy in module 'model'.*test_losses.*round_robin"):

@@ -21,8 +21,6 @@ def tower(*sizes: int) -> nn.Sequential:
 class Adversaries(pl.LightningModule):
     """A generator and a critic with an optimizer and a scheduler each, and clipping of the generator's gradients."""
 
-    toggles = True
-
     def __init__(self) -> None:
         super().__init__()
         self.automatic_optimization = False
@@ -43,21 +41,18 @@ class Adversaries(pl.LightningModule):
             scheduler.step()
 
     def _fool(self, optimizer: Any, noise: torch.Tensor) -> torch.Tensor:
-        if self.toggles:
-            self.toggle_optimizer(optimizer)
+        self.toggle_optimizer(optimizer)
         loss = nn.functional.softplus(-self.critic(self(noise))).mean()
         optimizer.zero_grad()
         self.manual_backward(loss)
         self.note("generator", loss)
         self.clip_gradients(optimizer, gradient_clip_val=0.01, gradient_clip_algorithm="norm")
         optimizer.step()
-        if self.toggles:
-            self.untoggle_optimizer(optimizer)
+        self.untoggle_optimizer(optimizer)
         return loss
 
     def _tell(self, optimizer: Any, real: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
-        if self.toggles:
-            self.toggle_optimizer(optimizer)
+        self.toggle_optimizer(optimizer)
         on_real = nn.functional.softplus(-self.critic(real)).mean()
         fake = self(noise).detach()
         loss = on_real + nn.functional.softplus(self.critic(fake)).mean()
@@ -65,8 +60,7 @@ class Adversaries(pl.LightningModule):
         self.manual_backward(loss)
         self.note("critic", loss)
         optimizer.step()
-        if self.toggles:
-            self.untoggle_optimizer(optimizer)
+        self.untoggle_optimizer(optimizer)
         return loss
 
     def note(self, what: str, loss: torch.Tensor) -> None:
@@ -83,10 +77,6 @@ class Adversaries(pl.LightningModule):
             torch.optim.SGD(self.critic.parameters(), lr=0.1, momentum=0.9),
         ]
         return optimizers, [torch.optim.lr_scheduler.StepLR(each, 2, gamma=0.5) for each in optimizers]
-
-
-class Untoggled(Adversaries):
-    toggles = False
 
 
 class Accumulating(Adversaries):
@@ -171,7 +161,7 @@ class Contrastive(pl.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=0.03)
 
 
-KINDS = {kind.__name__: kind for kind in (Adversaries, Untoggled, Accumulating, Steady, Retaining, Contrastive)}
+KINDS = {kind.__name__: kind for kind in (Adversaries, Accumulating, Steady, Retaining, Contrastive)}
 
 
 def made(kind: str) -> Any:
@@ -193,10 +183,21 @@ def pipelined(rank: int, devices: int, kind: str, options: dict[str, Any], setti
     return fitted(kind, strategy(**options), devices, **settings)
 
 
-def compare(kind: str, devices: int = 2, **options: Any) -> None:
-    settings = options.pop("settings", {})
-    expected = fitted(kind, "auto", 1, **settings)
-    ranks = run(devices, pipelined, devices, kind, options, settings)
+Case = tuple[str, dict[str, Any], dict[str, Any]]
+"""A kind of module, options of the strategy, and of the trainer."""
+
+
+def all_pipelined(rank: int, devices: int, cases: list[Case]) -> list[dict[str, Any]]:
+    return [pipelined(rank, devices, *case) for case in cases]
+
+
+def compare(devices: int, cases: list[Case]) -> None:
+    by_rank = run(devices, all_pipelined, devices, cases)
+    for (kind, _, settings), *ranks in zip(cases, *by_rank, strict=True):
+        compare_ranks(ranks, fitted(kind, "auto", 1, **settings))
+
+
+def compare_ranks(ranks: list[dict[str, Any]], expected: dict[str, Any]) -> None:
     for found in ranks:
         assert found["metrics"] == pytest.approx(expected["metrics"], rel=1e-12)
         assert found["steps"] == expected["steps"]
@@ -225,27 +226,19 @@ TOWERS = [{"modules": ["left"], "devices": [1]}, {"modules": ["right", "@step"],
 SHARED = [{"modules": ["generator"], "devices": [1, 2]}, {"modules": ["critic", "@step"], "devices": [0]}]
 
 
-@pytest.mark.parametrize(
-    ("kind", "stages"),
-    [
-        pytest.param("Adversaries", APART, marks=pytest.mark.acceptance),
-        ("Adversaries", CROSSED),
-        ("Untoggled", None),
-        pytest.param("Accumulating", APART, marks=pytest.mark.acceptance),
-        ("Retaining", CROSSED),
-    ],
-)
-def test_manual_optimization(kind: str, stages: Any) -> None:
-    compare(kind, stages=stages)
+WHOLE = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}
 
 
-@pytest.mark.parametrize("measure", ["recompute", "offload"])
-def test_recomputed_and_offloaded_stages(measure: str) -> None:
-    compare("Retaining", stages=CROSSED, **{measure: True})
+def test_steps_that_run_once_are_those_of_one_process() -> None:
+    """By hand, through recomputed and offloaded stages, and a loss over all samples in automatic optimization."""
+    measures = [{}, {"recompute": True}, {"offload": True}]
+    retaining = [("Retaining", {"stages": CROSSED, **measure}, {}) for measure in measures]
+    contrastive = ("Contrastive", {"stages": TOWERS, "step": "whole"}, WHOLE)
+    compare(2, [("Adversaries", {"stages": CROSSED}, {}), *retaining, contrastive])
 
 
 def test_replicated_stage() -> None:
-    compare("Accumulating", 3, stages=SHARED)
+    compare(3, [("Accumulating", {"stages": SHARED}, {})])
 
 
 def test_pipelines_average_their_gradients() -> None:
@@ -276,38 +269,14 @@ class Freed(Steady):
         self.manual_backward(scores.square().mean())
 
 
-class Penalised(Steady):
-    """Differentiates a gradient."""
+class Late(Steady):
+    """Differentiates a gradient after some steps, which no recording sees."""
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         real = self(batch[1])
-        (slope,) = torch.autograd.grad(self.critic(real).sum(), real, create_graph=self.penalises())
+        penalises = self.trainer.fit_loop.epoch_loop.batch_progress.total.completed > 0
+        (slope,) = torch.autograd.grad(self.critic(real).sum(), real, create_graph=bool(penalises))
         self.manual_backward(slope.square().sum() + self.critic(real).mean())
-
-    def penalises(self) -> bool:
-        return True
-
-
-class Late(Penalised):
-    """Differentiates a gradient after some steps, which no recording sees."""
-
-    def penalises(self) -> bool:
-        return bool(self.trainer.fit_loop.epoch_loop.batch_progress.total.completed > 0)
-
-
-class Averaging(Steady):
-    """Has BatchNorm, which micro-batches normalise by themselves."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.generator[1] = nn.BatchNorm1d(8)
-
-
-class Meddling(Steady):
-    """Uses a parameter of a stage in the step."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        self.manual_backward(self.critic(self(batch[1])).mean() + self.generator[0].weight.square().sum())
 
 
 class Climbing(torch.optim.SGD):
@@ -326,15 +295,14 @@ class Sharp(Contrastive):
 REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "own backward with shared parameters": (Doubled, {"stages": SHARED}, "Use self.manual_backward"),
     "second backward": (Freed, {"stages": APART}, "second time, after its memory was freed.*retain_graph=True"),
-    "gradient of a gradient": (Penalised, {"stages": APART}, "Cannot capture.*create_graph=True.*forward of a module"),
     "gradient of a gradient, later": (Late, {"stages": APART}, "was asked for with create_graph=True.*of a module"),
-    "parameter of a stage": (Meddling, {"stages": APART}, "step uses generator.0.weight itself"),
     "repeated closure": (Sharp, {"stages": TOWERS, "step": "whole"}, "called its closure more than once"),
 }
 
 
 def refused(rank: int, world_size: int, name: str) -> None:
     kind, options, _ = REFUSED[name]
+    warnings.filterwarnings("ignore", message="configure_optimizers returned Climbing")
     torch.manual_seed(0)
     trainer(strategy(**options), world_size).fit(kind().double(), loader())
 
@@ -345,20 +313,3 @@ def test_refused(name: str) -> None:
     world_size = 3 if options["stages"] is SHARED else 2
     with pytest.raises(AssertionError, match=f"(?s){words}"):
         run(world_size, refused, world_size, name)
-
-
-def test_batch_norm_is_told() -> None:
-    assert all("normalises each micro-batch by itself, and updates" in told for told in run(2, warned)[:1])
-
-
-def warned(rank: int) -> str:
-    torch.manual_seed(0)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        trainer(strategy(stages=APART), 2, max_steps=2).fit(Averaging().double(), loader())
-    return " ".join(str(each.message) for each in caught)
-
-
-def test_loss_over_the_mini_batch() -> None:
-    settings = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}
-    compare("Contrastive", stages=TOWERS, step="whole", settings=settings)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from lightning_gpp._compat.torch import FakeTensor, FakeTensorMode
 from lightning_gpp.capture import capture_step
+from tests.sampling import sample
 from tests.strategy import harness
 from tests.strategy.test_launch import free_port
 
@@ -49,7 +50,7 @@ def cycles(rank: int, number: int, options: dict[str, Any]) -> list[tuple[int, i
     return measured
 
 
-@pytest.mark.parametrize("name", ["stages", "zero1"])
+@pytest.mark.parametrize("name", sample(["stages", "zero1"], ["zero1"]))
 def test_runs_leave_no_descriptors_or_threads(name: str) -> None:
     for first, second in harness.run(2, cycles, 2, SETTINGS[name]):
         assert second[:2] == first[:2]

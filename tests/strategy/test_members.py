@@ -6,11 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch.utils.data import DataLoader, Subset
 
 from lightning_gpp import ConfigError, GPPStrategy
-from lightning_gpp.plan import Plan
 from tests.sampling import sample
 from tests.strategy.harness import run, strategy, trainer
 from tests.strategy.parallel_models import SAMPLES, Branches, Tower, loader, make
@@ -71,23 +69,6 @@ def test_losses_and_weights_are_those_of_one_process(case: str) -> None:
     assert_same(run(world, fit, world, kind, options, CLIPPED), alone(kind, **CLIPPED))
 
 
-def runs(rank: int, world: int, stages: Stages | None) -> Result:
-    """A run, an evaluation, and a run that goes on."""
-    options = {} if stages is None else {"strategy": strategy(num_micro_batches=2, stages=stages)}
-    module, used = make(divides=stages is not None), trainer(devices=world, max_epochs=1, **options)
-    used.fit(module, loader(), loader())
-    (evaluated,) = used.validate(module, loader(), verbose=False)
-    used.fit_loop.max_epochs = 2
-    used.fit(module, loader(), loader())
-    result = outcome(module, used, rank)
-    return {**result, "metrics": {**result["metrics"], "evaluated": evaluated["val_loss"]}}
-
-
-@pytest.mark.acceptance
-def test_runs_of_one_trainer_follow_each_other() -> None:
-    assert_same(run(3, runs, 3, chain(2, 1)), runs(0, 1, None))
-
-
 def another_trainer(rank: int, world: int) -> str:
     module, options = make(), {"num_micro_batches": 2, "stages": chain(2, 1)}
     trainer(strategy(**options), devices=world, max_epochs=1).fit(module, loader())
@@ -139,33 +120,10 @@ class Tied(Tower):
         self.layers[1].norm.weight = self.layers[0].norm.weight
 
 
-def predict(rank: int, world: int, stages: Stages) -> list[Any]:
-    used = trainer(strategy(stages=stages, num_micro_batches=2), devices=world)
-    predicted = used.predict(make(Careful), loader()) or []
-    return [part.tolist() for part in predicted] if rank == 0 else []
-
-
-@pytest.mark.acceptance
-def test_prediction_alone() -> None:
-    found, *_ = run(3, predict, 3, chain(2, 1))
-    expected = trainer().predict(make(divides=False), loader()) or []
-    for part, whole in zip(found, expected, strict=True):
-        torch.testing.assert_close(torch.tensor(part, dtype=torch.float64), whole, rtol=1e-12, atol=1e-12)
-
-
 def train(rank: int, world: int, kind: type[Tower], stages: Stages, dropout: float = 0.0) -> list[float]:
     module, used = make(kind, dropout=dropout), trainer(strategy(stages=stages, seed=3), devices=world, max_epochs=1)
     used.fit(module, loader())
     return module.losses
-
-
-@pytest.mark.acceptance
-def test_dropout_is_that_of_one_process_per_device() -> None:
-    (expected, *_), found = (run(world, train, world, Careful, stages, 0.3) for world, stages in DROPPED)
-    assert all(losses == pytest.approx(expected, rel=1e-12) for losses in found)
-
-
-DROPPED = ((2, chain(1, 1)), (3, chain(1, 2)))
 
 
 @pytest.mark.parametrize(
@@ -181,29 +139,6 @@ def test_modules_that_are_refused(kind: type[Tower], text: str) -> None:
 
 
 # -- settings ---------------------------------------------------------------------------------------------------------
-
-
-def fit_plan(rank: int, world: int, path: str) -> Result:
-    module = make()
-    used = trainer(GPPStrategy(plan=path, failure_timeout=60.0, timeout=120.0), devices=world)
-    used.fit(module, loader(), loader())
-    return outcome(module, used, rank)
-
-
-def save_plan(rank: int, world: int, path: str) -> None:
-    module, used = make(), trainer(strategy(stages=chain(1, 2), num_micro_batches=2), devices=world, max_epochs=1)
-    used.fit(module, loader())
-    if rank == 0:
-        used.strategy.plan.save(path)
-
-
-def test_a_plan_file_is_enough(tmp_path: Path) -> None:
-    path = str(tmp_path / "plan.yaml")
-    run(3, save_plan, 3, path)
-    assert Plan.load(path).members == (1, 2)
-    assert_same(run(3, fit_plan, 3, path), alone())
-    with pytest.raises(ConfigError, match=r"tensor_parallel_size=2, but the plan .* has 1 and 2 processes per device"):
-        GPPStrategy(plan=path, tensor_parallel_size=2)
 
 
 def test_stages_with_different_numbers_need_devices() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import logging
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TextIO
@@ -14,6 +15,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from lightning_gpp.strategy.messages import inform
+from lightning_gpp.strategy.silence import Silence
 
 
 @contextmanager
@@ -41,3 +43,16 @@ def test_other_streams_stay_as_they_are() -> None:
     with handler_to(own):
         inform("to a stream of the user's")
     assert own.getvalue() == "to a stream of the user's\n"
+
+
+def test_warnings_are_shown_again_after_the_run() -> None:
+    advice = "It is recommended to use `self.log('a', ..., sync_dist=True)`"
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("always")
+        silence = Silence(num_pipelines=1)
+        warnings.filterwarnings("ignore", message="the user's own")
+        warnings.warn(advice, stacklevel=1)
+        silence.end()
+        warnings.warn(advice, stacklevel=1)
+        warnings.warn("the user's own", stacklevel=1)
+    assert [str(each.message) for each in shown] == [advice]

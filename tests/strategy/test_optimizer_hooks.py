@@ -1,4 +1,4 @@
-"""Hooks that go through the groups of an optimizer see the parameters of all ranks, as on one process."""
+"""Hooks around gradients see the groups of optimizers with the parameters of all ranks, as on one process."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from torch import nn
 
+from lightning_gpp import summon_full_params
 from lightning_gpp._compat.torch import pytree
 from tests.strategy.harness import TwoTowers, loader, run, strategy, trainer
 
@@ -38,13 +39,10 @@ class ByHand(TwoTowers):
 
 
 class Watching(Callback):
-    """Reads weights by the groups at the end of an epoch, and saves in the middle of a hook around gradients."""
+    """Saves in the middle of a hook around gradients."""
 
     def __init__(self, folder: str) -> None:
-        self.folder, self.weights = folder, list[float]()
-
-    def on_train_epoch_end(self, machine: Any, module: Any) -> None:
-        self.weights += [float(parameter.detach().norm()) for parameter in parameters_of(machine.optimizers[0])]
+        self.folder = folder
 
     def on_after_backward(self, machine: Any, module: Any) -> None:
         if machine.global_step == 2:
@@ -56,7 +54,7 @@ def facts_of(given: Any, devices: int, folder: Path) -> dict[str, Any]:
     torch.manual_seed(0)
     module, watching = ByHand().double(), Watching(str(folder))
     trainer(given, devices, callbacks=[watching]).fit(module, loader(), loader(10, seed=2))
-    return {"losses": module.losses, "norms": module.norms, "weights": watching.weights}
+    return {"losses": module.losses, "norms": module.norms}
 
 
 def on_ranks(rank: int, folder: Path, devices: int, options: dict[str, Any]) -> dict[str, Any]:
@@ -85,14 +83,15 @@ def test_as_on_one_process(tmp_path: Path, devices: int, options: dict[str, Any]
 
 
 class Notes(Callback):
-    """Changes a checkpoint by the values that it has, and reads the optimizer's state by itself."""
+    """Changes a checkpoint by the values that it has, and by those of the module."""
 
     def __init__(self, folder: str) -> None:
         self.folder = folder
 
     def on_save_checkpoint(self, machine: Any, module: Any, checkpoint: Any) -> None:
+        with summon_full_params(module):
+            checkpoint["norms"] = {name: value.norm().item() for name, value in module.named_parameters()}
         checkpoint["means"] = {name: value.abs().mean().item() for name, value in checkpoint["state_dict"].items()}
-        checkpoint["norms"] = {name: value.norm().item() for name, value in module.named_parameters()}
 
     def on_train_epoch_end(self, machine: Any, module: Any) -> None:
         machine.save_checkpoint(f"{self.folder}/{machine.world_size}.ckpt")
@@ -118,57 +117,3 @@ def test_a_hook_reads_the_values_of_the_checkpoint_that_is_written(tmp_path: Pat
         one, two = (torch.load(tmp_path / f"{devices}{name}.ckpt", weights_only=False) for devices in (1, 2))
         for entry in ("means", "norms"):
             assert two[entry] == pytest.approx(one[entry], rel=1e-11), (name, entry)
-
-
-class States(Callback):
-    """Reads the moments of all parameters."""
-
-    def on_train_batch_end(self, machine: Any, *_: Any, **__: Any) -> None:
-        optimizer = machine.optimizers[0]
-        self.moments = [float(optimizer.state[parameter]["exp_avg"].norm()) for parameter in parameters_of(optimizer)]
-
-
-def reads_states(rank: int) -> None:
-    torch.manual_seed(0)
-    trainer(strategy(), 2, callbacks=[States()], max_steps=1).fit(TwoTowers().double(), loader(), loader())
-
-
-def test_a_state_that_is_elsewhere_is_an_error_that_says_so() -> None:
-    with pytest.raises(AssertionError, match=r"optimizer\.state has no 'exp_avg' of this parameter on this rank"):
-        run(2, reads_states)
-
-
-class Manual(TwoTowers):
-    """Clips in the step: over the groups of the optimizer, and once more over its own parameters."""
-
-    automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        loss, _ = self.loss(batch)
-        self.manual_backward(loss)
-        self.losses.append(float(nn.utils.clip_grad_norm_(parameters_of(optimizer), 0.1)))
-        self.losses.append(float(nn.utils.clip_grad_norm_(self.parameters(), 0.05, norm_type=1.0)))
-        optimizer.step()
-        self.losses.append(float(loss.detach()))
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        """The step keeps the losses."""
-
-
-def manual_losses(given: Any, devices: int) -> list[float]:
-    torch.manual_seed(0)
-    module = Manual().double()
-    trainer(given, devices).fit(module, loader(), loader(10, seed=2))
-    return module.losses
-
-
-def manual_on_ranks(rank: int) -> list[float]:
-    return manual_losses(strategy(), 2)
-
-
-def test_norms_in_a_step_as_a_whole_are_those_of_one_process() -> None:
-    expected = manual_losses("auto", 1)
-    for found in run(2, manual_on_ranks):
-        assert found == pytest.approx(expected, rel=1e-11)

@@ -1,4 +1,4 @@
-"""Hooks that draw random numbers draw those of one process, on every rank."""
+"""Hooks outside of mini-batches draw the random numbers of one process, on every rank."""
 
 from __future__ import annotations
 
@@ -13,12 +13,7 @@ from tests.strategy.harness import TwoTowers, loader, run, strategy, trainer
 
 
 class Noise(TwoTowers):
-    """Adds noise to gradients, and starts a layer anew."""
-
-    def on_after_backward(self) -> None:
-        for parameter in self.parameters():
-            if parameter.grad is not None:
-                parameter.grad.add_(torch.randn_like(parameter.grad), alpha=0.1)
+    """Starts layers anew."""
 
     def on_train_epoch_start(self) -> None:
         self.left[2].reset_parameters()
@@ -31,7 +26,7 @@ class Decides(Callback):
     def __init__(self) -> None:
         self.decisions: list[Any] = []
 
-    def on_train_batch_start(self, machine: Any, module: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_epoch_start(self, machine: Any, module: Any) -> None:
         frozen = random.random() < 0.5
         self.decisions.append(frozen)
         module.left.requires_grad_(not frozen)

@@ -4,45 +4,22 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from lightning import Trainer
+from lightning.pytorch.callbacks import StochasticWeightAveraging
 
 from lightning_gpp import ConfigError, GPPError, GPPStrategy, PlanError
 from lightning_gpp.plan import STEP, Plan, Stage
-from lightning_gpp.strategy.checks import check_module, check_synchronised
+from lightning_gpp.strategy.checks import check_callbacks, check_module, check_synchronised
 from lightning_gpp.strategy.data import Placeholder
 from lightning_gpp.training.loss_scale import check_scaled
-from tests.capture import test_refusals as captures
-from tests.capture import test_uncut
-from tests.fabric import test_fabric
 from tests.strategy import (
     harness,
-    test_auto_step,
-    test_batch_sizes,
-    test_callbacks,
-    test_changing_attributes,
-    test_compiled,
-    test_disagreement,
-    test_foreign,
-    test_freezing_in_hooks,
-    test_gradient_norms,
-    test_items,
-    test_kept_copies,
-    test_manual,
-    test_members,
-    test_parameter_hooks,
-    test_pruning,
-    test_read_ahead,
-    test_state_between_calls,
-    test_step_habits,
-    test_tensor_parallel,
 )
 from tests.strategy.harness import TwoTowers, loader
-from tests.training import test_coupled, test_optimizer_lists
 
 
 @pytest.mark.parametrize(
@@ -50,9 +27,7 @@ from tests.training import test_coupled, test_optimizer_lists
     [
         ({"num_micro_batches": 4, "micro_batch_size": 2}, "num_micro_batches=4 and strategy.micro_batch_size=2"),
         ({"num_micro_batches": 0}, "strategy.num_micro_batches is 0; it must be a whole number >= 1"),
-        ({"num_pipelines": 1.5}, "strategy.num_pipelines is 1.5"),
         ({"loss_reduction": "max"}, "loss_reduction is 'max'; it must be one of 'mean', 'sum'"),
-        ({"self_check": "never"}, "self_check is 'never'"),
         ({"stages": {}}, "strategy.stages is empty"),
         ({"stages": {"a": 0, "b": 2}}, r"without gaps, got \[0, 2\]"),
         (
@@ -60,7 +35,6 @@ from tests.training import test_coupled, test_optimizer_lists
             r"strategy.stages\[0\].device is not a key. Did you mean devices",
         ),
         ({"stages": ["a"]}, "'a' is not a mapping"),
-        ({"timeout": -1}, "strategy.timeout is .*; it must be more than 0 seconds"),
         ({"failure_timeout": "soon"}, "failure_timeout is 'soon'; give seconds"),
     ],
 )
@@ -198,12 +172,6 @@ CASES: dict[str, Case] = {
         {},
         "schedule is '2f3b'; it must be one of auto, 1f1b",
     ),
-    "unknown partitioner": (
-        TwoTowers,
-        {"partitioner": "best"},
-        {},
-        "partitioner is 'best'; it must be one of auto",
-    ),
     "cyclic stages": (
         TwoTowers,
         {"stages": [{"modules": ["left.0", "head"]}, {"modules": ["left.2", "right"]}]},
@@ -227,18 +195,13 @@ CASES: dict[str, Case] = {
     ),
     "schedule of a step as a whole": (Manual, {"schedule": "1f1b"}, {}, "schedule='1f1b' does not go together.*Leave"),
     "weights of a step as a whole": (TwoTowers, {"step": "whole", "weights": "stash"}, {}, "weights='stash' does not"),
-    "slices of a step as a whole": (TwoTowers, {"step": "whole", "slices": 2}, {}, "slices=2 does not go together"),
-    "sharding of a step as a whole": (TwoTowers, {"step": "whole", "sharding": "zero1"}, {}, "sharding='zero1' does"),
     "declared stages of a step as a whole": (
         TwoTowers,
         {"step": "whole", "stages": [{"modules": ["head"], "inputs": ["@a"]}]},
         {},
         "stages=.* declares edges",
     ),
-    "shared mini-batches of a step as a whole": (TwoTowers, {"step": "whole", "mini_batch": "shared"}, {}, "Use own"),
-    "measured costs of a step as a whole": (TwoTowers, {"step": "whole", "costs": "measured"}, {}, "Use roofline"),
-    "trace of a step as a whole": (TwoTowers, {"step": "whole", "trace": True}, {}, "trace=True does not go together"),
-    "check of a step as a whole": (TwoTowers, {"step": "whole", "on_nonfinite": "stop"}, {}, "check in the step"),
+    "check of a step that optimizes": (Manual, {"step": "whole", "on_nonfinite": "stop"}, {}, "check in your code"),
     "dataloader_iter": (
         Fetching,
         {"step": "micro_batches"},
@@ -292,6 +255,13 @@ def test_a_scaled_loss(option: dict[str, Any]) -> None:
         check_scaled(GPPStrategy(**option).options)
 
 
+def test_batch_norm_is_not_averaged_from_micro_batches() -> None:
+    trainer = harness.trainer(callbacks=[StochasticWeightAveraging(0.02)])
+    trainer.strategy.connect(TwoTowers())
+    with pytest.raises(ConfigError, match="computes the statistics of BatchNorm anew"):
+        check_callbacks(trainer, num_devices=2)
+
+
 def test_batch_norm_over_replicas() -> None:
     """Without BatchNorm, or without replicas, there is nothing to synchronise."""
     check_synchronised(TwoTowers(), one_stage(), num_pipelines=1)
@@ -320,118 +290,3 @@ def test_validation_steps_read_no_iterators_on_several_processes() -> None:
 def test_a_step_that_returns_early() -> None:
     with pytest.raises(AssertionError, match=r"(?s)returned before it called the module for this.*step=whole"):
         harness.run(2, returns_early)
-
-
-ROWS: dict[str, list[Any]] = {
-    "manual optimization or": ["manual optimization", "own backward"],
-    "`dataloader_iter` in a training step": [
-        "dataloader_iter",
-        test_validation_steps_read_no_iterators_on_several_processes,
-    ],
-    "L-BFGS": ["L-BFGS"],
-    "an optimizer that combines": [test_coupled.test_combined_parameters_are_refused],
-    "an optimizer that keeps": [test_optimizer_lists.test_refused],
-    "`optimizer.state_dict()` in": [
-        test_optimizer_lists.test_a_guarded_state_dict_is_an_error_that_names_the_ways_out,
-    ],
-    "a schedule of learning rates": [test_disagreement.test_the_first_difference_is_named_on_all_ranks],
-    "an optimizer that calls": ["repeated closure"],
-    "`sync_batchnorm=True`": [test_batch_norm_over_replicas],
-    "BatchSizeFinder": [test_batch_sizes.test_searches_are_refused_on_several_processes],
-    "ModelPruning on": [test_pruning.test_callbacks_are_refused_on_several_processes],
-    "StochasticWeightAveraging": [test_callbacks.test_batch_norm_is_not_averaged_from_micro_batches],
-    "asynchronous weights, FSDP": [test_a_scaled_loss],
-    "a gradient of a gradient": ["gradient of a gradient", "gradient of a gradient, later"],
-    "a parameter of a stage": ["parameter of a stage"],
-    "a tensor from inside of a module": [
-        test_auto_step.test_values_that_a_hook_keeps_are_not_left_out,
-        test_uncut.test_a_tensor_that_a_module_keeps_is_no_result,
-        "Escapes",
-        "Hooked",
-    ],
-    "weights that a step combines": [test_auto_step.test_weights_that_meet_are_on_one_device],
-    "`loss.backward()`": [
-        "own backward with shared parameters",
-        test_parameter_hooks.test_what_cannot_work_is_refused,
-    ],
-    "a schedule, policy": [name for name in CASES if name.endswith("of a step as a whole")],
-    "None from a step": ["no loss", test_a_step_that_returns_early],
-    "`self.log` of a tensor": ["logging a tensor"],
-    "values of other ranks'": [
-        test_foreign.test_what_would_be_wrong_is_refused,
-        test_gradient_norms.test_other_combinations_are_refused,
-    ],
-    "copies of other ranks'": [test_kept_copies.test_values_that_nobody_can_lend_are_an_error],
-    "hooks on gradients of parameters": [
-        test_parameter_hooks.test_what_cannot_work_is_refused,
-        test_parameter_hooks.test_parts_of_members_are_refused,
-    ],
-    "the mini-batch in hooks": [test_a_batch_used_where_there_is_none],
-    "an optimizer of parameters": ["foreign parameter"],
-    "a step that is compiled": [test_compiled.test_a_compiled_step],
-    "an optimizer without a rule": ["no rule of prediction"],
-    "`tensor_parallel_size` together": [
-        test_tensor_parallel.test_options_that_members_cannot_do_together,
-        test_tensor_parallel.test_averages_are_refused,
-    ],
-    "`tensor_parallel_size` for a module": [
-        test_tensor_parallel.test_undivided_modules_are_refused,
-        test_tensor_parallel.test_divisions_that_do_not_work,
-        test_members.test_a_run_of_another_trainer_is_refused,
-        test_members.test_modules_that_are_refused,
-    ],
-    "several modules, and": [test_fabric.test_what_cannot_work_is_refused],
-    "options of a step": [test_fabric.test_options_of_a_step_that_lightning_runs],
-    "a value that a forward": ["Branches", "Item", "Nonzero"],
-    "random numbers of": ["Numpy", "NumpyInStep"],
-    "the epoch, the step": ["Epoch", "EpochBranch", "EpochWindow", "BatchIndex"],
-    "a float that": ["BatchSize"],
-    "a hook on a gradient": ["GradientHook"],
-    "a decision of the step": ["LateCall"],
-    "a step that freezes": [test_step_habits.test_micro_batches_of_steps_that_set_switches_are_refused],
-    "an iterator of the module that the step reads": [test_read_ahead.test_micro_batches_would_read_items_of_their_own],
-    "an open file that the step reads": [
-        test_read_ahead.test_files_are_written_but_not_read_in_copies,
-        test_read_ahead.test_other_calls_than_next_are_refused_in_copies,
-    ],
-    "calls of modules, and": [
-        captures.test_an_argument_that_changed_is_noticed,
-        captures.test_an_argument_that_is_sometimes_none_is_noticed,
-        captures.test_a_decision_between_module_calls_is_noticed,
-    ],
-    "a tensor that a module reads": ["SideInput"],
-    "what forwards keep for later calls": [
-        test_state_between_calls.test_training_with_it_is_refused,
-        test_state_between_calls.test_evaluation_gives_the_numbers_of_one_process,
-    ],
-    "texts and numbers of": [test_items.test_forwards_on_other_devices_may_not_read_them],
-    "a scripted module": [test_uncut.test_other_scripted_modules_are_refused],
-    "an object that every call": ["Fresh"],
-    "`self.log` in a forward": ["Logs"],
-    "`checkpoint` around": ["Region"],
-    "a parameter that the step": ["EarlyParameter", "Unregistered"],
-    "a buffer that the step": ["Written"],
-    "a buffer that stages": [captures.test_a_buffer_that_stages_on_two_devices_share_and_change],
-    "`torch.autograd.grad` of": ["Penalty", "PenaltyBetween"],
-    "gradients (`torch.autograd.grad`": [
-        test_uncut.test_a_model_that_differentiates_in_one_piece_is_refused,
-        test_uncut.test_a_graph_of_several_calls_is_refused,
-    ],
-    "a step that calls": ["NoNetwork"],
-    "attributes that hooks": ["LateAttribute"],
-    "layers that hooks": ["a layer that a hook appends", "a layer that a hook trains"],
-    "a change of what": [
-        test_changing_attributes.test_a_pipeline_that_does_not_flush_refuses_a_change,
-        test_freezing_in_hooks.test_a_pipeline_that_does_not_flush_refuses_a_change,
-    ],
-    "an attribute that only": [test_freezing_in_hooks.test_a_value_that_cannot_be_sent_is_named],
-}
-"""The beginning of every row of the table in docs/lightning.md, and its tests: functions, names of cases or classes."""
-
-
-def test_every_row_of_the_table_has_a_test() -> None:
-    text = (Path(__file__).parents[2] / "docs" / "lightning.md").read_text()
-    table = text[text.index("| what | reason | way out |") :].partition("\n\n")[0].splitlines()[2:]
-    assert [next(row for row in ROWS if line.startswith(f"| {row}")) for line in table] == list(ROWS)
-    cases = CASES.keys() | test_manual.REFUSED.keys() | {kind.__name__ for kind, _ in captures.REFUSED}
-    assert all(tests and all(callable(test) or test in cases for test in tests) for tests in ROWS.values())

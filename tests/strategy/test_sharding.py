@@ -26,7 +26,6 @@ from tests.strategies import chain
 from tests.strategy import harness
 from tests.strategy.harness import TwoTowers, loader, make_data, make_module
 from tests.strategy.test_checkpoints import assert_same_optimizer
-from tests.strategy.test_features import Freezing, Growing
 from tests.strategy.test_training import EXACT, Report, Union, plain
 
 KINDS = ("none", "zero1", "fsdp")
@@ -117,31 +116,29 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-ALSO = [("pipelines", "fsdp", "clip by value, accumulate 2"), ("replicas", "zero1", "clip by value, accumulate 2")]
-RUNS = [*((layout, kind, "clip by norm") for layout in LAYOUTS for kind in KINDS), *ALSO]
+SAVED = [("pipelines", "zero1"), ("pipelines", "fsdp"), *(("replicas", kind) for kind in KINDS)]
+ALSO = [("replicas", "zero1", "clip by value, accumulate 2")]
+RUNS = [*((layout, kind, "clip by norm") for layout, kind in SAVED), *ALSO]
+RESUMED = ("pipelines", "fsdp", "zero1")
+"""A layout and how it resumes, from which checkpoint."""
 
 
 def fit_all(rank: int, folder: str) -> dict[Any, Any]:
     found: dict[Any, Any] = {}
     plans: dict[str, Any] = {}
-    for layout, stages in LAYOUTS.items():
-        for kind in KINDS:
-            strategy = harness.strategy(**stages, sharding=kind)
-            found[layout, kind, "clip by norm"] = fit(strategy, 4, layout, f"{folder}/{layout}-{kind}")
-            plans.setdefault(layout, strategy.plan)
+    for layout, kind in SAVED:
+        strategy = harness.strategy(**LAYOUTS[layout], sharding=kind)
+        found[layout, kind, "clip by norm"] = fit(strategy, 4, layout, f"{folder}/{layout}-{kind}")
+        plans.setdefault(layout, strategy.plan)
     for layout, kind, name in ALSO:
         strategy = harness.strategy(**LAYOUTS[layout], sharding=kind, schedule="gpipe", self_check=False)
         found[layout, kind, name] = fit(strategy, 4, layout, **SETTINGS[name])
-    for layout, kind, before in RESUMED:
-        settings = {**LAYOUTS[layout], "stages": None, "num_micro_batches": None, "plan": plans[layout]}
-        strategy = harness.strategy(**settings, sharding=kind, self_check=False)
-        middle = f"{folder}/{layout}-{before}.ckpt"
-        found["resumed", layout, kind, before] = fit(strategy, 4, layout, ckpt_path=middle)
-        found["sharding", layout, kind, before] = strategy.plan and strategy.plan.sharding
+    layout, kind, before = RESUMED
+    settings = {**LAYOUTS[layout], "stages": None, "num_micro_batches": None, "plan": plans[layout]}
+    strategy = harness.strategy(**settings, sharding=kind, self_check=False)
+    found["resumed"] = fit(strategy, 4, layout, ckpt_path=f"{folder}/{layout}-{before}.ckpt")
+    found["sharding"] = strategy.plan and strategy.plan.sharding
     return found
-
-
-RESUMED = (("pipelines", "fsdp", "zero1"), ("replicas", "fsdp", "plain"))
 
 
 @pytest.fixture(scope="module")
@@ -182,8 +179,7 @@ def test_equals_plain_lightning(runs: Any, layout: str, kind: str, name: str) ->
             assert_close(value, expected[layout, name]["state"][parameter])
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("layout", "kind"), SAVED)
 def test_checkpoints_are_those_of_plain_lightning(runs: Any, layout: str, kind: str) -> None:
     folder, _, _ = runs
     for end in (".ckpt", "-end.ckpt"):
@@ -198,10 +194,10 @@ def test_checkpoints_are_those_of_plain_lightning(runs: Any, layout: str, kind: 
 
 def test_a_run_resumes_under_another_sharding(runs: Any) -> None:
     folder, expected, found = runs
-    for layout, kind, before in RESUMED:
-        rest = expected[layout, "clip by norm"]["losses"][3:]
-        assert found[0]["sharding", layout, kind, before] == kind  # and not that of the plan that was given
-        assert values_of(found, ("resumed", layout, kind, before), layout) == pytest.approx(rest, **EXACT)
+    layout, kind, _ = RESUMED
+    rest = expected[layout, "clip by norm"]["losses"][3:]
+    assert found[0]["sharding"] == kind  # and not that of the plan that was given
+    assert values_of(found, "resumed", layout) == pytest.approx(rest, **EXACT)
     back = plain(fit, "auto", 1, "replicas", "", f"{folder}/replicas-fsdp.ckpt")
     assert back["losses"] == pytest.approx(expected["replicas", "clip by norm"]["losses"][3:], **EXACT)
 
@@ -234,18 +230,17 @@ TWO: dict[str, Any] = {
 
 
 def features(rank: int) -> dict[Any, Any]:
-    """Hooks that freeze and release, orders, precisions, compiled modules, unequal mini-batches."""
+    """Hooks that freeze and release, orders, precisions, unequal mini-batches."""
     found: dict[Any, Any] = {}
     for kind in KINDS:
         with starts() as found["starts", kind]:
             found["plain", kind] = fit_two(TwoTowers, kind)
     for kind in ("none", "fsdp"):
-        found["bf16", kind] = fit_two(TwoTowers, kind, precision="bf16-mixed", max_epochs=4)
-    for kind in ("zero1", "fsdp"):
-        found["uneven", kind] = fit_two(TwoTowers, kind, data=uneven(rank))
-    found["Freezing", "fsdp"], found["Growing", "zero1"] = fit_two(Freezing, "fsdp"), fit_two(Growing, "zero1")
-    for name, (module, settings) in VARIANTS.items():
-        found[name, "fsdp"] = fit_two(module, "fsdp", **settings)
+        found["bf16", kind] = fit_two(TwoTowers, kind, precision="bf16-mixed")
+    found["uneven", "fsdp"] = fit_two(TwoTowers, "fsdp", data=uneven(rank))
+    found["Freezing", "fsdp"] = fit_two(Freezing, "fsdp")
+    for name, settings in VARIANTS.items():
+        found[name, "fsdp"] = fit_two(TwoTowers, "fsdp", **settings)
     return found
 
 
@@ -274,7 +269,7 @@ def _noting(plain_method: Any, events: list[str], sign: str) -> Any:
 
 def fit_two(cls: type[TwoTowers], kind: str, data: Any = None, **settings: Any) -> dict[str, Any]:
     torch.manual_seed(2)
-    trainer_settings = {name: settings.pop(name) for name in ("precision", "max_epochs") if name in settings}
+    trainer_settings = {name: settings.pop(name) for name in ("precision",) if name in settings}
     low = "precision" in trainer_settings
     module = cls() if low else cls().double()
     strategy = harness.strategy(**{**TWO, **settings, "sharding": kind, "self_check": False})
@@ -285,19 +280,17 @@ def fit_two(cls: type[TwoTowers], kind: str, data: Any = None, **settings: Any) 
     return {"losses": module.losses, "state": module.state_dict()}
 
 
-class Compiled(TwoTowers):
-    """A part is compiled by the user."""
+class Freezing(TwoTowers):
+    """Trains the head alone for an epoch, then everything."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.left[0] = torch.compile(self.left[0], backend="eager")
+    def on_train_epoch_start(self) -> None:
+        for part in (self.left, self.right):
+            part.requires_grad_(self.current_epoch > 0)
 
 
-VARIANTS: dict[str, tuple[type[TwoTowers], dict[str, Any]]] = {
-    "breadth first": (TwoTowers, {"schedule": "breadth_first"}),
-    "split backwards": (TwoTowers, {"schedule": "zero_bubble"}),
-    "recomputed": (TwoTowers, {"recompute": ["right", "left"]}),
-    "compiled": (Compiled, {}),
+VARIANTS: dict[str, dict[str, Any]] = {
+    "split backwards": {"schedule": "zero_bubble"},
+    "recomputed": {"recompute": ["right", "left"]},
 }
 
 
@@ -343,9 +336,9 @@ def two() -> list[dict[Any, Any]]:
     return harness.run(2, features)
 
 
-@pytest.mark.parametrize("name", ["Freezing", "Growing", "uneven", "plain", *VARIANTS])
+@pytest.mark.parametrize("name", ["Freezing", "uneven", "plain", *VARIANTS])
 def test_features_equal_plain_lightning(two: Any, name: str) -> None:
-    module = {"Freezing": Freezing, "Growing": Growing, "uneven": Joint}.get(name, TwoTowers)
+    module = {"Freezing": Freezing, "uneven": Joint}.get(name, TwoTowers)
     joint = DataLoader(make_data(20), batch_sampler=Union())
     data = Batches(list(zip(uneven(0), uneven(1), strict=True))) if name == "uneven" else joint
     expected = plain(fit_alone, module, data)
@@ -360,9 +353,7 @@ def test_features_equal_plain_lightning(two: Any, name: str) -> None:
 
 def test_low_precision(two: Any) -> None:
     for rank in two:
-        found = rank["bf16", "fsdp"]["losses"]
-        assert found[-1] < 0.9 * found[0]
-        assert found == pytest.approx(rank["bf16", "none"]["losses"], rel=1e-5)
+        assert rank["bf16", "fsdp"]["losses"] == pytest.approx(rank["bf16", "none"]["losses"], rel=1e-5)
 
 
 @pytest.mark.parametrize("kind", KINDS)

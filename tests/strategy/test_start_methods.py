@@ -100,6 +100,7 @@ def failing(fault: str, folder: Path) -> list[str]:
     return ["-c", TRAINING + FAULTS.format(fault=fault, folder=folder)]
 
 
+@pytest.mark.acceptance
 def test_a_killed_process_ends_the_others_and_the_call(tmp_path: Path) -> None:
     code, output = outcome(start(failing("kill", tmp_path)))
     assert code == 1
@@ -107,6 +108,7 @@ def test_a_killed_process_ends_the_others_and_the_call(tmp_path: Path) -> None:
     assert "First cause: rank 1" in output
 
 
+@pytest.mark.acceptance
 def test_exceptions_are_handled_in_the_processes_and_once(tmp_path: Path) -> None:
     code, output = outcome(start(failing("refuse", tmp_path)))
     assert code == 1
@@ -115,6 +117,7 @@ def test_exceptions_are_handled_in_the_processes_and_once(tmp_path: Path) -> Non
     assert torch.load(tmp_path / "last.ckpt", weights_only=True)["global_step"] == 1
 
 
+@pytest.mark.acceptance
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_no_process_outlives_the_one_that_started_it(tmp_path: Path, number: int) -> None:
     program = start(failing("wait", tmp_path))
@@ -125,6 +128,7 @@ def test_no_process_outlives_the_one_that_started_it(tmp_path: Path, number: int
     assert "was interrupted" in output
 
 
+@pytest.mark.acceptance
 def test_one_process_runs_in_a_notebook() -> None:
     code = IN_A_NOTEBOOK.replace("trained(2", "trained(1").replace("devices=2", "devices=1")
     assert "the same" in succeeded(start(["-c", TRAINING + code]))

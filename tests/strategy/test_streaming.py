@@ -104,7 +104,11 @@ def loaders() -> list[DataLoader[Any]]:
     return [DataLoader(data, batch_size=BATCH) for data in sets]
 
 
-def evaluated(rank: int, streaming: bool, stages: Any, world_size: int, settings: dict[str, Any]) -> dict[str, Any]:
+def evaluated(rank: int, *given: Any) -> list[dict[str, Any]]:
+    return [evaluated_once(streaming, *given) for streaming in (True, False)]
+
+
+def evaluated_once(streaming: bool, stages: Any, world_size: int, settings: dict[str, Any]) -> dict[str, Any]:
     module = Towers()
     given = {"num_micro_batches": 2, "failure_timeout": 60.0, "timeout": 120.0, "seed": 5, **settings}
     strategy = GPPStrategy(stages=stages, streaming=streaming, **given)
@@ -128,13 +132,17 @@ def evaluated(rank: int, streaming: bool, stages: Any, world_size: int, settings
     ids=["two towers", "replicas", "two pipelines"],
 )
 def test_results_and_hooks_are_those_with_a_flush(stages: Any, world_size: int, settings: dict[str, Any]) -> None:
-    streamed, flushed = (harness.run(world_size, evaluated, s, stages, world_size, settings) for s in (True, False))
-    assert streamed == flushed
+    found = harness.run(world_size, evaluated, stages, world_size, settings)
+    assert all(streamed == flushed for streamed, flushed in found)
     if world_size < 6:
-        assert [len(batches) for batches in streamed[0]["predictions"]] == [7, 1, 4]
+        assert [len(batches) for batches in found[0][0]["predictions"]] == [7, 1, 4]
 
 
-def fitted(rank: int, streaming: bool, settings: dict[str, Any]) -> dict[str, Any]:
+def fitted(rank: int, settings: dict[str, Any]) -> list[dict[str, Any]]:
+    return [fitted_once(streaming, settings) for streaming in (True, False)]
+
+
+def fitted_once(streaming: bool, settings: dict[str, Any]) -> dict[str, Any]:
     """Training with validation in between, each on data whose number of mini-batches nobody knows."""
     module = Towers()
     given = {"num_micro_batches": 2, "failure_timeout": 60.0, "timeout": 120.0, "seed": 5, **settings}
@@ -156,9 +164,9 @@ def fitted(rank: int, streaming: bool, settings: dict[str, Any]) -> dict[str, An
 
 @pytest.mark.parametrize("weights", sample(["synchronous", "stash"], ["stash"]))
 def test_validation_in_between(weights: str) -> None:
-    streamed, flushed = (harness.run(3, fitted, s, {"weights": weights}) for s in (True, False))
-    assert streamed == flushed
-    assert [number for _, number in streamed[0]["trained on"]] == 2 * [*range(0, 5 * BATCH, BATCH)]
+    found = harness.run(3, fitted, {"weights": weights})
+    assert all(streamed == flushed for streamed, flushed in found)
+    assert [number for _, number in found[0][0]["trained on"]] == 2 * [*range(0, 5 * BATCH, BATCH)]
 
 
 def test_fsdp_is_refused_where_streaming_is_asked_for() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback, EarlyStopping, GradientAccumulationScheduler
+from lightning.pytorch.callbacks import Callback, EarlyStopping
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
@@ -43,12 +43,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "gradient_clip_algorithm": "value",
         "accumulate_grad_batches": 2,
     },
-    "validation twice per epoch, no sanity check": {
-        "val_check_interval": 1,
-        "num_sanity_val_steps": 0,
-        "max_epochs": 1,
-    },
-    "limits": {"limit_train_batches": 2, "limit_val_batches": 1, "gradient_clip_val": 0.3},
 }
 
 
@@ -57,14 +51,12 @@ def fit(name: str, strategy: Any, devices: int) -> Report:
     module = make_module()
     stopping = EarlyStopping("val_loss", patience=0, min_delta=10.0)
     extra = {"callbacks": [stopping], "max_epochs": 9} if name == "early stopping" else dict(CONFIGS.get(name, {}))
-    if name == "accumulation scheduler":
-        extra = {"callbacks": [GradientAccumulationScheduler({0: 1, 1: 2})]}
     trainer = harness.trainer(strategy, devices, **extra)
     trainer.fit(module, loader(shuffle=True), loader(10, seed=2))
     return report(module, trainer)
 
 
-NAMES = (*CONFIGS, "early stopping", "accumulation scheduler")
+NAMES = (*CONFIGS, "early stopping")
 
 
 def fit_all(rank: int, names: tuple[str, ...]) -> dict[str, Report]:
@@ -191,23 +183,6 @@ def test_validate_fit_test_predict_with_an_iterable_dataset(tmp_path: Path) -> N
     state = torch.load(tmp_path / "after.ckpt", weights_only=False)["state_dict"]
     for name, value in expected["state"].items():
         torch.testing.assert_close(state[name].tolist(), value)
-
-
-def validated_often(given: Any, devices: int) -> list[float]:
-    module = make_module()
-    trainer = harness.trainer(given, devices, max_epochs=3)
-    trainer.fit(module, loader(), DataLoader(Stream(), batch_size=8))
-    return [metrics["val_loss"] for metrics in module.metrics]
-
-
-def validated_often_in_stages(rank: int) -> list[float]:
-    return validated_often(harness.strategy(), 2)
-
-
-def test_validation_without_a_length_runs_in_every_epoch() -> None:
-    expected = plain(validated_often, "auto", 1)
-    for found in harness.run(2, validated_often_in_stages):
-        assert found == pytest.approx(expected, **EXACT)
 
 
 def run_with_one_plan(rank: int, folder: str) -> list[Any]:

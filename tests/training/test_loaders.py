@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lightning_gpp.errors import ConfigError
 from lightning_gpp.training.loaders import SharedLoader, warn_of_others
@@ -56,11 +56,6 @@ def test_uneven_mini_batches_are_refused() -> None:
 def test_a_loader_without_batches_of_indices_is_refused(other: object) -> None:
     with pytest.raises(ConfigError, match="needs a torch.utils.data.DataLoader with a batch size"):
         SharedLoader(other, 0, 2)  # type: ignore[arg-type]
-
-
-def test_batch_samplers_of_the_user_are_shared() -> None:
-    whole = DataLoader(SAMPLES, batch_sampler=BatchSampler(range(24), 6, drop_last=True))  # type: ignore[arg-type]
-    assert [batch.tolist() for batch in SharedLoader(whole, 1, 2)][0] == [3, 4, 5]
 
 
 def test_a_run_with_other_mini_batches_says_so() -> None:

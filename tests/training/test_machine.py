@@ -9,12 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_gpp import Options
-from lightning_gpp.cluster import Cluster, preset_cluster
+from lightning_gpp.cluster import preset_cluster
 from lightning_gpp.errors import ConfigError, PlanError
 from lightning_gpp.measure.memory import memory_bytes
 from lightning_gpp.planning import manual
-from lightning_gpp.training.machine import Machine, first, footprint_of, present, resolved
+from lightning_gpp.training.machine import Machine, footprint_of, present, resolved
 from lightning_gpp.training.option_values import cluster_given
 from lightning_gpp.training.predicted import simulated
 from tests.planning import graphs
@@ -68,19 +67,6 @@ def test_a_cluster_is_a_file_a_mapping_or_itself(tmp_path: Path) -> None:
     assert cluster_given(None) is None
 
 
-@pytest.mark.parametrize(
-    ("cluster", "message"),
-    [
-        ("dgx_h10", "strategy.cluster='dgx_h10' is neither.*Did you mean dgx_h100"),
-        ("nowhere.yaml", "nowhere.yaml: cannot be read"),
-        ({"preset": "cray"}, "cluster.preset='cray'"),
-    ],
-)
-def test_no_such_cluster(cluster: Any, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        Options(cluster=cluster)
-
-
 def test_a_cluster_with_fewer_devices_than_the_job() -> None:
     with pytest.raises(ConfigError, match=r"'summit' \(strategy.cluster\) has 4 devices, the job needs 5"):
         resolved(preset_cluster("summit"), 5)
@@ -93,27 +79,6 @@ def test_the_present_machine_shares_its_memory_among_processes() -> None:
     nodes = present(6, num_nodes=2)
     assert [nodes.node_of(device) for device in range(6)] == [0, 0, 0, 1, 1, 1]
     assert nodes.link(0, 1).bytes_per_second > nodes.link(0, 3).bytes_per_second
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"search_seconds": 0}, "strategy.search_seconds is 0; it must be more than 0"),
-        ({"search_seconds": "long"}, "strategy.search_seconds is 'long'"),
-        ({"max_replicas": 0}, "strategy.max_replicas is 0; it must be a whole number >= 1"),
-        ({"costs": "guessed"}, "strategy.costs is 'guessed'; it must be one of 'roofline', 'measured'"),
-    ],
-)
-def test_settings_that_cannot_work(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        Options(**settings)
-
-
-def test_the_first_devices_of_a_machine() -> None:
-    cluster: Cluster = preset_cluster("t4_box", 2)
-    machine = Machine(cluster=cluster)
-    assert first(machine, 8) is machine
-    assert first(machine, 3).cluster.num_devices == 3
 
 
 def test_a_plan_is_not_simulated_on_fewer_devices() -> None:

@@ -76,11 +76,6 @@ def test_an_argument_that_does_not_exist() -> None:
         GPPStrategy(num_microbatches=4)  # type: ignore[call-arg]
 
 
-def test_an_argument_without_its_name() -> None:
-    with pytest.raises(ConfigError, match=r"as in GPPStrategy\(schedule='1f1b'\); got 'gpipe'"):
-        GPPStrategy("gpipe")  # type: ignore[misc]
-
-
 @pytest.mark.parametrize(
     ("kind", "words"),
     [

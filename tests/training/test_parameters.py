@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW
 
 from gpp_examples.plain_loop import Batch, Branches, batches, loss_of
-from lightning_gpp import CheckpointError, ConfigError, GPPError, Options, PlanError
+from lightning_gpp import CheckpointError, ConfigError, GPPError, Options
 from lightning_gpp._compat.lightning_module import set_device
 from lightning_gpp.plan import STEP, Plan, Stage
 from lightning_gpp.runtime.mesh import Mesh
@@ -24,7 +24,6 @@ from lightning_gpp.training.incoming import Incoming
 from lightning_gpp.training.optimizers import OptimizerIndex
 from lightning_gpp.training.parameters import Placement, drop, move, settle, tensors_of
 from lightning_gpp.training.planner import check_step_device
-from lightning_gpp.training.session import check_placement
 from lightning_gpp.training.setup import set_up
 from tests.distributed import run_distributed
 
@@ -132,17 +131,6 @@ def test_a_step_on_several_devices() -> None:
         check_step_device(Plan(stages=(stage,), edges=(), batch_size=2))
 
 
-def test_a_parameter_that_lives_elsewhere() -> None:
-    stage = Stage(name="all", modules=("left", STEP), devices=(0,), micro_batch_size=1)
-    plan = Plan(stages=(stage,), edges=(), batch_size=2)
-
-    class Uses:
-        parameters, buffers = (("left.0.weight",),), ((),)
-
-    with pytest.raises(PlanError, match=r"In test_step, stage 'all' on devices \[0\] needs 'left.0.weight'.*\[1\]"):
-        check_placement(Uses(), plan, Placement({"left.0.weight": (1,)}), "test_step")  # type: ignore[arg-type]
-
-
 def test_dropping_keeps_names_ties_and_flags() -> None:
     module = make_module()
     module.head.weight.requires_grad_(False)
@@ -179,17 +167,6 @@ def test_states_of_an_optimizer_by_name() -> None:
     full["state"][99] = {}
     with pytest.raises(CheckpointError, match=r"entries \[99\] for only 10 parameters"):
         index.load(full)
-
-
-def test_the_state_of_an_optimizer_moves_without_its_step_counter() -> None:
-    module = make_module()
-    optimizer = optimizer_of(module)
-    sum(p.sum() for p in module.parameters()).backward()
-    optimizer.step()
-    OptimizerIndex(optimizer, module).move(torch.device("meta"))
-    state = optimizer.state[module.head.weight]
-    assert state["exp_avg"].is_meta
-    assert not state["step"].is_meta
 
 
 class Recurrent(nn.LSTM):

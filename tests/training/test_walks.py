@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-import torch
 from torch import nn
 
 from lightning_gpp.training.walks import ParameterWalk
@@ -48,15 +47,3 @@ def test_modules_are_walked_over_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "parameters", lambda: walks.append(1) or parameters())
     assert walk() is walk()
     assert len(walks) == 1
-
-
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
-def test_scripted_modules() -> None:
-    module = nn.Sequential(nn.Linear(2, 3), torch.jit.script(nn.Sequential(nn.Linear(3, 3), nn.Tanh())))
-    walk = ParameterWalk(module)
-    for _ in range(2):
-        assert list(map(id, walk())) == list(map(id, module.parameters()))
-
-
-def test_a_module_without_anything() -> None:
-    assert ParameterWalk(nn.Module())() == []

@@ -5,19 +5,17 @@ import re
 from pathlib import Path
 from typing import Any
 
-import networkx as nx
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from benchmarks.planners.profiles import dnn_partitioning, read_profile
+from benchmarks.planners.piper_profile import read_profile
 from lightning_gpp.cluster import DEVICES
 from lightning_gpp.costs.model import CostModel
 from lightning_gpp.costs.table import OperatorSeconds
 from lightning_gpp.errors import PlanError
 from lightning_gpp.graph import Affine
 from lightning_gpp.plan import STEP, Stage
-from lightning_gpp.planning.assignment.assign import DATA, make_plan
+from lightning_gpp.planning.assignment.assign import make_plan
+from lightning_gpp.planning.assignment.modules import DATA
 from lightning_gpp.planning.graph_file import read_graph
 from tests.planning import graphs
 
@@ -34,32 +32,6 @@ PIPER = """{"maxMemoryPerDevice": 8e10, "maxDevices": 4, "bandwidth": 25e9, "mbs
    {"id": "vanilla", "timePerSample": 3, "parameterSize": 80, "memoryUsageA": 20, "memoryUsageB": 160}]}}],
 "edges": [{"sourceId": 0, "destId": 1, "communicationCost": 16}, {"sourceId": 1, "destId": 7, "communicationCost": 30},
  {"sourceId": 2, "destId": 7, "communicationCost": 20}]}"""
-
-
-def node(number: int, time: float, size: float = 0, *, backward: bool = False, colour: int | None = None) -> Any:
-    content = {"id": number, "name": f"n{number}", "supportedOnFpga": 1, "cpuLatency": 10 * time}
-    content |= {"fpgaLatency": time, "isBackwardNode": backward, "size": size}
-    return content | ({} if colour is None else {"colorClass": colour})
-
-
-def partitioning(nodes: list[Any], edges: list[tuple[int, int, float]]) -> Any:
-    listed = [{"sourceId": a, "destId": b, "cost": size / 2e9, "size": size} for a, b, size in edges]
-    return {"maxSizePerFPGA": 1e10, "maxFPGAs": 2, "maxCPUs": 1, "nodes": nodes, "edges": listed}
-
-
-LAYERS = partitioning(
-    [node(1, 0), node(2, 2, 150, colour=2), node(3, 4, 64, colour=3), node(4, 0, 7)]
-    + [node(12, 6, 150, backward=True, colour=2), node(13, 5, 64, backward=True, colour=3)],
-    [(1, 2, 8), (2, 3, 100), (2, 4, 100), (13, 12, 100)],
-)
-"""Forward 1 -> 2 -> 3 with the backward 13 -> 12. Node 4 is a result that nobody reads."""
-
-OPERATORS = partitioning(
-    [node(1, 0, 40, colour=1), node(2, 3, 10, colour=1), node(3, 1, 0, colour=1), node(4, 2, 10)]
-    + [node(5, 0.5, backward=True, colour=9), node(6, 0.25, backward=True), node(7, 8, backward=True, colour=1)],
-    [(1, 2, 40), (4, 2, 10), (2, 3, 10), (3, 5, 12), (5, 6, 12), (6, 7, 12), (2, 7, 10)],
-)
-"""1 is a weight of 2, which 3 shares a layer with; 5 is the loss; 6 has no class and stands before the backward 7."""
 
 
 def write(folder: Path, content: Any) -> Path:
@@ -111,64 +83,10 @@ def test_times_can_be_in_seconds(tmp_path: Path) -> None:
     assert costs.operators["head_out"].forward.at(1) == pytest.approx(2.0)
 
 
-def test_backward_layers_are_paired_with_their_forward(tmp_path: Path) -> None:
-    graph, costs = read_profile(write(tmp_path, LAYERS))
-    assert [(o.name, o.target) for o in graph] == [
-        ("n1", "input"),
-        ("n2", "profiled"),
-        ("n3", "profiled"),
-        ("n4", "profiled"),
-        ("step", "step"),
-    ]
-    assert costs is not None
-    assert costs.operators["n2"] == OperatorSeconds(
-        forward=Affine(2e-3), input_gradient=Affine(), weight_gradient=Affine(6e-3)
-    )
-    assert costs.operators["n3"].weight_gradient == Affine()
-    assert costs.operators["n3"].input_gradient.at(1) == pytest.approx(5e-3)
-    assert graph.parameter_bytes == {"n2.weight": 50}
-    assert [graph[name].saved_bytes.at(1) for name in ("n2", "n3", "n4")] == [100, 64, 7]
-    assert list(graph.nx.predecessors("step")) == ["n3"]
-    assert {o.name for o in graph if any(spec.requires_grad for spec in o.outputs)} == {"n2", "n3"}
-
-
-def test_operators_share_the_backward_of_their_colour_class(tmp_path: Path) -> None:
-    graph, costs = read_profile(write(tmp_path, OPERATORS))
-    assert [o.name for o in graph] == ["data.n4", "n4", "n2", "n3", "step"]
-    assert (graph["n2"].parameters, graph.parameter_bytes) == (("n1",), {"n1": 40})
-    assert (graph["n2"].cluster, graph["n3"].cluster, graph["n4"].cluster) == ("colour1", "colour1", "")
-    assert costs is not None
-    backward = {name: seconds.backward.at(1) for name, seconds in costs.operators.items()}
-    assert backward["n2"] == pytest.approx(8.25e-3 * 3 / 4)
-    assert backward["n3"] == pytest.approx(8.25e-3 / 4)
-    assert backward["step"] == pytest.approx(0.5e-3)
-    assert backward["n4"] == 0
-    assert not graph["n4"].outputs[0].requires_grad
-    assert [graph[name].saved_bytes.at(1) for name in ("n4", "n2", "n3")] == [0, 10, 12]
-    assert list(graph.nx.predecessors("step")) == ["n3"]
-
-
-def test_backward_without_forward_times_is_shared_equally(tmp_path: Path) -> None:
-    nodes = [node(1, 1), node(2, 0, colour=5), node(3, 0, colour=5), node(4, 8, backward=True, colour=5)]
-    _, costs = read_profile(write(tmp_path, partitioning(nodes, [(1, 2, 4), (2, 3, 4)])))
-    assert costs is not None
-    assert [costs.operators[name].backward.at(1) for name in ("n2", "n3")] == [4e-3, 4e-3]
-
-
-def test_edges_without_a_size_send_all_that_a_node_occupies(tmp_path: Path) -> None:
-    content = json.loads(json.dumps(LAYERS))
-    for edge in content["edges"]:
-        del edge["size"]
-    graph, _ = read_profile(write(tmp_path, content))
-    assert graph["n2"].outputs[0].bytes(1) == 150
-    assert graph.parameter_bytes == {}
-
-
 def test_costs_are_a_cost_model(tmp_path: Path) -> None:
-    graph, costs = read_profile(write(tmp_path, LAYERS))
-    assert costs is not None
+    graph, costs = read_profile(write(tmp_path, PIPER))
     model: CostModel = costs
-    assert model.seconds(graph["n2"], 10, DEVICES["a100_sxm_80gb"]) == pytest.approx((20e-3, 0, 60e-3))
+    assert model.seconds(graph["head_out"], 10, DEVICES["a100_sxm_80gb"]) == pytest.approx((20e-3, 20e-3, 20e-3))
     with pytest.raises(PlanError, match=r"graph\.json: operator 'op1' is not listed\. Use the costs"):
         model.seconds(graphs.chain(1)["op1"], 1, DEVICES["a100_sxm_80gb"])
 
@@ -185,30 +103,6 @@ def test_what_is_read_can_be_planned(tmp_path: Path) -> None:
     assert [stage.figures.parameter_bytes for stage in plan.stages] == [0, 80, 400]
 
 
-@st.composite
-def profiles(draw: st.DrawFn) -> Any:
-    """Forward nodes in some order, their backward in the other, with colour classes for some."""
-    count = draw(st.integers(1, 6))
-    times = st.integers(0, 5)
-    colours = draw(st.lists(st.none() | st.integers(0, 3), min_size=count, max_size=count))
-    pairs = [(a, b) for b in range(count) for a in range(b) if draw(st.booleans())]
-    nodes = [node(i, draw(times), 8, colour=colours[i]) for i in range(count)]
-    nodes += [node(count + i, draw(times), 8, backward=True, colour=colours[i]) for i in range(count)]
-    edges = [(a, b, 8) for a, b in pairs] + [(count + b, count + a, 8) for a, b in pairs]
-    return partitioning(nodes, edges)
-
-
-@given(profiles())
-def test_no_time_is_lost(content: Any) -> None:
-    graph, costs = dnn_partitioning.read(content, "profile.json", 1.0)
-    total = sum((s.forward + s.backward for s in costs.operators.values()), Affine()).at(1)
-    assert total == pytest.approx(sum(entry["fpgaLatency"] for entry in content["nodes"]))
-    assert list(costs.operators) == [operator.name for operator in graph]
-    position = {name: index for index, name in enumerate(graph.nx)}
-    assert all(position[a] < position[b] for a, b in graph.nx.edges)
-    assert nx.is_directed_acyclic_graph(graph.nx)
-
-
 def changed(text: str, old: str, new: str) -> str:
     assert old in text
     return text.replace(old, new)
@@ -218,8 +112,6 @@ NATIVE = graphs.chain(2).to_json()
 
 REFUSED = {
     "not_json": ("{", r"graph\.json: is not JSON: Expecting property name"),
-    "unknown": ('{"layers": []}', r"no known kind of profile; its keys are: layers\. Expected"),
-    "list": ("[1]", r"the content is \[1\]; it must be an object"),
     "missing": (
         changed(PIPER, '"memoryUsageA": 30, ', ""),
         r"nodes\[2\]\.TMPCs\.1\[0\]\.memoryUsageA is missing\.",
@@ -230,20 +122,10 @@ REFUSED = {
         '{"mbsInBatch": 1, "nodes": [{"id": 0, "TMPCs": {"1": []}}], "edges": []}',
         r"TMPCs\.1 is \[\]; it must be a list of at least 1",
     ),
-    "no_object": ('{"maxFPGAs": 1, "nodes": [3], "edges": []}', r"nodes\[0\] is 3; it must be a mapping"),
-    "no_list": ('{"maxFPGAs": 1, "nodes": {}, "edges": []}', r"nodes is {}; it must be a list"),
-    "two_ids": (
-        changed(PIPER, '"id": 2,', '"id": 1,'),
-        r"nodes\[3\]\.id is 1; it must be an id that no other node has",
-    ),
     "no_node": (changed(PIPER, '"destId": 1', '"destId": 5'), r"edges\[0\]\.destId is 5; it must be the id of a node"),
     "cycle": (changed(PIPER, '"sourceId": 2', '"sourceId": 7'), r"edges form a cycle: 7 -> 7\. .* remove one"),
     "id": (changed(PIPER, '"id": 2,', '"id": "x",'), r"nodes\[3\]\.id is 'x'; it must be a whole number"),
     "name": (changed(PIPER, '"head_out"', "5"), r"nodes\[3\]\.name is 5; it must be text"),
-    "flag": (
-        json.dumps(LAYERS).replace('"isBackwardNode": true', '"isBackwardNode": 2'),
-        "isBackwardNode is 2; it must be true or false or one of 0 or 1",
-    ),
     "native_key": (changed(NATIVE, '"saved_bytes"', '"kept"'), r"operators\[0\]\.kept is not a key\..* saved_bytes"),
     "native_type": (
         '{"operators": 3, "edges": [], "parameter_bytes": {}}',

@@ -30,7 +30,7 @@ def test_names_and_batches_agree_with_the_registry(name: str) -> None:
     assert all(tensor.is_meta for tensor in tensors)
 
 
-@pytest.mark.parametrize("name", ["mmt2", "dlrm", "candle_uno_2", "case_study", "unet", "mixture_of_experts"])
+@pytest.mark.parametrize("name", ["mmt2", "candle_uno_2", "unet", "mixture_of_experts"])
 def test_the_graph_holds_every_parameter_of_the_model_and_ends_in_the_step(name: str) -> None:
     module, _ = build(name)
     assert all(parameter.is_meta for parameter in module.parameters())
@@ -67,7 +67,7 @@ def test_dlrm() -> None:
     assert flops("dlrm") == pytest.approx(2 * (7 * 4 + 3) * 4096**2 + 2 * width * 4096, rel=0.01)
 
 
-@pytest.mark.parametrize("num_branches", [2, 4, 7, 8, 16])
+@pytest.mark.parametrize("num_branches", [2, 7])
 def test_candle_uno(num_branches: int) -> None:
     name = "candle_uno" if num_branches == 7 else f"candle_uno_{num_branches}"
     assert num_parameters(name, "towers.") == num_branches * 4 * 4097 * 4096

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Final
 
 import networkx as nx
 
 from lightning_gpp.errors import PlanError
 from lightning_gpp.graph import Affine, Operator, OperatorGraph
 from lightning_gpp.plan import SOURCE, STEP, Edge, Plan, Stage, topological
+from lightning_gpp.planning.assignment.modules import DATA
 from lightning_gpp.planning.assignment.rerun_blocks import figures_of
-
-DATA: Final = "@source"
-"""The module name of operators that represent the data."""
 
 Assignment = dict[str, tuple[int, ...]]
 """The stages that compute each operator. Cheap glue that several stages read is computed in each of them."""

@@ -6,10 +6,13 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from os.path import commonprefix
+from typing import Final
 
 from lightning_gpp.graph import Operator, OperatorGraph
 from lightning_gpp.plan import STEP
-from lightning_gpp.planning.assignment.assign import DATA
+
+DATA: Final = "@source"
+"""The module name of operators that represent the data."""
 
 
 @dataclass(slots=True)

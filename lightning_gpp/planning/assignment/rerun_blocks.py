@@ -6,12 +6,13 @@ A block that is recomputed keeps only what it receives. So what it frees is what
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Final
 
 from lightning_gpp.graph import Affine, Operator, OperatorGraph
 from lightning_gpp.graph.parts import part_of
-from lightning_gpp.plan import SOURCE, STEP, Edge, Figures, Stage
+from lightning_gpp.plan import SOURCE, Edge, Figures, Stage
+from lightning_gpp.planning.assignment.modules import ModuleNode, module_tree
 from lightning_gpp.schedules.lowering import carries_gradient
 
 LOSS: Final = 0.1
@@ -41,77 +42,51 @@ class RerunBlock:
 
 def blocks_of(graph: OperatorGraph) -> tuple[RerunBlock, ...]:
     """The blocks of a model: the smallest modules that free nearly as much as larger ones, for example its layers."""
-    return tuple(_BlockTree(graph).smallest(""))
+    return tuple(_smallest(graph, module_tree(graph)))
 
 
 def recomputed_blocks(graph: OperatorGraph, operators: Collection[str], paths: Iterable[str]) -> list[RerunBlock]:
     """The modules inside of `paths`, as large as possible, that a stage with these operators calls as a whole."""
     paths = tuple(paths)
-    known = _BlockTree(graph) if paths else None
-    return [block for path in paths if known for block in known.inside(path, operators)]
+    known = {node.path: node for node in module_tree(graph).walk()} if paths else {}
+    return [block for path in paths if path in known for block in _inside(graph, known[path], operators)]
 
 
-@dataclass(slots=True)
-class _BlockTree:
-    """Operators and submodules by path."""
-
-    graph: OperatorGraph
-    operators: dict[str, list[Operator]] = field(default_factory=dict)
-    children: dict[str, dict[str, None]] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        for operator in self.graph:
-            if operator.target not in ("input", "step") and operator.module != STEP:
-                for path in _around(operator.module):
-                    self.operators.setdefault(path, []).append(operator)
-                    if path:
-                        self.children.setdefault(path.rpartition(".")[0], {})[path] = None
-
-    def smallest(self, path: str) -> list[RerunBlock]:
-        """See `blocks_of`; the blocks in a module."""
-        parts = [block for child in self.children.get(path, ()) for block in self.smallest(child)]
-        if not self._is_called(path):
-            return parts
-        whole = self.block(path)
-        freed = sum(block.freed(1) for block in parts)
-        if whole.freed(1) <= 0 or freed >= (1 - LOSS) * whole.freed(1):
-            return parts
-        return [whole]
-
-    def inside(self, path: str, operators: Collection[str]) -> Iterator[RerunBlock]:
-        """The largest blocks in a module that have none but these operators."""
-        mine = [operator.name in operators for operator in self.operators.get(path, ())]
-        if mine and all(mine) and self._is_called(path):
-            yield self.block(path)
-        elif any(mine):
-            for child in self.children.get(path, ()):
-                yield from self.inside(child, operators)
-
-    def block(self, path: str) -> RerunBlock:
-        inside = self.operators[path]
-        names = frozenset(operator.name for operator in inside)
-        return RerunBlock(
-            path=path,
-            operators=names,
-            saved=sum((operator.saved_bytes for operator in inside), Affine()),
-            received=self._received(names),
-        )
-
-    def _received(self, names: frozenset[str]) -> Affine:
-        edges = self.graph.nx.in_edges(names, data="outputs")
-        values = {(source, output) for source, _, outputs in edges if source not in names for output in outputs}
-        return sum((self.graph[source].outputs[output].affine_bytes for source, output in values), Affine())
-
-    def _is_called(self, path: str) -> bool:
-        return bool(path) and path not in self.graph.uncalled
+def _smallest(graph: OperatorGraph, node: ModuleNode) -> list[RerunBlock]:
+    """See `blocks_of`; the blocks in a module."""
+    parts = [block for child in node.children.values() for block in _smallest(graph, child)]
+    if not _is_called(graph, node):
+        return parts
+    whole = _block(graph, node)
+    freed = sum(block.freed(1) for block in parts)
+    return parts if whole.freed(1) <= 0 or freed >= (1 - LOSS) * whole.freed(1) else [whole]
 
 
-def _around(path: str) -> Iterator[str]:
-    """The path and those of the modules around it, the root's last."""
-    while path:
-        yield path
-        path = path.rpartition(".")[0]
-    yield path
+def _inside(graph: OperatorGraph, node: ModuleNode, operators: Collection[str]) -> Iterator[RerunBlock]:
+    """The largest blocks in a module that have none but these operators."""
+    mine = [operator.name in operators for operator in node.all_operators()]
+    if mine and all(mine) and _is_called(graph, node):
+        yield _block(graph, node)
+    elif any(mine):
+        for child in node.children.values():
+            yield from _inside(graph, child, operators)
+
+
+def _is_called(graph: OperatorGraph, node: ModuleNode) -> bool:
+    return bool(node.path) and node.path not in graph.uncalled
+
+
+def _block(graph: OperatorGraph, node: ModuleNode) -> RerunBlock:
+    inside = [*node.all_operators()]
+    names = frozenset(operator.name for operator in inside)
+    edges = graph.nx.in_edges(names, data="outputs")
+    received = {(source, output) for source, _, outputs in edges if source not in names for output in outputs}
+    return RerunBlock(
+        path=node.path,
+        operators=names,
+        saved=sum((operator.saved_bytes for operator in inside), Affine()),
+        received=sum((graph[source].outputs[output].affine_bytes for source, output in received), Affine()),
+    )
 
 
 def figures_of(

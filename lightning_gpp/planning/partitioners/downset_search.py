@@ -2,13 +2,13 @@
 
     A[D, k] = min over downsets D' in D, d of max( A[D', k - d], seconds(D - D', d, k) )
 
-`Border` has the bytes that cross the border of stages, `LayerCosts` the costs of the planner as it was released.
+`Border` has the bytes that cross the border of stages.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -95,16 +95,9 @@ class DownsetSearch:
                 width = before.shape[1] - replicas
                 self.states += len(rests) * width
                 if len(seconds):
-                    self.extend(self.best[number, index, replicas:], before[rows, :width], seconds)
+                    row = self.best[number, index, replicas:]
+                    np.minimum(row, np.maximum(before[rows, :width], seconds).min(axis=0), out=row)
             self.states += self.num_devices
-
-    def extend(self, row: Array, before: Array, seconds: Array) -> None:
-        """Try first stages with one number of replicas: `row` is A by devices, `before` is A of the rest by [stage,
-        devices].
-
-        `seconds`: seconds of the stages, by [stage, devices]; one column if they do not depend on the devices.
-        """
-        np.minimum(row, np.maximum(before, seconds).min(axis=0), out=row)
 
     def seconds(self, number: int) -> float:
         """A of all units on all devices."""
@@ -178,83 +171,6 @@ class Border:
         """Bytes that downsets read from units, by downset and unit."""
         read: Array = np.matmul(matrix, self.inside.T).transpose(0, 2, 1)
         return read
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerProfile:
-    """Layers that keep or recompute their activations, each for itself, and the machine, as in a released profile.
-
-    Args:
-        seconds: of a forward and a backward of one micro-batch, by [mode, layer]: keeping activations, recomputing.
-        kept: bytes of a micro-batch in flight, likewise.
-        fixed: bytes that are always occupied, likewise.
-        parameters: bytes of the weights, by layer.
-        memory: bytes of a device.
-        bytes_per_second: of every link.
-        num_micro_batches: of a mini-batch.
-    """
-
-    seconds: Array
-    kept: Array
-    fixed: Array
-    parameters: Array
-    memory: float
-    bytes_per_second: float
-    num_micro_batches: int
-
-
-@dataclass(slots=True)
-class LayerCosts:
-    """The costs of the released planner: replicas take micro-batches in turn, and layers recompute where that saves the
-    most bytes per second, until the stage fits.
-
-    Gradients are reduced by a parameter server: 4(d - 1)/d of the bytes.
-    """
-
-    layers: LayerProfile
-    members: NDArray[np.bool_]
-    num_devices: int
-    sums: Array = field(init=False)
-
-    def __post_init__(self) -> None:
-        layers = self.layers
-        columns = (layers.seconds[0], layers.parameters, layers.kept[0], layers.fixed[0])
-        self.sums = self.members.astype(float) @ np.stack(columns, axis=1)
-
-    def stages(self, index: int, rests: NDArray[np.intp], crossing: Crossing) -> Iterator[Fitting]:
-        """The stages that fit, for every number of replicas."""
-        seconds, parameters, kept, fixed = (self.sums[index] - self.sums[rests]).T
-        moved = (crossing.both[0] + crossing.both[1]) / self.layers.bytes_per_second
-        again: dict[int, Array] = {}
-        for replicas in self._degrees():
-            in_flight = -(-np.arange(replicas, self.num_devices + 1) // replicas)
-            for number in in_flight.tolist():
-                if number not in again:
-                    again[number] = self._again(index, rests, kept * number + fixed - self.layers.memory, number)
-            share = 4 * (replicas - 1) / replicas / self.layers.num_micro_batches
-            plain = (seconds + moved) / replicas + share * parameters / self.layers.bytes_per_second
-            more = np.stack([again[number] for number in in_flight.tolist()], axis=1)
-            rows = np.flatnonzero(np.isfinite(more[:, 0]))
-            yield Fitting(replicas, rows, plain[rows, None] + more[rows] / replicas, more[rows] == 0)
-
-    def _degrees(self) -> list[int]:
-        number = self.layers.num_micro_batches
-        return [degree for degree in range(1, min(self.num_devices, number) + 1) if number % degree == 0]
-
-    def _again(self, index: int, rests: NDArray[np.intp], lacking: Array, number: int) -> Array:
-        """Seconds of recomputation that make up for the bytes that stages lack; infinite if they cannot."""
-        layers = self.layers
-        saved = (layers.kept[0] - layers.kept[1]) * number + layers.fixed[0] - layers.fixed[1]
-        longer = layers.seconds[1] - layers.seconds[0]
-        useful = np.flatnonzero(saved > 0)
-        order = useful[np.argsort(longer[useful] / saved[useful], kind="stable")]
-        found, short = np.where(lacking > 0, np.inf, 0.0), np.flatnonzero(lacking > 0)
-        inside = (self.members[index] & ~self.members[rests[short]])[:, order]
-        freed, seconds = (inside * saved[order]).cumsum(axis=1), (inside * longer[order]).cumsum(axis=1)
-        enough = freed >= lacking[short, None]
-        able = np.flatnonzero(enough.any(axis=1))
-        found[short[able]] = seconds[able, enough[able].argmax(axis=1)] if len(able) else np.inf
-        return found
 
 
 def members_of(sets: Sequence[int], num_units: int) -> NDArray[np.bool_]:

@@ -14,8 +14,8 @@ both directions, and of reducing its gradients. A stage may span branches, but t
 * If the problem leaves it open, a stage recomputes its activations if they do not fit. Piper decides this for each
   layer; here entire stages recompute. The last stage never does.
 * d divides the micro-batch, which the replicas share here; in Piper they take turns.
-* With the release's own costs (`LayerCosts`), which have neither difference, the search finds the release's optimum on
-  its inputs (`benchmarks/planners/released_piper.py`).
+* With the release's own costs, which have neither difference, the search finds the release's optimum on its inputs
+  (`benchmarks/planners/released_piper.py`).
 * Links: Piper knows one bandwidth, here that of the slowest level. Gradients are reduced in a ring, 2(d - 1)/d of the
   bytes, as in the simulation; the release counts the 4(d - 1)/d of a parameter server.
 * Graphs with more than MAX_DOWNSETS downsets are refused, as in the release; counting ends at MAX_COUNTED.
@@ -24,8 +24,7 @@ both directions, and of reducing its gradients. A stage may span branches, but t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 import numpy as np
@@ -37,14 +36,15 @@ from lightning_gpp.planning.partitioners.chains import (
     chained,
     choose,
     gradient_seconds,
-    levels_of,
     precedence,
+    slowest_link,
     slowest_seconds,
 )
 from lightning_gpp.planning.partitioners.downset_search import (
     Border,
     Carried,
     Crossing,
+    DownsetCosts,
     DownsetSearch,
     Fitting,
     Rows,
@@ -62,22 +62,23 @@ MAX_COUNTED: Final = 200_000
 @register_partitioner("piper")
 def piper(problem: Problem, control: SearchControl) -> Answer:
     """The chain of stages whose slowest stage is the fastest. States are cells of A, and what each was compared to."""
-    return search(problem, control, DownsetSearch)
-
-
-def search(problem: Problem, control: SearchControl, kind: type[DownsetSearch]) -> Answer:
-    """The same with a `kind` of search that fills A in its own way."""
     found = downsets(precedence(problem), MAX_COUNTED)
     if len(found.sets) > MAX_DOWNSETS:
         notes = (_too_many(found, problem.num_units),)
         return Answer(draft=None, objective_name=OBJECTIVE, states=len(found.sets), notes=notes)
     members = members_of(found.sets, problem.num_units)
-    costs = [_PiperCosts(problem, size, members) for size in problem.sizes]
-    filled = kind(members, Border(_carried(problem), members), costs, problem.num_devices)
-    for index in range(1, len(found.sets)):
+    return solved(problem, control, members, [ChainCosts(problem, size, members) for size in problem.sizes])
+
+
+def solved(
+    problem: Problem, control: SearchControl, members: NDArray[np.bool_], costs: Sequence[DownsetCosts]
+) -> Answer:
+    """The answer for downsets with these `members`, and `costs` for every micro-batch size."""
+    filled = DownsetSearch(members, Border(_carried(problem), members), costs, problem.num_devices)
+    for index in range(1, len(members)):
         filled.fill(index)
         if index % 100 == 0:
-            control.report(index / len(found.sets), np.inf)
+            control.report(index / len(members), np.inf)
     return choose(problem, list(_candidates(problem, filled)), filled.states)
 
 
@@ -116,46 +117,49 @@ def _candidates(problem: Problem, filled: DownsetSearch) -> Iterator[ChainCandid
                 yield ChainCandidate(filled.seconds(number), draft)
 
 
-@dataclass(slots=True)
-class _PiperCosts:
-    """Seconds and bytes of stages for one micro-batch size."""
+class ChainCosts:
+    """Seconds and bytes of stages for one micro-batch size.
 
-    problem: Problem
-    size: int
-    members: NDArray[np.bool_]
-    bytes_per_second: float = field(init=False)
-    degrees: list[int] = field(init=False)
-    seconds: dict[int, tuple[Array, Array]] = field(default_factory=dict, init=False)
-    saved: dict[int, Array] = field(default_factory=dict, init=False)
-    static: Array = field(init=False)
-    parameters: Array = field(init=False)
-    rigid: Array = field(init=False)
+    Args:
+        problem: the question.
+        size: samples of a micro-batch.
+        members: whether downsets contain units.
+    """
 
-    def __post_init__(self) -> None:
-        problem, size = self.problem, self.size
-        self.bytes_per_second = min(speed for _, speed in levels_of(problem))
-        most = min(problem.num_devices, problem.max_replicas, size)
-        self.degrees = [degree for degree in range(1, size + 1) if degree <= most and size % degree == 0]
+    def __init__(self, problem: Problem, size: int, members: NDArray[np.bool_]) -> None:
+        self.problem, self.size, self.members = problem, size, members
+        self.degrees = self._degrees(int(min(problem.num_devices, problem.max_replicas, size)))
+        self.seconds: dict[int, tuple[Array, Array]] = {}
+        self.saved: dict[int, Array] = {}
         for degree in self.degrees:
-            forward, total = slowest_seconds(problem, size // degree)
-            self.seconds[degree] = self.members @ forward, self.members @ total
-            self.saved[degree] = self.members @ problem.saved_bytes(size // degree)
-        self.static = self.members @ problem.static_bytes
-        self.parameters = self.members @ problem.parameter_bytes
-        self.rigid = self.members @ np.array([not unit.divisible for unit in problem.units.units], dtype=float)
+            forward, total = slowest_seconds(problem, -(-size // degree))
+            self.seconds[degree] = members @ forward, members @ total
+            self.saved[degree] = members @ problem.saved_bytes(-(-size // degree))
+        self.static = members @ problem.static_bytes
+        self.parameters = members @ problem.parameter_bytes
+        self.rigid = members @ np.array([not unit.divisible for unit in problem.units.units], dtype=float)
+        self.bytes_per_second = slowest_link(problem)
+
+    def _degrees(self, most: int) -> list[int]:
+        return [degree for degree in range(1, most + 1) if self.size % degree == 0]
 
     def stages(self, index: int, rests: NDArray[np.intp], crossing: Crossing) -> Iterator[Fitting]:
         """The stages that fit, for every number of replicas."""
-        alone = crossing.uncut | (self.rigid[index] - self.rigid[rests] > 0)
-        whole = (rests == 0) & (index == len(self.members) - 1 and not self.problem.replicable)
         moved = (crossing.both[0] * self.size + crossing.both[1]) / self.size / self.bytes_per_second
         parameters = self.parameters[index] - self.parameters[rests]
+        alone = self._alone(index, rests, crossing)
         for degree in self.degrees:
             synced = gradient_seconds(degree, parameters, self.bytes_per_second) / self.problem.batch_size
             added = moved / degree + synced
             if degree > 1:
-                added = np.where(alone | whole, np.inf, added)
+                added = np.where(alone, np.inf, added)
             yield Fitting(degree, *self._with_memory(index, rests, degree, added, crossing.received))
+
+    def _alone(self, index: int, rests: NDArray[np.intp], crossing: Crossing) -> NDArray[np.bool_]:
+        """Whether stages have one replica: something cannot be cut into shares, or it would be a pipeline replica."""
+        whole = (rests == 0) & (index == len(self.members) - 1 and not self.problem.replicable)
+        alone: NDArray[np.bool_] = crossing.uncut | (self.rigid[index] - self.rigid[rests] > 0) | whole
+        return alone
 
     def _with_memory(
         self, index: int, rests: NDArray[np.intp], degree: int, added: Array, received: Array
@@ -163,7 +167,7 @@ class _PiperCosts:
         forward, total = (column[index] - column[rests] for column in self.seconds[degree])
         saved = self.saved[degree][index] - self.saved[degree][rests]
         limit = self.problem.memory_bytes.min() - (self.static[index] - self.static[rests])
-        inputs = received[0] * (self.size // degree) + received[1]
+        inputs = received[0] * -(-self.size // degree) + received[1]
         most_kept, most_again = _most(limit, saved), _most(limit - saved, inputs)
         last = rests == 0
         if self.problem.recompute is True:

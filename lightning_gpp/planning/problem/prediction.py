@@ -49,10 +49,9 @@ class SearchFigures:
         objective: the value that the partitioner minimised.
         objective_name: meaning and unit of the objective.
         states: partial or complete solutions visited.
-        seconds: time of all searches for the request, without the lower bound.
+        seconds: time of all searches for the request.
         notes: sentences for the user.
         interrupted: the user ended the search.
-        bound_seconds: time that the lower bound took.
     """
 
     partitioner: str
@@ -63,7 +62,6 @@ class SearchFigures:
     seconds: float
     notes: tuple[str, ...] = ()
     interrupted: bool = False
-    bound_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +73,7 @@ class Prediction:
         num_pipelines: pipeline replicas that share the work.
         timeline: simulated mini-batch of one pipeline, with the collectives of all pipelines.
         memory_bytes: memory limit of every device of the pipeline; empty if unknown.
-        lower_bound: seconds that no plan under the schedule can go below; 0 if none is known.
+        lower_bound: seconds that no plan can go below; 0 if none are known.
         alternatives: runners-up of the search.
         search: how the plan was found; None if the user gave it.
         note: a remark to show below tables.

@@ -8,8 +8,6 @@ from typing import Protocol
 import lightning.pytorch as pl
 import torch
 
-from lightning_gpp.strategy.hooks.lending import LendingHooks
-from lightning_gpp.strategy.hooks.logged import LoggedValues
 from lightning_gpp.strategy.hooks.optimizers import OptimizerHooks
 from lightning_gpp.strategy.hooks.random_numbers import RandomHooks
 from lightning_gpp.strategy.hooks.saving import SavingHooks
@@ -57,8 +55,6 @@ class AttachedHooks:
             readers,
             SavingHooks(trainer),
             RandomHooks(trainer, Mirror(control, device).one_stream),
-            LendingHooks(trainer, lambda: None if steps.engine is None else steps.engine.lending),
-            LoggedValues(module),
             SharedHooks(module, control, steps),
         ]
         self._toggles = SharedToggles(module, lambda: trained().undivided_optimizers())

@@ -8,7 +8,6 @@ from typing import Any, Final
 
 import lightning.pytorch as pl
 
-from lightning_gpp.hook_code import names_in_hook
 from lightning_gpp.user_code import user_function
 
 LOOPS: Final = ("train", "validation", "test", "predict")
@@ -41,16 +40,11 @@ def hooks_on_events(trainer: pl.Trainer) -> list[str]:
     return sorted({name for owner in owners_of(trainer) for name in dir(type(owner)) if name.startswith("on_")})
 
 
-def user_hooks(trainer: pl.Trainer, names: Iterable[str]) -> Iterator[UserHook]:
-    """The hooks of these names."""
+def user_hooks(trainer: pl.Trainer, names: Iterable[str], of: object = None) -> Iterator[UserHook]:
+    """The hooks of these names, of all owners or of one."""
     known = tuple(names)
-    for owner in owners_of(trainer):
+    for owner in owners_of(trainer) if of is None else [of]:
         for name in known:
             plain = getattr(owner, name, None)
             if (function := user_function(plain)) is not None:
                 yield UserHook(owner, name, plain, function)
-
-
-def names_in(hook: UserHook, trainer: pl.Trainer) -> frozenset[str]:
-    """The names in the code of a hook, and of what it calls of callbacks and modules."""
-    return names_in_hook(hook.function, [*owners_of(trainer), *trainer.lightning_module.modules()])

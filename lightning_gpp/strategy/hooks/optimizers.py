@@ -1,29 +1,22 @@
-"""Hooks that see the optimizers and gradients of all ranks, though each rank has those of its stages."""
+"""Hooks around gradients see the optimizers of all ranks, and norms of all gradients, though each rank has its own."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Final
+from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import lightning.pytorch as pl
 
 from lightning_gpp._compat.lightning import accumulates
 from lightning_gpp.replaced import Replaced
-from lightning_gpp.strategy.hooks.found import GRADIENTS, names_in, owners_of, user_hooks
+from lightning_gpp.strategy.hooks.found import GRADIENTS, owners_of
 from lightning_gpp.training.engine import Engine
 from lightning_gpp.training.gradient_norms import known
 
-_OTHERS: Final = (
-    "on_before_zero_grad",
-    *(f"on_train_{moment}" for moment in ("start", "end", "batch_start", "batch_end", "epoch_start", "epoch_end")),
-    *(f"on_validation_{moment}" for moment in ("start", "end", "epoch_start", "epoch_end")),
-)
-"""Hooks in which code may look at the groups of an optimizer."""
-
 
 class OptimizerHooks:
-    """Replaces such hooks of module and callbacks; inside, optimizers have the parameters of all ranks.
+    """Replaces these hooks of module and callbacks; inside, optimizers have the parameters of all ranks.
 
     Args:
         trainer: of the run.
@@ -40,9 +33,6 @@ class OptimizerHooks:
                 plain = getattr(owner, name, None)
                 if plain is not None and getattr(plain, "__func__", None) not in _plain_hooks(name):
                     self._replaced.surround(owner, name, self._with_norms)
-        for found in user_hooks(self._trainer, _OTHERS):
-            if "param_groups" in names_in(found, self._trainer):
-                self._replaced.surround(found.owner, found.name, self._undivided)
 
     def detach(self) -> None:
         self._replaced.restore()
@@ -50,11 +40,8 @@ class OptimizerHooks:
     @contextmanager
     def _with_norms(self) -> Iterator[None]:
         norms = None if accumulates(self._trainer) else self._engine().known_norms()
-        with self._undivided(), nullcontext() if norms is None else known(norms):
+        with self._engine().undivided_optimizers(), nullcontext() if norms is None else known(norms):
             yield
-
-    def _undivided(self) -> AbstractContextManager[None]:
-        return self._engine().undivided_optimizers()
 
 
 def _plain_hooks(name: str) -> list[Any]:

@@ -6,7 +6,7 @@ from importlib import import_module
 
 from tests.acceptance.scenarios.base import SCENARIOS, Scenario
 
-_FILES = ("flags", "hooks", "callbacks", "logs", "feeds", "steps", "saving", "lending")
+_FILES = ("flags", "hooks", "callbacks", "logs", "feeds", "steps", "saving", "door", "idioms")
 
 
 def scenarios() -> dict[str, Scenario]:

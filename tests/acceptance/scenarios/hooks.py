@@ -9,6 +9,7 @@ import torch
 from lightning.pytorch.utilities import grad_norm
 from torch import nn
 
+from lightning_gpp import summon_full_params
 from tests.acceptance.scenarios.base import (
     Chain,
     Facts,
@@ -199,7 +200,8 @@ class Teacher(Chain):
 
 class ReadsWeights(Chain):
     def on_train_epoch_end(self) -> None:
-        self.log("weight", self.first[0].weight.detach().sum())
+        with summon_full_params(self.first):
+            self.log("weight", self.first[0].weight.detach().sum())
 
 
 class ChangesWeights(Chain):

@@ -233,4 +233,5 @@ def _alike(here: Any, wanted: Any) -> bool:
 
 def _close(here: Tensor, wanted: Tensor) -> bool:
     tolerance = TOLERANCE if wanted.dtype == torch.float64 else 1e-6
-    return torch.allclose(here.double(), wanted.double(), rtol=tolerance, atol=tolerance, equal_nan=True)
+    kind = torch.complex128 if wanted.is_complex() else torch.float64
+    return torch.allclose(here.to(kind), wanted.to(kind), rtol=tolerance, atol=tolerance, equal_nan=True)

@@ -1,0 +1,146 @@
+"""Signals that ask a job to end set a flag, which all ranks read together between two steps; Ctrl-C counts once.
+
+A signal handler that saves or communicates at an arbitrary point would wait for ranks that wait in a receive, for ever.
+One process may be signalled alone, or all at slightly different times. So a handler only sets a flag, and what follows
+(a checkpoint, an exit code) happens at a point that all ranks pass, and may be collective.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterable
+from types import FrameType
+from typing import Any, Final
+
+STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+_ECHO: Final = 2.0
+"""Seconds after a SIGINT in which others are taken for its echo."""
+
+
+class StopFlag:
+    """A context manager in which `signals` only set a flag. Main thread only; ValueError elsewhere.
+
+    A main thread that waits in a receive runs no Python handlers, and if its peer never sends, no rank reaches the
+    point at which the flag is read. So a thread learns of signals, too: it passes each to `heard` at once, also those
+    that keep their handlers, and to `overdue` one of `signals` that nobody has answered within `patience` seconds.
+    One that comes too late to be answered takes effect at the end of the context. Forked workers keep the default
+    behaviour of `signals`.
+    """
+
+    def __init__(
+        self,
+        overdue: Callable[[signal.Signals], None],
+        *,
+        signals: Iterable[signal.Signals] = STOP_SIGNALS,
+        patience: float = 30.0,
+        heard: Callable[[int], object] = lambda number: None,
+    ) -> None:
+        self.signals = tuple(signals)
+        self.received: signal.Signals | None = None
+        """The signal that this rank has received, the first of several."""
+        self._overdue, self._heard, self._patience = overdue, heard, patience
+        self._answered = False
+        self._previous: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> StopFlag:
+        self._process = os.getpid()
+        self._woken, self._wake = os.pipe()
+        os.set_blocking(self._wake, False)
+        try:
+            self._previous_wakeup = signal.set_wakeup_fd(self._wake, warn_on_full_buffer=False)
+        except ValueError:  # not the main thread
+            os.close(self._woken)
+            os.close(self._wake)
+            raise
+        self._listener = threading.Thread(target=self._listen, name="gpp-signals", daemon=True)
+        self._listener.start()
+        for each in self.signals:  # after the listener is there, which would not hear of an earlier one
+            self._previous[each] = signal.signal(each, self._receive)
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        answered, self._answered = self._answered, True
+        signal.set_wakeup_fd(self._previous_wakeup)
+        for each, handler in self._previous.items():
+            signal.signal(each, handler if handler is not None else signal.SIG_DFL)
+        self._previous.clear()
+        os.write(self._wake, b"\0")
+        os.close(self._wake)
+        self._listener.join(1.0)  # leaves no thread behind, unless it is busy with a signal
+        if self.received and not answered and error is None:
+            signal.raise_signal(self.received)
+
+    def answer(self) -> None:
+        """Say that what was asked for happens now."""
+        self._answered = True
+
+    def handler_before(self, number: signal.Signals) -> Callable[[int, FrameType | None], Any] | None:
+        """The handler in Python that a signal had before; None if it had none."""
+        handler = self._previous.get(number)
+        return handler if callable(handler) else None
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() == self._process and self._previous:
+            self.received = self.received or signal.Signals(number)
+            return
+        # in a worker, or restored after the end by code that had saved it
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+
+    def _listen(self) -> None:
+        """Read signals, which arrive as bytes even while the main thread waits, until a zero."""
+        asked, deadline = signal.SIGTERM, float("inf")
+        while True:
+            left = None if deadline == float("inf") else max(deadline - time.monotonic(), 0)
+            ready = select.select([self._woken], [], [], left)[0]
+            if ready:
+                number = os.read(self._woken, 1)[0]
+                if number == 0:
+                    break
+                self._heard(number)
+                if number in self.signals and deadline == float("inf"):
+                    asked, deadline = signal.Signals(number), time.monotonic() + self._patience
+            else:
+                deadline = float("inf")
+                if not self._answered:
+                    self._overdue(asked)
+        os.close(self._woken)
+
+
+class OneInterrupt:
+    """A handler of SIGINT that passes the first on to the handler before it, and none of the next seconds.
+
+    torchrun passes to its processes what the terminal has sent them, too, and a second KeyboardInterrupt would end the
+    report of the first, and with it the process. Main thread only.
+    """
+
+    def __init__(self) -> None:
+        self._first = float("-inf")
+        self._before: Any = signal.signal(signal.SIGINT, self._receive)
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        now, last = time.monotonic(), self._first
+        if now - last < _ECHO:
+            return
+        self._first = now
+        if callable(self._before):
+            self._before(number, frame)
+
+    def remove(self) -> None:
+        """Restore the handler before, unless somebody else has put another in the place of this one."""
+        if signal.getsignal(signal.SIGINT) == self._receive:
+            signal.signal(signal.SIGINT, self._before)
+
+
+def _forget_wakeups() -> None:
+    """In a forked worker: the bytes of its signals would reach the process that it comes from."""
+    with contextlib.suppress(ValueError):
+        signal.set_wakeup_fd(-1)
+
+
+os.register_at_fork(after_in_child=_forget_wakeups)

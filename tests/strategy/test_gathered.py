@@ -1,0 +1,197 @@
+"""The door to the tensors of other ranks in hooks, and evaluation steps that cannot be divided."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_gpp import ConfigError, ForeignTensorError, summon_full_params
+from tests.strategy import harness
+
+STAGES = [{"modules": ["body"], "devices": [1]}, {"modules": ["head", "@step"], "devices": [0]}]
+ONE = torch.ones(2, 4, dtype=torch.float64)
+
+
+class Plain(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.head = nn.Linear(4, 6), nn.Linear(6, 4)
+        self.register_buffer("levels", torch.linspace(0.1, 1.0, 4))
+        self.seen: list[Any] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x).tanh())
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return (self(batch[0]) - batch[0]).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Samples(Plain):
+    """Calls the network on drawn numbers, with a buffer that one rank has, and logs the result."""
+
+    @torch.no_grad()
+    def on_train_epoch_end(self) -> None:
+        with summon_full_params(self):
+            x = torch.randn(2, 4, dtype=torch.float64) * self.levels
+            for level in self.levels:
+                x = x - level * self(x)
+            self.seen.append(float(x.sum()))
+            self.log("sample", x.sum())
+
+
+class SamplesOnRankZero(Plain):
+    @torch.no_grad()
+    def on_validation_epoch_end(self) -> None:
+        with summon_full_params(self):
+            if self.trainer.is_global_zero:
+                self.seen.append(float(self(ONE).sum()) + float(self.body.weight.numpy().std()))
+
+
+class Merges(Plain):
+    """Changes weights by those of another rank, on all ranks, in a hook of every step."""
+
+    @torch.no_grad()
+    def on_train_batch_end(self, *_: Any) -> None:
+        with summon_full_params(self), summon_full_params(self.head):
+            self.body.weight += 0.1 * self.head.weight.T
+            self.head.bias.data = self.head.bias.data + self.body.weight.mean()
+            self.seen.append(float(self.body.weight.sum()))
+
+
+class Saves(Plain):
+    """Saves a checkpoint inside, whose hook opens the door again."""
+
+    @torch.no_grad()
+    def on_train_epoch_end(self) -> None:
+        with summon_full_params(self), tempfile.TemporaryDirectory() as folder:
+            self.trainer.save_checkpoint(f"{folder}/saved.ckpt")
+            self.seen.append(float(self(ONE).sum()))
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        with summon_full_params(self.head):
+            self.seen.append(float(self.head.weight.detach().norm()))
+
+
+class Forgets(Plain):
+    """Tries what is refused."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if self.body.weight.is_meta and self.global_step:  # after the self-check, whose copy has no door
+            refused = r"was called in a step, which one rank runs, for body.bias, body.weight, which others hold"
+            with pytest.raises(ConfigError, match=refused), summon_full_params(self.body):
+                pass
+        return super().training_step(batch, batch_idx)
+
+    def on_train_epoch_end(self) -> None:
+        refused = r"needs values of .*'(body|head).weight'.*with lightning_gpp.summon_full_params\(module\):"
+        with pytest.raises(ForeignTensorError, match=refused):
+            self(ONE)
+        with (
+            pytest.raises(ConfigError, match=r"'body.weight' changed on some ranks.*all ranks make the same change"),
+            summon_full_params(self),
+        ):
+            self.body.weight.data.mul_(1 + 1e-9 * (1 - self.trainer.global_rank))
+        with (
+            pytest.raises(ConfigError, match="different modules: '', 'head'. Let all ranks open it for the same one"),
+            summon_full_params(self.head if self.trainer.global_rank else self),
+        ):
+            pass
+        with summon_full_params(self):
+            own = self.body if self.trainer.global_rank else self.head
+            other = self.head if self.trainer.global_rank else self.body
+            assert isinstance(own.weight.grad, Tensor)
+            with pytest.raises(ForeignTensorError, match="`item`"):
+                other.weight.grad.sum().item()  # type: ignore[union-attr]
+        assert other.weight.is_meta
+        self.seen.append(1)
+
+
+class Decodes(Plain):
+    """Calls the network until its results say that it is enough."""
+
+    def decoded(self, x: Tensor) -> Tensor:
+        calls = 0
+        while calls < 3 or (calls < 6 and x.sum() > -1e3):
+            x, calls = self(x), calls + 1
+        return x * calls
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("decoded", self.decoded(batch[0]).mean())
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.decoded(batch[0])
+
+
+class Reads(Decodes):
+    """Reads values between its calls, in a way that only a run on values can go."""
+
+    def decoded(self, x: Tensor) -> Tensor:
+        while len(x.nonzero()) and x.abs().mean().item() > 0.3:
+            x = 0.5 * self(x)[: len(x)]
+        return x
+
+
+def loader() -> DataLoader[Any]:
+    return DataLoader(harness.make_data(8), batch_size=4)
+
+
+def trainer(gpp: bool, **options: Any) -> pl.Trainer:
+    given = harness.strategy(stages=STAGES, num_micro_batches=2, **options) if gpp else "auto"
+    return harness.trainer(given, 2 if gpp else 1)
+
+
+def fit(rank: int, gpp: bool, kinds: Sequence[type[Plain]]) -> list[Any]:
+    found = []
+    for kind in kinds:
+        module, made = kind().double(), trainer(gpp)
+        made.fit(module, loader(), *([loader()] if issubclass(kind, Decodes | SamplesOnRankZero) else []))
+        found.append((module.seen, {name: float(value) for name, value in made.callback_metrics.items()}))
+    return found
+
+
+def predict(rank: int, gpp: bool, kind: type[Plain]) -> Any:
+    module, made = kind().double(), trainer(gpp)
+    made.fit(module, loader(), loader())
+    predicted = made.predict(module, loader())
+    return predicted, trainer(gpp).validate(kind().double(), loader(), verbose=False)
+
+
+def refused(rank: int, options: dict[str, Any]) -> None:
+    trainer(True, **options).fit(Samples().double(), loader())
+
+
+def test_hooks_compute_with_the_tensors_of_all_ranks_as_one_process_does() -> None:
+    kinds = [Samples, SamplesOnRankZero, Merges, Saves]
+    found, others = harness.run(2, fit, True, [*kinds, Forgets])
+    expected = fit(0, False, kinds)
+    assert [len(seen) for seen, _ in expected] == [2, 2, 4, 4]
+    assert found.pop()[0] == others.pop()[0] == [1, 1]
+    for (seen, metrics), (here, logged) in zip(found, expected, strict=True):
+        assert seen == pytest.approx(here, rel=1e-12)
+        assert metrics == pytest.approx(logged, rel=1e-12)
+    assert others[2][0] == pytest.approx(expected[2][0], rel=1e-12)
+
+
+def test_values_that_are_in_use_are_not_gathered() -> None:
+    with pytest.raises(AssertionError, match="summon_full_params gathers no values with strategy.weights=stash. Use"):
+        harness.run(2, refused, {"weights": "stash", "schedule": "1f1b"})
+
+
+@pytest.mark.parametrize("kind", [Decodes, pytest.param(Reads, marks=pytest.mark.acceptance)])
+def test_evaluation_calls_the_network_as_often_as_the_data_ask_for(kind: type[Plain]) -> None:
+    (_, metrics), (_, logged) = harness.run(2, fit, True, [kind])[0][0], fit(0, False, [kind])[0]
+    assert metrics == pytest.approx(logged, rel=1e-12)
+    (predicted, validated), (expected, alone) = harness.run(2, predict, True, kind)[0], predict(0, False, kind)
+    torch.testing.assert_close(predicted, expected, rtol=1e-12, atol=1e-12)
+    assert validated[0] == pytest.approx(alone[0], rel=1e-12)
