@@ -82,17 +82,6 @@ class GradientHook(Base):
         return self.b(h).mean()
 
 
-class Escapes(Base):
-    hidden: Tensor
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.hidden = self.a(x)
-        return self.b(self.hidden)
-
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        return self(batch["x"]).mean() + self.hidden.pow(2).mean()
-
-
 class Hooked(Base):
     """The step reads what a hook keeps; the hook knows the module by a variable of the code around it."""
 
@@ -261,7 +250,6 @@ REFUSED = [
     (BatchSize, "depends on the number of samples in the batch"),
     (GradientHook, "calls `register_hook` on a tensor, and 'b' after it"),
     (LateCall, "reads a value that the network computed, and calls 'b' after it"),
-    (Escapes, "a module computed but did not return"),
     (Hooked, "a module computed but did not return"),
     (SideInput, "did not pass to the module's call"),
     (Logs, "a forward that is cut into stages logs a value"),

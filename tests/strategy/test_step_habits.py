@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch.loggers.logger import DummyLogger
 from torch import Tensor, nn
 
+from lightning_gpp import summon_full_params
 from lightning_gpp.errors import CaptureError
 from tests.strategy import harness
 
@@ -41,7 +42,8 @@ class Plain(pl.LightningModule):
         self.backbone[2].p = 0.0
 
     def on_train_epoch_end(self) -> None:
-        self.noted.extend(float(parameter.norm()) for parameter in self.parameters())
+        with summon_full_params(self):
+            self.noted.extend(float(parameter.norm()) for parameter in self.parameters())
 
 
 class ReadsOutputs(Plain):
