@@ -47,7 +47,6 @@ class Stragglers:
         self._numbers = self._control.waited
         self.measured: MeasuredRanks | None = None
         """The mini-batches that were compared last, on global rank 0."""
-        self._first = 0
         self._begin()
 
     def _begin(self) -> None:
@@ -91,9 +90,8 @@ class Stragglers:
             mine = RankTimes(computing=self._computing, waiting=self._waiting, longest=self._texts())
             ranks: list[RankTimes] = self._control.gather_all(mine)
             if self._control.first:
-                self.measured = MeasuredRanks(first=self._first, ranks=ranks)
+                self.measured = MeasuredRanks(ranks=ranks)
                 self._judge(ranks)
-            self._first += len(self._computing)
             self._begin()
         if tell and self.measured is not None:
             self._host.inform(ranks_text(self.measured))

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from benchmarks.planners.profiles import dnn_partitioning, read_profile
 from lightning_gpp.cluster import DEVICES
+from lightning_gpp.costs.measured import OperatorSeconds
 from lightning_gpp.costs.model import CostModel
-from lightning_gpp.costs.table import OperatorSeconds
 from lightning_gpp.errors import PlanError
 from lightning_gpp.graph import Affine
 from lightning_gpp.plan import STEP, Stage

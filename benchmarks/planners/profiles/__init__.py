@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from benchmarks.planners.profiles import dnn_partitioning, piper
-from lightning_gpp.costs.table import CostTable
+from lightning_gpp.costs.measured import CostTable
 from lightning_gpp.errors import PlanError
 from lightning_gpp.files import read_json
 from lightning_gpp.graph import OperatorGraph

@@ -49,7 +49,7 @@ from benchmarks.planners.profiles.entries import (
     unique_names,
 )
 from benchmarks.planners.profiles.pairing import Profile, ProfileNode, paired, profile_of, read_by_loss
-from lightning_gpp.costs.table import CostTable
+from lightning_gpp.costs.measured import CostTable
 from lightning_gpp.errors import PlanError
 from lightning_gpp.graph import OperatorGraph
 from lightning_gpp.validation import validated

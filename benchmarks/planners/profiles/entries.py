@@ -9,7 +9,7 @@ from typing import Annotated, Protocol, TypeVar
 import networkx as nx
 from annotated_types import Ge
 
-from lightning_gpp.costs.table import CostTable, OperatorSeconds
+from lightning_gpp.costs.measured import CostTable, OperatorSeconds
 from lightning_gpp.errors import PlanError
 from lightning_gpp.graph import Affine, Operator, OperatorGraph, TensorSpec
 from lightning_gpp.plan import STEP

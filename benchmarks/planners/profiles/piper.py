@@ -35,7 +35,7 @@ from benchmarks.planners.profiles.entries import (
     read_by_step,
     unique_names,
 )
-from lightning_gpp.costs.table import CostTable
+from lightning_gpp.costs.measured import CostTable
 from lightning_gpp.errors import PlanError
 from lightning_gpp.graph import OperatorGraph
 from lightning_gpp.validation import validated
