@@ -34,10 +34,8 @@ format: $(READY)
 gpu: $(READY) ## check and measure on the GPUs of this machine, and write benchmarks/results/gpu.md
 	$(BIN)/python -m benchmarks.gpu --output benchmarks/results/gpu.md
 
-pictures: $(READY) ## write docs/pictures anew; screenshots need a browser
+pictures: $(READY) ## write docs/pictures anew
 	$(BIN)/python -m benchmarks.pictures
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[browser]"
-	$(BIN)/python -m benchmarks.screenshots
 
 $(READY): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv

@@ -15,12 +15,18 @@ from torch.nn import functional as F
 from benchmarks.workloads.layers import Block, Trained
 from lightning_gpp.capture import capture_step
 from lightning_gpp.cluster.presets import preset_cluster
-from lightning_gpp.planning import Request, best_plan
-from lightning_gpp.reports.side_by_side import chain_and_graph_svg
+from lightning_gpp.planning import Prediction, Request, best_plan
+from lightning_gpp.reports import svg
+from lightning_gpp.reports.gantt import Chart
+from lightning_gpp.reports.timeline import summary
 
 FOLDER: Final = Path(__file__).parents[1] / "docs" / "pictures"
 
 LENGTH, WIDTH, BATCH_SIZE = 256, 1024, 16
+
+PIXELS: Final = 980
+MARGIN: Final = 16
+"""Width of the picture, and of its edge."""
 
 MODALITIES: Final = ("vision", "video", "audio", "text")
 
@@ -65,8 +71,20 @@ def chain_and_graph() -> str:
         )
         for chained in (True, False)
     )
-    heading = f"One mini-batch of {BATCH_SIZE} samples of a model of four modalities on 8 A100 GPUs, simulated"
-    return chain_and_graph_svg(chain, branching, heading)
+    return above_each_other({"Chain": chain, "Graph": branching})
+
+
+def above_each_other(predictions: dict[str, Prediction]) -> str:
+    """The timelines of several plans on axes of the same length."""
+    longest, top, elements = max(each.seconds for each in predictions.values()), MARGIN, list[str]()
+    for name, prediction in predictions.items():
+        chart = Chart(prediction.timeline, PIXELS, longest)
+        title = f"{name}: {len(prediction.plan.stages)} stages, {prediction.plan.depth} deep"
+        elements.append(svg.text(MARGIN, top + 12, title, classes="title"))
+        elements.append(f'<g transform="translate(0 {top + 16})">{"".join(chart.elements())}</g>')
+        top += 16 + chart.height
+    label = "; ".join(f"{name}: {summary(each.timeline)}" for name, each in predictions.items())
+    return svg.document(PIXELS, top, elements, label=label)
 
 
 def main() -> None:

@@ -33,8 +33,8 @@ from benchmarks.planners.common import table
 from benchmarks.planners.layer_costs import LayerCosts, LayerProfile
 from benchmarks.planners.piper_profile import read_profile, unique_names
 from lightning_gpp.cluster import Cluster, Device, Link
+from lightning_gpp.costs.measured import CostTable, OperatorSeconds
 from lightning_gpp.costs.model import Footprint
-from lightning_gpp.costs.table import CostTable, OperatorSeconds
 from lightning_gpp.errors import PlanError
 from lightning_gpp.files import read_json
 from lightning_gpp.graph import Affine, Operator, OperatorGraph, TensorSpec

@@ -298,25 +298,6 @@ def preemption_path(trainer: Any) -> str:
     return str(trainer._checkpoint_connector.hpc_save_path(trainer.default_root_dir))
 
 
-@contextmanager
-def resuming_from(trainer: Any, choose: Callable[[], str | None]) -> Iterator[None]:
-    """Inside, `choose` decides which checkpoint a run resumes from, after its processes are connected.
-
-    The trainer decides before there are processes, so `ckpt_path` cannot be something that they agree on.
-    """
-    connector = trainer._checkpoint_connector
-    plain = type(connector).resume_start
-
-    def resume_start(checkpoint_path: Any = None, weights_only: bool | None = None) -> None:
-        plain(connector, choose(), weights_only=weights_only)
-
-    connector.resume_start = resume_start
-    try:
-        yield
-    finally:
-        del connector.resume_start
-
-
 def reset_metric(metric: Any, value: Any, count: int) -> None:
     """Tell a torchmetrics object that it was updated elsewhere, `count` times, and the value of its last batch."""
     metric._update_count = count

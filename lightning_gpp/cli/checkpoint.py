@@ -8,8 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from lightning_gpp.cli.help import VERSION, examples_text, filled
-from lightning_gpp.cli.stopping import EXIT_CODE, interruptible, pipeable
+from lightning_gpp.cli.help import VERSION, entries, filled
 from lightning_gpp.errors import ConfigError, GPPError
 
 NAME = "gpp-checkpoint"
@@ -33,23 +32,21 @@ EXAMPLES = (
 )
 
 
-@pipeable()
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command; a user's mistake ends it without a traceback."""
     given = _parser().parse_args(sys.argv[1:] if arguments is None else arguments)
     try:
-        with interruptible():
-            given.task(given)
-    except KeyboardInterrupt:
-        sys.exit(EXIT_CODE)
+        given.task(given)
     except GPPError as error:
         print(f"{NAME}: {error}", file=sys.stderr)
         sys.exit(1)
 
 
 def _parser() -> argparse.ArgumentParser:
-    form, examples = argparse.RawDescriptionHelpFormatter, "\n".join(["Examples:", *examples_text(EXAMPLES)])
-    parser = argparse.ArgumentParser(NAME, description=filled(ABOUT), epilog=examples, formatter_class=form)
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(
+        NAME, description=filled(ABOUT), epilog=entries("Examples:", EXAMPLES), formatter_class=form
+    )
     parser.add_argument("--version", action="version", version=VERSION)
     tasks = parser.add_subparsers(required=True, metavar="show | convert")
     show = tasks.add_parser("show", help="print what is in a checkpoint")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import traceback
-from typing import Any, Final
+from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import InstantiationException
@@ -12,11 +12,8 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig
 
 from lightning_gpp._compat.omegaconf import key_of
-from lightning_gpp.cli.log_file import place_of_traceback
+from lightning_gpp.cli.told import place_of_traceback
 from lightning_gpp.errors import ConfigError, GPPError
-
-_EXTRAS: Final = {"sklearn": "examples", "transformers": "hf"}
-"""Packages that the shipped examples need, with the extra of this package that installs them."""
 
 
 def built(node: DictConfig, kind: type | None = None, **arguments: Any) -> Any:
@@ -42,44 +39,25 @@ def built(node: DictConfig, kind: type | None = None, **arguments: Any) -> Any:
     return found
 
 
-def refusal(settings: str, error: BaseException, remedy: str = "") -> ConfigError:
+def refusal(settings: str, error: BaseException) -> ConfigError:
     """The error for settings that Lightning refuses."""
-    return ConfigError(f"Lightning refuses {settings}: {_sentence(error)}{remedy}")
+    return ConfigError(f"Lightning refuses {settings}: {' '.join(str(error).split())}")
 
 
 def _mistake(node: DictConfig, error: BaseException) -> ConfigError:
-    """The error of a constructor, or of an import, as a mistake in the node."""
+    """The error of a constructor, or of an import, as a mistake in the node; its traceback is in the log."""
     if isinstance(error, ImportError):
-        return ConfigError(
-            f"{key_of(node)}._target_={node._target_} cannot be imported: {_sentence(error)}.{_remedy(error)}"
-        )
+        reason = " ".join(str(error).split()).rstrip(".")
+        return ConfigError(f"{key_of(node)}._target_={node._target_} cannot be imported: {reason}.")
     values = ", ".join(f"{name}={node[name]}" for name in map(str, node) if not name.startswith("_"))
+    reason = f"{type(error).__name__}: {' '.join(str(error).split()).rstrip('.')}"
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<")]
+    place = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
+    logged = ""
+    if HydraConfig.initialized():
+        logging.getLogger(__name__).warning("the error's traceback", exc_info=error)
+        logged = f" {place_of_traceback()}"
     return ConfigError(
         f"{key_of(node) or 'configuration'} ({node._target_}) does not work with its settings"
-        f"{f' ({values})' if values else ''}: {type(error).__name__}: {_sentence(error)}{_place(error)}."
-        f"{_logged(error)}"
+        f"{f' ({values})' if values else ''}: {reason}{place}.{logged}"
     )
-
-
-def _sentence(error: BaseException) -> str:
-    return " ".join(str(error).split()).rstrip(".")
-
-
-def _place(error: BaseException) -> str:
-    """The innermost line."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<")]
-    return f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
-
-
-def _remedy(error: BaseException) -> str:
-    """A sentence for a missing package that an extra of this one installs."""
-    extra = next((extra for name, extra in _EXTRAS.items() if f"No module named '{name}" in str(error)), None)
-    return f' Install it: pip install "lightning-gpp[{extra}]", or pip install ".[{extra}]" in a clone.' * bool(extra)
-
-
-def _logged(error: BaseException) -> str:
-    """Write the traceback to the run folder's log, and say so."""
-    if not HydraConfig.initialized():
-        return ""
-    logging.getLogger(__name__).warning("the error's traceback", exc_info=error)
-    return f" {place_of_traceback()}"

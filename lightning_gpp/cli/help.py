@@ -6,12 +6,12 @@ import re
 import shutil
 import textwrap
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import yaml
 
 import lightning_gpp
-from lightning_gpp.option import Option, options_of
+from lightning_gpp.cli.config_files import config_folder, files, groups
+from lightning_gpp.option import options_of
 from lightning_gpp.training.options import Options
 
 ASKED = ("--help", "-h")
@@ -21,68 +21,54 @@ VERSION = f"lightning-gpp {lightning_gpp.__version__}"
 MAX_WIDTH = 100
 
 
-def help_text(*, name: str, about: str, examples: Sequence[tuple[str, str]], folder: Path, config: str) -> str:
-    """The help of a command.
+def help_text(name: str, about: str, examples: Sequence[tuple[str, str]], config: str) -> str:
+    """The help of a command: its description, examples, groups of files, keys, and options of the strategy.
 
     Args:
         name: name of the command.
         about: its description, in a sentence or two.
         examples: command lines with their purposes.
-        folder: folder of the configuration files.
         config: the file that the command composes.
     """
-    width = help_width()
     parts = [
-        filled(about, width),
+        filled(about),
         f"Usage: {name} [GROUP=FILE ...] [KEY=VALUE ...]",
-        "\n".join(["Examples:", *examples_text(examples, width)]),
-        "\n".join(["Groups of configuration files; GROUP=FILE chooses one:", *_groups(folder, width)]),
-        "\n".join([f"Keys of {name}:", *_keys(folder / f"{config}.yaml", width)]),
-        "\n".join(["Keys of the strategy (strategy=gpp):", *_options(width)]),
+        entries("Examples:", examples),
+        entries(
+            "Groups of configuration files; GROUP=FILE chooses one:",
+            ((group, ", ".join(files(group))) for group in groups()),
+        ),
+        entries(f"Keys of {name}:", _keys(config)),
+        entries("Keys of the strategy (strategy=gpp):", _options()),
         filled(
             f"{name} ... --cfg job prints the composed configuration, {name} --hydra-help the options of Hydra, which "
             "composes it. --config-dir=FOLDER adds configuration files of your own, and Python modules in the "
-            "current folder can be imported.",
-            width,
+            "current folder can be imported."
         ),
     ]
     return "\n\n".join(parts)
 
 
-def _groups(folder: Path, width: int) -> Iterator[str]:
-    for group in sorted(path for path in folder.iterdir() if path.is_dir()):
-        yield from _entry(group.name, ", ".join(sorted(path.stem for path in group.glob("*.yaml"))), width)
-
-
-def _keys(path: Path, width: int) -> Iterator[str]:
+def _keys(config: str) -> Iterator[tuple[str, str]]:
     """The keys of a configuration file with the comments behind them."""
-    for key, value, comment in re.findall(r"^(\w+): (.*?) # (.*)$", path.read_text(encoding="utf-8"), re.MULTILINE):
-        yield from _entry(f"{key}={value}", comment, width)
+    text = (config_folder() / f"{config}.yaml").read_text(encoding="utf-8")
+    for key, value, comment in re.findall(r"^(\w+): (.*?) # (.*)$", text, re.MULTILINE):
+        yield f"{key}={value}", comment
 
 
-def _options(width: int) -> Iterator[str]:
+def _options() -> Iterator[tuple[str, str]]:
     for option in options_of(Options):
-        yield from _entry(f"strategy.{option.name}={_default(option)}", option.help, width)
+        default = str(yaml.safe_dump(option.default)).partition("\n")[0]
+        yield f"strategy.{option.name}={default}", option.help
 
 
-def _default(option: Option) -> str:
-    return str(yaml.safe_dump(option.default)).partition("\n")[0]
+def entries(heading: str, pairs: Sequence[tuple[str, str]] | Iterator[tuple[str, str]]) -> str:
+    """A list of titles, each above its text."""
+    lines = (f"  {title}\n{textwrap.indent(filled(text, 6), ' ' * 6)}" for title, text in pairs)
+    return "\n".join([heading, *lines])
 
 
-def _entry(title: str, text: str, width: int) -> list[str]:
-    return [f"  {title}", textwrap.indent(filled(text, width - 6), " " * 6)]
-
-
-def examples_text(examples: Sequence[tuple[str, str]], width: int | None = None) -> list[str]:
-    """Command lines, each above its purpose."""
-    return [line for example in examples for line in _entry(*example, width or help_width())]
-
-
-def help_width() -> int:
-    """Characters of a line: those of the terminal, as far as they are easy to read."""
-    return min(MAX_WIDTH, shutil.get_terminal_size((MAX_WIDTH, 24)).columns)
-
-
-def filled(text: str, width: int | None = None) -> str:
-    """The text in lines of this width, by default `help_width`."""
-    return textwrap.fill(text, width or help_width(), break_long_words=False, break_on_hyphens=False)
+def filled(text: str, less: int = 0) -> str:
+    """The text in lines of the terminal, as far as they are easy to read, or `less` characters."""
+    width = min(MAX_WIDTH, shutil.get_terminal_size((MAX_WIDTH, 24)).columns) - less
+    return textwrap.fill(text, width, break_long_words=False, break_on_hyphens=False)

@@ -3,28 +3,27 @@
 from __future__ import annotations
 
 import json
-import re
-import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import lightning as L
-from hydra.errors import InstantiationException
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.loggers import Logger
-from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_only
 from omegaconf import DictConfig
 
-from lightning_gpp.checkpoints.folder import is_folder
 from lightning_gpp.cli.configured import built, refusal
-from lightning_gpp.cli.resume import AUTO, resuming_by_itself
 from lightning_gpp.cli.settings import check_settings
-from lightning_gpp.cli.sweep import METRICS
 from lightning_gpp.errors import ConfigError
+
+AUTO: Final = "auto"
+"""The value of `ckpt_path` for the newest checkpoint in the run folder."""
+
+METRICS: Final = "metrics.json"
+"""File in the run folder with the last value of every logged metric."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,33 +41,54 @@ def run_job(config: DictConfig) -> dict[str, float]:
     Raises:
         ConfigError: the configuration names something that does not exist.
     """
-    _check_checkpoint(config.ckpt_path, config.train)
+    path = checkpoint_of(config)
     job = build(config)
     try:
-        metrics = _run(job, config)
+        metrics = _run(job, config, path)
     except MisconfigurationException as error:
         raise refusal("the settings", error) from error
     _finish(config, metrics)
     return metrics
 
 
-def _run(job: Job, config: DictConfig) -> dict[str, float]:
+def checkpoint_of(config: DictConfig) -> str | None:
+    """The checkpoint that the settings name, or the newest one of the run folder; None if there is none.
+
+    All processes choose for themselves, so those of several machines need a folder that they share.
+
+    Raises:
+        ConfigError: it does not exist.
+    """
+    path: str | None = config.ckpt_path
+    if path == AUTO:
+        found = newest_checkpoint(config.paths.output_dir)
+        rank_zero_info(f"ckpt_path={AUTO}: {found or f'{config.paths.output_dir} has no checkpoint'}")
+        return found
+    if path is None or "://" in path or path in ("best", "last", "hpc") or Path(path).exists():
+        return path
+    raise ConfigError(f"ckpt_path={path} does not exist. Give one of runs/<name>/<date_time>/checkpoints/.")
+
+
+def newest_checkpoint(folder: str | Path) -> str | None:
+    """The checkpoint, file or folder, that was written last into the folder or below; None if there is none.
+
+    Checkpoints that are being written are in a folder whose name begins with a dot (`checkpoints/atomic.py`).
+    """
+    paths = [path for path in Path(folder).rglob("*.ckpt") if not path.parent.name.startswith(".")]
+    newest = max(paths, key=lambda path: path.stat().st_mtime, default=None)
+    return None if newest is None else str(newest)
+
+
+def _run(job: Job, config: DictConfig, path: str | None) -> dict[str, float]:
     metrics: dict[str, float] = {}
     if config.train:
-        _fit(job, config)
+        job.trainer.fit(job.model, datamodule=job.datamodule, ckpt_path=path)
         metrics |= _metrics(job.trainer)
     if config.test and not job.trainer.interrupted and (_has_test(job) or not config.train):
-        _test(job, None if config.train else config.ckpt_path)
+        best = getattr(job.trainer.checkpoint_callback, "best_model_path", "")
+        job.trainer.test(job.model, datamodule=job.datamodule, ckpt_path=best or (None if config.train else path))
         metrics |= _metrics(job.trainer)
     return metrics
-
-
-def _fit(job: Job, config: DictConfig) -> None:
-    if config.ckpt_path != AUTO:
-        job.trainer.fit(job.model, datamodule=job.datamodule, ckpt_path=config.ckpt_path)
-        return
-    with resuming_by_itself(job.trainer, config.paths.output_dir):
-        job.trainer.fit(job.model, datamodule=job.datamodule)
 
 
 def _has_test(job: Job) -> bool:
@@ -87,39 +107,6 @@ def _metrics(trainer: L.Trainer) -> dict[str, float]:
     return {name: float(value) for name, value in trainer.callback_metrics.items()}
 
 
-def _check_checkpoint(path: str | None, train: bool) -> None:
-    """Refuse a checkpoint that is not there, before anything is built. Remote files are left to Lightning."""
-    if path == AUTO and train:
-        return
-    if path == AUTO:
-        raise ConfigError("ckpt_path=auto goes on with training, and train=false. Give the checkpoint to test.")
-    named = path is None or "://" in path or path in ("best", "last", "hpc")
-    if path is None or named or is_folder(path):
-        return
-    if Path(path).is_file():
-        _check_format(path)
-        return
-    what = "is a folder, but not a whole checkpoint" if Path(path).is_dir() else "does not exist"
-    raise ConfigError(f"ckpt_path={path} {what}. Give a checkpoint: runs/<name>/<date_time>/checkpoints/....ckpt.")
-
-
-def _check_format(path: str) -> None:
-    """Refuse files that neither torch.save nor pickle, its former format, wrote to the end."""
-    with Path(path).open("rb") as file:
-        begins = file.read(2)
-    if not zipfile.is_zipfile(path) and begins != b"\x80\x02":
-        raise ConfigError(
-            f"ckpt_path={path} is not a checkpoint: torch.save did not write this file, or not to its end. Give one of "
-            "runs/<name>/<date_time>/checkpoints/."
-        )
-
-
-def _test(job: Job, ckpt_path: str | None) -> None:
-    """Test the best checkpoint of this run, or else the given one, or else the current model."""
-    best = getattr(job.trainer.checkpoint_callback, "best_model_path", "") or ckpt_path
-    job.trainer.test(job.model, datamodule=job.datamodule, ckpt_path=best or None)
-
-
 @rank_zero_only
 def _finish(config: DictConfig, metrics: Mapping[str, float]) -> None:
     folder = Path(config.paths.output_dir)
@@ -132,56 +119,25 @@ def build(config: DictConfig) -> Job:
     """Seed, then build strategy, data module, model and trainer; the strategy first, as it checks its options.
 
     Raises:
-        ConfigError: the configuration names something that does not exist.
+        ConfigError: the configuration names something that does not exist, or Lightning refuses the settings.
     """
     check_settings(config)
     seed_all(config.seed)
     strategy = built(config.strategy)
     datamodule = built(config.data, L.LightningDataModule)
     model = built(config.model, L.LightningModule)
-    return Job(trainer=build_trainer(config, strategy), model=model, datamodule=datamodule)
-
-
-def seed_all(seed: Any) -> None:
-    """Seed all generators of this process.
-
-    Raises:
-        ConfigError: the seed is not one that they take.
-    """
-    if seed is None:
-        return
-    if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**32:
-        raise ConfigError(f"seed={seed} is not a whole number from 0 to {2**32 - 1}; seed=null leaves it to chance.")
-    L.seed_everything(seed, workers=True, verbose=False)
-
-
-def build_trainer(config: DictConfig, strategy: Strategy) -> L.Trainer:
-    """The trainer with its callbacks and loggers.
-
-    Raises:
-        ConfigError: Lightning refuses the settings, for example because this machine has no GPU.
-    """
     parts = {
         "callbacks": _all(config.callbacks, "callbacks", L.Callback),
         "logger": _all(config.logger, "logger", Logger) or False,
     }
-    try:
-        trainer: L.Trainer = built(config.trainer, L.Trainer, strategy=strategy, **parts)
-    except ConfigError as error:
-        reason = error.__cause__.__cause__ if isinstance(error.__cause__, InstantiationException) else None
-        if not isinstance(reason, MisconfigurationException | TypeError | ValueError):
-            raise
-        settings = ", ".join(f"trainer.{key}={config.trainer[key]}" for key in _meant(config.trainer, str(reason)))
-        remedy = " trainer=cpu runs on any machine." if config.trainer.accelerator != "cpu" else ""
-        raise refusal(settings, reason, remedy) from error
-    return trainer
+    trainer = built(config.trainer, L.Trainer, strategy=strategy, **parts)
+    return Job(trainer=trainer, model=model, datamodule=datamodule)
 
 
-def _meant(trainer: DictConfig, reason: str) -> list[str]:
-    """The keys of the trainer whose names a refusal mentions; or else those that depend on the machine."""
-    named = [key for key in map(str, trainer) if re.search(rf"\b{key}\b", reason)]
-    machine = ["accelerator", "devices", "precision"]
-    return machine if not named or set(named) & set(machine) else named
+def seed_all(seed: int | None) -> None:
+    """Seed all generators of this process; None leaves them to chance."""
+    if seed is not None:
+        L.seed_everything(seed, workers=True, verbose=False)
 
 
 def _all(group: DictConfig, name: str, kind: type) -> list[Any]:

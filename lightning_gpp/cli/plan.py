@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from omegaconf import DictConfig
 
 from lightning_gpp.cli.app import Command, run
-from lightning_gpp.cli.stopping import check_interrupted, interruptible
 
 
 def main() -> None:
@@ -22,7 +21,6 @@ def main() -> None:
             "compare has one row per partitioner, or per schedule.",
             examples=_EXAMPLES,
             task=plan,
-            words=("compare",),
         )
     )
 
@@ -32,21 +30,14 @@ _EXAMPLES = (
     ("gpp-plan experiment=two_tower cluster=t4_box", "The same for another machine, with four GPUs."),
     ("gpp-plan experiment=two_tower report=report.html", "The same as a page for the browser."),
     ("gpp-plan compare experiment=two_tower", "Partitioners side by side."),
-    ("gpp-plan compare experiment=two_tower svg=compared.svg", "The same, and a picture: as a chain, as a graph."),
     ("gpp-plan compare experiment=two_tower schedules=all", "Schedules side by side."),
     ("gpp-plan graph=graph.json batch_size=64 cluster=summit", "A graph of operators from a file, without a model."),
 )
 
 
 def overrides(arguments: Sequence[str]) -> list[str]:
-    """Arguments in Hydra's form.
-
-    `compare` becomes a setting, with which `schedule=` means `schedules=`; a graph from a file needs neither data nor
-    model.
-    """
+    """Arguments in Hydra's form: `compare` becomes a setting; a graph from a file needs neither data nor model."""
     result = ["compare=true" if argument == "compare" else argument for argument in arguments]
-    if "compare=true" in result:
-        result = [f"schedules={argument[9:]}" if argument.startswith("schedule=") else argument for argument in result]
     if any(argument.startswith("graph=") and argument != "graph=null" for argument in result):
         given = {argument.partition("=")[0] for argument in result}
         result += [f"~{group}" for group in ("data", "model") if not {group, "experiment"} & given]
@@ -59,23 +50,12 @@ def plan(config: DictConfig) -> None:
     Raises:
         ConfigError: the configuration cannot work.
         PlanError: nothing fits the devices.
-        KeyboardInterrupt: Ctrl-C was pressed; the message says what is lost.
     """
-    with interruptible(_COMPARING if config.compare else _PLANNING):
-        from lightning_gpp.cli.compare import (
-            compare,
-        )  # takes seconds to load, which refusals of wrong keys should not wait for
-        from lightning_gpp.cli.planning import show
+    # these take seconds to load, which refusals of wrong keys should not wait for
+    from lightning_gpp.cli.compare import compare
+    from lightning_gpp.cli.planning import show
 
-        check_interrupted()
-        (compare if config.compare else show)(config)
-
-
-_PLANNING = (
-    "before there was a plan. strategy.partitioner=auto keeps the best one so far; strategy.search_seconds=... limits "
-    "its search"
-)
-_COMPARING = "before the comparison was complete; it shows the rows that there are"
+    (compare if config.compare else show)(config)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""gpp-plan: predicts a run without running it."""
+"""Predicts a run without running it: the work of `gpp-plan`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 from omegaconf import DictConfig
@@ -11,12 +11,14 @@ from lightning_gpp.cli.sizes import best_of_sizes, sizes_of
 from lightning_gpp.errors import ConfigError
 from lightning_gpp.planning import Prediction
 from lightning_gpp.planning.assignment.layout_check import layout_mismatch
-from lightning_gpp.reports import graph_svg, prediction_text, timeline_svg
+from lightning_gpp.reports import graph_svg, prediction_text, terminal_width, timeline_svg
 from lightning_gpp.reports.page import report_html
-from lightning_gpp.reports.terminal import show as show_text
-from lightning_gpp.reports.terminal import terminal_width, wrapped
+from lightning_gpp.reports.terminal import wrapped
 from lightning_gpp.simulation import trace_of
 from lightning_gpp.training.replicas import idle_sharding
+
+OUTPUTS = ("output", "trace", "svg", "graph_svg", "report")
+"""Settings that name a file to write."""
 
 
 def show(config: DictConfig) -> None:
@@ -31,41 +33,32 @@ def show(config: DictConfig) -> None:
             f"schedules={config.schedules} is for gpp-plan compare, which has one row per schedule. Use gpp-plan "
             "compare schedules=..., or strategy.schedule=... for the schedule of one plan."
         )
-    check_outputs(config, _OUTPUTS)
+    files = _files(config)
     task, prediction, compared = best_of_sizes(config)
     width = terminal_width()
     notes = (*_advice(prediction), *compared, *_members(prediction), *task.subject.notes)
-    below = (f"\n{wrapped(note, width, 0)}" for note in notes)
-    show_text("\n".join([prediction_text(prediction, width), *below]), prediction.plan)
+    print("\n".join([prediction_text(prediction, width), *(f"\n{wrapped(note, width, 0)}" for note in notes)]))
     title = f"{config.name} on {task.machine.cluster.name}"
-    write_outputs(
-        config,
-        {
-            "output": prediction.plan.save,
-            "timeline": prediction.drawn.save,
-            "trace": trace_of(prediction.drawn).save,
-            "svg": lambda path: path.write_text(timeline_svg(prediction.drawn)),
-            "graph_svg": lambda path: path.write_text(graph_svg(prediction.plan)),
-            "report": lambda path: path.write_text(report_html(prediction, title=title, notes=notes), encoding="utf-8"),
-        },
-    )
+    writers: dict[str, Callable[[Path], object]] = {
+        "output": prediction.plan.save,
+        "trace": trace_of(prediction.drawn).save,
+        "svg": lambda path: path.write_text(timeline_svg(prediction.drawn)),
+        "graph_svg": lambda path: path.write_text(graph_svg(prediction.plan)),
+        "report": lambda path: path.write_text(report_html(prediction, title=title, notes=notes), encoding="utf-8"),
+    }
+    for key, path in files.items():
+        writers[key](path)
+        print(f"{key}: wrote {path}")
 
 
-_OUTPUTS = ("output", "timeline", "trace", "svg", "graph_svg", "report")
-
-
-def check_outputs(config: DictConfig, keys: Sequence[str]) -> None:
-    """Refuse files that cannot be written, before a long search.
+def _files(config: DictConfig) -> dict[str, Path]:
+    """The files to write. They are opened once before a long search.
 
     Raises:
-        ConfigError: the file that one of the keys names cannot be written, or is that of another key.
+        ConfigError: a file cannot be written.
     """
-    owners: dict[str, str] = {}
-    for key in _given(config, keys):
-        if owners.setdefault(config[key], key) != key:
-            raise ConfigError(f"{key}={config[key]} is the file of {owners[config[key]]}, too. Give it another name.")
-    for key in _given(config, keys):
-        path = Path(config[key])
+    files = {key: Path(config[key]) for key in OUTPUTS if config[key] is not None}
+    for key, path in files.items():
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             existed = path.exists()
@@ -73,29 +66,8 @@ def check_outputs(config: DictConfig, keys: Sequence[str]) -> None:
             if not existed:
                 path.unlink()  # the plan writes it again
         except OSError as error:
-            raise _unwritable(key, path, error) from error
-
-
-def write_outputs(config: DictConfig, writers: Mapping[str, Callable[[Path], object]]) -> None:
-    """Write the files that the settings name, each by the function of its key.
-
-    Raises:
-        ConfigError: a file cannot be written to its end.
-    """
-    for key in _given(config, writers):
-        try:
-            writers[key](Path(config[key]))
-        except OSError as error:
-            raise _unwritable(key, config[key], error) from error
-        print(f"{key}: wrote {config[key]}")
-
-
-def _given(config: DictConfig, keys: Iterable[str]) -> list[str]:
-    return [key for key in keys if config.get(key) is not None]
-
-
-def _unwritable(key: str, path: str | Path, error: OSError) -> ConfigError:
-    return ConfigError(f"{key}={path} cannot be written: {error.strerror}.")
+            raise ConfigError(f"{key}={path} cannot be written: {error.strerror}.") from error
+    return files
 
 
 def _members(prediction: Prediction) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Annotated, Any
 
-from annotated_types import Gt
+from annotated_types import Ge, Gt, Lt
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_gpp.errors import ConfigError
@@ -13,16 +13,18 @@ from lightning_gpp.validation import validated
 
 ConfigGroup = dict[str, Any]
 PositiveNumber = Annotated[float, Gt(0)]
+Seed = Annotated[int, Ge(0), Lt(2**32)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TopLevelKeys:
-    """The keys of both commands. `seed`, `step` and `batch_size` are checked where they are used."""
+    """The keys of both commands. `step` and `batch_size` are checked where they are used."""
 
     trainer: ConfigGroup
     strategy: ConfigGroup
     data: ConfigGroup | None = None
     model: ConfigGroup | None = None
+    seed: Seed | None = None
     train: bool = True
     test: bool = True
     compare: bool = False
@@ -32,7 +34,6 @@ class TopLevelKeys:
     optimizer: str | None = None
     compare_seconds: PositiveNumber = 120
     output: str | None = None
-    timeline: str | None = None
     trace: str | None = None
     svg: str | None = None
     graph_svg: str | None = None

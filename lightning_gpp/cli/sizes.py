@@ -8,16 +8,14 @@ from dataclasses import replace
 from omegaconf import DictConfig, open_dict
 
 from lightning_gpp.cli.task import Task, predict, task_of
-from lightning_gpp.errors import GPPError, PlanError
+from lightning_gpp.errors import ConfigError, GPPError, PlanError
 from lightning_gpp.plan import Plan
 from lightning_gpp.planning import SIZES, Prediction, SizesFound, best_sizes
 from lightning_gpp.reports import search_progress
 from lightning_gpp.reports.units import rate
 from lightning_gpp.training.machine import first
 from lightning_gpp.training.option_values import AUTO
-from lightning_gpp.training.planner import (
-    request_of,
-)
+from lightning_gpp.training.planner import request_of
 from lightning_gpp.training.whole_step import noted_whole
 
 
@@ -31,12 +29,16 @@ def best_of_sizes(config: DictConfig) -> tuple[Task, Prediction, list[str]]:
     if config.strategy.get("tensor_parallel_size") != AUTO or config.strategy.get("plan") is not None:
         task = task_of(config)
         return task, predict(task), []
+    if config.strategy.get("stages") is not None:
+        raise ConfigError(
+            "strategy.tensor_parallel_size=auto is for a search; with strategy.stages give a number, such as "
+            "strategy.tensor_parallel_size=2."
+        )
     tasks, failures = _tasks(config)
-    task = next(iter(tasks.values()))
-    found = _searched(tasks) if task.options.stages is None else _as_given(tasks)
+    found = _searched(tasks)
     found = replace(found, failures={**found.failures, **failures})
-    plan = noted_whole(found.prediction.plan, task.subject.whole)
-    return task, replace(found.prediction, plan=plan), [_compared(found)]
+    plan = noted_whole(found.prediction.plan, tasks[1].subject.whole)
+    return tasks[1], replace(found.prediction, plan=plan), [_compared(found)]
 
 
 def _tasks(config: DictConfig) -> tuple[dict[int, Task], dict[int, GPPError]]:
@@ -75,24 +77,6 @@ def _searched(tasks: Mapping[int, Task]) -> SizesFound:
         )
         models = {number: each.subject.step.fingerprint for number, each in tasks.items()}
         return best_sizes(task.options.partitioner, request, graphs, models)
-
-
-def _as_given(tasks: Mapping[int, Task]) -> SizesFound:
-    """The given stages with each number of processes per device.
-
-    Raises:
-        GPPError: they cannot run with any.
-    """
-    plans, failures = dict[int, Prediction](), dict[int, GPPError]()
-    for number, task in tasks.items():
-        try:
-            plans[number] = predict(task)
-        except GPPError as error:
-            failures[number] = error
-    if not plans:
-        raise next(iter(failures.values()))
-    best = min(plans.values(), key=lambda plan: plan.rank)
-    return SizesFound(prediction=best, plans=plans, failures=failures)
 
 
 def _compared(found: SizesFound) -> str:

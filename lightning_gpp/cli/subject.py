@@ -263,8 +263,7 @@ def _optimizers(model: L.LightningModule, trainer: L.Trainer) -> tuple[Sequence[
     """The optimizers that `configure_optimizers` returns, in any form; if it needs a run, none and a note.
 
     Raises:
-        ConfigError: it returns something else, or it fails without asking for anything of a run, so it would fail in
-            training, too.
+        ConfigError: it returns something else.
     """
     trainer.state.fn, trainer.training = TrainerFn.FITTING, True  # makes the number of steps available
     try:
@@ -272,8 +271,6 @@ def _optimizers(model: L.LightningModule, trainer: L.Trainer) -> tuple[Sequence[
     except MisconfigurationException as error:
         raise refusal(f"{type(model).__name__}.configure_optimizers", error) from error
     except Exception as error:  # the user's code, outside the run that it is written for
-        if str(error) == _error_without_run(model):
-            raise
         cause = f"{type(error).__name__}: {error}"
         return (), (
             f"The memory of Adam is assumed for the optimizer: configure_optimizers failed outside a run ({cause}).",
@@ -281,18 +278,6 @@ def _optimizers(model: L.LightningModule, trainer: L.Trainer) -> tuple[Sequence[
     for optimizer in trainer.optimizers:
         OptimizerIndex(optimizer, model)  # as in training, it refuses parameters that are not the module's
     return trainer.optimizers, ()
-
-
-def _error_without_run(model: L.LightningModule) -> str | None:
-    """The error of `configure_optimizers` if there is no trainer that it could ask; None if it works."""
-    trainer, model.trainer = model.trainer, None
-    try:
-        model.configure_optimizers()
-    except Exception as error:
-        return str(error)
-    finally:
-        model.trainer = trainer
-    return None
 
 
 _LOADERS: Final = {

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from lightning_gpp.cli.configured import built
@@ -139,19 +137,13 @@ def of_members(subject: GraphFile | Step, machine: Machine, members: Sequence[in
             "from a file (graph=...) has none. Leave it out."
         )
     if machine.cluster.num_devices % sum(members):
-        raise ConfigError(_not_divided(members, machine.cluster))
+        raise ConfigError(
+            f"A pipeline has {sum(members)} processes (strategy.tensor_parallel_size, strategy.plan, strategy.stages), "
+            f"which does not divide the {machine.cluster.num_devices} devices of cluster {machine.cluster.name!r}. "
+            "Choose a multiple."
+        )
     machine = of_groups(machine, subject.divided, members, subject.captured.graph)
     return replace(subject, step=part_of_member(subject.captured, machine)), machine
-
-
-def _not_divided(members: Sequence[int], cluster: Cluster) -> str:
-    there = f"the {cluster.num_devices} devices of cluster {cluster.name!r}"
-    if len(members) == 1:
-        return f"strategy.tensor_parallel_size={members[0]} does not divide {there}. Choose a divisor."
-    return (
-        f"A pipeline of the plan (strategy.plan, strategy.stages) has {sum(members)} processes, which does not divide "
-        f"{there}. Choose a multiple."
-    )
 
 
 def cluster_for(config: DictConfig, options: Options) -> Cluster:
@@ -161,7 +153,6 @@ def cluster_for(config: DictConfig, options: Options) -> Cluster:
         ConfigError: no setting names them.
     """
     if config.get("cluster") is not None:
-        _check_one_cluster()
         settings: Any = OmegaConf.to_container(config.cluster, resolve=True)
         return cluster_of(settings)
     known = options.cluster
@@ -175,17 +166,6 @@ def cluster_for(config: DictConfig, options: Options) -> Cluster:
             "devices, for example cluster=dgx_h100 cluster.num_nodes=2."
         )
     return resolved(known, world_size, config.trainer.get("num_nodes", 1), kind)
-
-
-def _check_one_cluster() -> None:
-    """Refuse two clusters on the command line; one of a configuration file gives way to `cluster`."""
-    typed = HydraConfig.get().overrides.task if HydraConfig.initialized() else ()
-    twice = next((each for each in typed if re.match(r"\+*strategy\.cluster=(?!null)", each)), None)
-    if twice is not None:
-        raise ConfigError(
-            f"{twice} names the devices that cluster=... names, too. Give one of them: cluster=... plans for all "
-            "devices of a cluster, strategy.cluster=... for as many of them as the trainer has (trainer.devices)."
-        )
 
 
 def device_type(accelerator: str) -> str:
@@ -213,26 +193,18 @@ def num_processes(trainer: DictConfig) -> int:
     Raises:
         ConfigError: the configuration does not give a number.
     """
-    devices: Any = trainer.devices
-    if isinstance(devices, ListConfig):
-        devices = len(devices)
-    if str(devices) in ("auto", "-1"):
-        raise ConfigError(
-            f"trainer.devices={devices}: gpp-plan does not count this machine's devices. Give their number, for "
-            "example trainer.devices=4, or name a cluster, for example cluster=dgx_h100."
-        )
-    if not str(devices).isdecimal() or int(devices) < 1:
-        raise ConfigError(
-            f"trainer.devices={devices} must be a whole number of 1 or more for gpp-plan, for example "
-            "trainer.devices=4."
-        )
+    devices: Any = len(trainer.devices) if isinstance(trainer.devices, ListConfig) else trainer.devices
     num_nodes = trainer.get("num_nodes", 1)
-    if type(num_nodes) is not int or num_nodes < 1:
-        raise ConfigError(f"trainer.num_nodes={num_nodes} must be a whole number of 1 or more.")
-    number = int(devices) * num_nodes
+    for key, value in (("devices", devices), ("num_nodes", num_nodes)):
+        if not str(value).isdecimal() or int(value) < 1:
+            raise ConfigError(
+                f"trainer.{key}={value} must be a whole number of 1 or more for gpp-plan, which does not look at this "
+                "machine, for example trainer.devices=4; or name a cluster, for example cluster=dgx_h100."
+            )
+    number = int(devices) * int(num_nodes)
     if number > MAX_DEVICES:
         raise ConfigError(
-            f"trainer.devices={devices} x trainer.num_nodes={trainer.num_nodes} are {number} devices; a cluster has at "
+            f"trainer.devices={devices} x trainer.num_nodes={num_nodes} are {number} devices; a cluster has at "
             f"most {MAX_DEVICES}."
         )
     return number

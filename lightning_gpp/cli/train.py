@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
+
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from lightning_gpp.cli.app import Command, run
-from lightning_gpp.cli.sweep import is_sweep, optimized, run_alone
+from lightning_gpp.errors import ConfigError
+
+LAUNCHERS = ("TORCHELASTIC_RUN_ID", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
+"""Environment variables of launchers other than Lightning."""
 
 
 def main() -> None:
@@ -18,10 +26,6 @@ _EXAMPLES = (
     ("gpp-train experiment=two_tower strategy=ddp", "The same with Lightning's data parallelism, to compare."),
     ("gpp-train experiment=two_tower debug=default", "A few batches only, to find mistakes."),
     ("gpp-train experiment=two_tower strategy.plan=plan.yaml", "With a plan that gpp-plan has written."),
-    (
-        "gpp-train --multirun experiment=two_tower seed=1,2,3",
-        "A sweep: one run after the other; Hydra's launchers and sweepers work, too (optimized_metric).",
-    ),
     (
         "gpp-train data=mine model=mine --config-dir=configs",
         "Your own configs/data/mine.yaml and configs/model/mine.yaml.",
@@ -41,11 +45,38 @@ def train(config: DictConfig) -> float | None:
     Raises:
         ConfigError: the configuration cannot work.
     """
-    if is_sweep():
-        return optimized(run_alone(config), config.optimized_metric)
+    check_sweep(config, os.environ)
     from lightning_gpp.cli.job import run_job  # takes seconds to load, which refusals above should not wait for
 
     return optimized(run_job(config), config.optimized_metric)
+
+
+def check_sweep(config: DictConfig, environment: Mapping[str, str]) -> None:
+    """Refuse a sweep whose jobs start processes of their own by running its command again: each would be a sweep.
+
+    Raises:
+        ConfigError: with the launchers that start processes otherwise.
+    """
+    launched = any(name in environment for name in LAUNCHERS) or str(config.trainer.devices) == "1"
+    if HydraConfig.get().mode is RunMode.MULTIRUN and not launched:
+        raise ConfigError(
+            f"--multirun with trainer.devices={config.trainer.devices}: the processes that a job starts would start "
+            "the sweep again. hydra/launcher=slurm makes each run a job of SLURM; on one machine write a loop in the "
+            "shell: for rate in 1e-3 3e-3; do gpp-train model.learning_rate=$rate ...; done"
+        )
+
+
+def optimized(metrics: Mapping[str, float], name: str | None) -> float | None:
+    """The metric that a sweeper optimises; None if there is none.
+
+    Raises:
+        ConfigError: nothing of that name was logged.
+    """
+    if name is None:
+        return None
+    if name not in metrics:
+        raise ConfigError(f"optimized_metric={name} was not logged. There are: {', '.join(sorted(metrics)) or 'none'}.")
+    return metrics[name]
 
 
 _COMMAND = Command(name="gpp-train", config="train", about=_ABOUT, examples=_EXAMPLES, task=train)

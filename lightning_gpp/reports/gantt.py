@@ -1,144 +1,131 @@
-"""A timeline as an SVG picture: one row per device, one colour per stage, an axis of time below.
+"""Timelines as an SVG picture: one row per device, one colour per stage, memory and an axis of time below.
 
 Forwards are light, backwards and input gradients in full colour, weight gradients in full colour and hatched,
-recomputations light and hatched. Collectives are in a strip below their devices, with copies to the host in its upper
-half and those back in its lower one.
+recomputations light and hatched. Collectives and copies are in traces (`simulation/trace_events.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Final
 
 from lightning_gpp.reports import svg
-from lightning_gpp.reports.lanes import BESIDE, MEANINGS, PLAIN, StripSpan, computes, kinds_of, lanes
+from lightning_gpp.reports.kinds import MEANINGS, PLAIN, computed_kinds, computes
 from lightning_gpp.reports.palette import HATCHED, NEUTRAL, action_color, stage_color, tint
 from lightning_gpp.reports.timeline import summary
-from lightning_gpp.reports.units import duration, ticks
+from lightning_gpp.reports.units import duration, size, ticks
 from lightning_gpp.schedules import Kind
-from lightning_gpp.schedules.actions import COPIES
 from lightning_gpp.simulation import Span, Timeline
 
-ROW, GAP, LEFT, MARGIN = 26, 6, 80, 16
+BAR, MEMORY, GAP, LEFT, MARGIN = 24, 22, 8, 150, 16
+"""Pixels: heights of a bar, of the memory below it, and of the gap between devices; before the axis, and around all."""
 
-STRIP = 8
-"""Height of the strip of collectives and host copies below each device, if there are any."""
-
-TICK = 90
+TICK: Final = 90
 """Least distance of two ticks of the axis."""
 
-NARROWEST_LABEL, LETTER, MARK = 16, 8, 2
-"""Widths in pixels: a box with its micro-batch number, one more letter, and the least in the strip."""
+LABEL, LETTER = 16, 8
+"""Widths of the narrowest box with its micro-batch, and of one more letter."""
 
 
-@dataclass(frozen=True, slots=True)
-class Axis:
-    """The axis of time: `seconds` in `width` pixels from `left` on."""
-
-    seconds: float
-    left: float
-    width: float
-
-    def x(self, time: float) -> float:
-        return self.left + (time * self.width / self.seconds if self.seconds else 0.0)
-
-    @property
-    def ticks(self) -> list[tuple[float, str]]:
-        return ticks(self.seconds, int(self.width // TICK))
-
-    def lines(self, top: float, bottom: float) -> Iterator[str]:
-        """A line for each tick."""
-        for time, _ in self.ticks:
-            yield svg.line((self.x(time), top), (self.x(time), bottom))
-
-    def labels(self, bottom: float) -> Iterator[str]:
-        """The time of each tick, below it."""
-        for time, label in self.ticks:
-            yield svg.text(self.x(time), bottom + 13, label, "middle", "muted small")
-
-
-class DeviceRows:
-    """The rows of a timeline's devices, on an axis of time that begins with its first action."""
-
-    def __init__(self, timeline: Timeline, axis: Axis, bar: float = ROW, gap: float = GAP) -> None:
-        self.timeline, self.axis, self.kinds, self.bar = timeline, axis, kinds_of(timeline), bar
-        self.row = bar + gap + (STRIP if any(kind in BESIDE for kind in self.kinds) else 0)
-        seen = {span.action.kind for spans in timeline.devices for span in spans if self._pixels(span) >= MARK}
-        self.shown = [kind for kind in self.kinds if kind in seen or kind in BESIDE]
-        self.lettered = not set(self.kinds) <= set(PLAIN)
-
-    @property
-    def height(self) -> float:
-        return len(self.timeline.devices) * self.row
-
-    def elements(self, top: float) -> Iterator[str]:
-        """Lines of the axis, and labels, boxes and strips of all devices."""
-        tops = [top + device * self.row for device in range(len(self.timeline.devices))]
-        for y in tops:
-            yield svg.rectangle(self.axis.left, y, self.axis.width, self.bar, classes="panel")
-        yield from self.axis.lines(top, top + self.height)
-        for device, y in enumerate(tops):
-            yield from self._device(device, y)
-
-    def _device(self, device: int, top: float) -> Iterator[str]:
-        yield svg.text(self.axis.left - 8, self._baseline(top), f"device {device}", "end")
-        for span in self.timeline.devices[device]:
-            if computes(span.action):
-                yield from self._box(span, top)
-        for lane in lanes(self.timeline, device):
-            yield from (self._mark(entry, top + self.bar) for entry in lane)
-
-    def _box(self, span: Span, top: float) -> Iterator[str]:
-        action, x, width = span.action, self._x(span.start), self._pixels(span)
-        title = f"{action} {self._title(action.stage, span.start, span.stop)}"
-        yield svg.rectangle(x, top, max(0.5, width - 0.7), self.bar, action_color(action.stage, action.kind), title)
-        if action.kind in HATCHED:
-            yield svg.rectangle(x, top, width, self.bar, "url(#hatch)", title)
-        letter = action.kind.value if self.lettered and width >= NARROWEST_LABEL + LETTER else ""
-        if width >= NARROWEST_LABEL:
-            yield svg.text(x + width / 2, self._baseline(top), f"{letter}{action.micro_batch}", "middle", "on")
-
-    def _mark(self, entry: StripSpan, top: float) -> str:
-        title = f"{MEANINGS[entry.kind]}, {self._title(entry.stage, entry.start, entry.stop)}"
-        width = max(MARK, self._x(entry.stop) - self._x(entry.start))
-        height = STRIP / 2 if entry.kind in COPIES else STRIP
-        top = top + height if entry.kind is Kind.LOAD else top
-        return svg.rectangle(self._x(entry.start), top, width, height, action_color(entry.stage, entry.kind), title)
-
-    def _baseline(self, top: float) -> float:
-        return top + self.bar / 2 + 4
-
-    def _pixels(self, span: Span) -> float:
-        return self.axis.x(span.stop) - self.axis.x(span.start)
-
-    def _x(self, time: float) -> float:
-        return self.axis.x(time - self.timeline.start)
-
-    def _title(self, stage: int, start: float, stop: float) -> str:
-        origin = self.timeline.start
-        return f"{self.timeline.stages[stage]}: {duration(start - origin)} to {duration(stop - origin)}"
-
-
-def timeline_svg(timeline: Timeline, width: int = 1000) -> str:
+def timeline_svg(timelines: Timeline | Mapping[str, Timeline], width: int = 1000) -> str:
     """The picture. Action, stage and times of each box appear under the mouse pointer.
 
     Args:
-        timeline: simulated or measured.
+        timelines: a timeline, or several of one plan by their names, such as simulated and measured.
         width: width in pixels.
     """
-    axis = Axis(timeline.makespan, LEFT, width - LEFT - MARGIN)
-    rows = DeviceRows(timeline, axis)
-    bottom = MARGIN + rows.height
-    legend = [*kinds_legend(rows.shown, LEFT, bottom + 50), *_stages(timeline, bottom + 72)]
-    elements = [*rows.elements(MARGIN), *axis.labels(bottom), *legend]
-    elements.append(svg.text(LEFT, bottom + 38, summary(timeline)))
-    height = bottom + 72 + 20 * len(timeline.stages) + MARGIN
-    return svg.document(width, height, elements, label=summary(timeline))
+    chart = Chart(timelines, width)
+    return svg.document(width, chart.height, chart.elements(), label=chart.label)
 
 
-def kinds_legend(kinds: Sequence[Kind], left: float, top: float) -> Iterator[str]:
+def timeline_picture(timelines: Timeline | Mapping[str, Timeline], width: int = 1000, seconds: float = 0.0) -> str:
+    """The same for a page that has `svg.STYLE` and `svg.DEFINITIONS`; its axis has at least so many `seconds`."""
+    chart = Chart(timelines, width, seconds)
+    return svg.inline(width, chart.height, chart.elements(), label=chart.label)
+
+
+class Chart:
+    """The rows of all devices on one axis of time, which begins with the first action of each timeline."""
+
+    def __init__(self, timelines: Timeline | Mapping[str, Timeline], width: int, seconds: float = 0.0) -> None:
+        self.timelines = {"": timelines} if isinstance(timelines, Timeline) else timelines
+        self.first = next(iter(self.timelines.values()))
+        self.seconds = max(seconds, *(each.makespan for each in self.timelines.values()))
+        self.width = width - LEFT - MARGIN
+        self.kinds = sorted({kind for each in self.timelines.values() for kind in computed_kinds(each)}, key=_ORDER)
+        self.peak = max((held for row in self.first.held_bytes for _, held in row), default=0.0)
+        self.row = len(self.timelines) * (BAR + 2) + (MEMORY if self.peak else 0) + GAP
+        self.bottom = MARGIN + len(self.first.devices) * self.row
+        self.height = self.bottom + 72 + 20 * len(self.first.stages) + MARGIN
+
+    @property
+    def label(self) -> str:
+        """All timelines in words."""
+        return "; ".join(f"{name}: {summary(each)}".lstrip(": ") for name, each in self.timelines.items())
+
+    def elements(self) -> Iterator[str]:
+        """Axis, rows, summary and legend."""
+        yield from self._axis()
+        for device in range(len(self.first.devices)):
+            yield from self._device(device, MARGIN + device * self.row)
+        yield svg.text(MARGIN, self.bottom + 38, summary(self.first))
+        yield from _kinds_legend(self.kinds, MARGIN, self.bottom + 50)
+        yield from _stages(self.first, self.bottom + 72)
+
+    def _axis(self) -> Iterator[str]:
+        for time, label in ticks(self.seconds, self.width // TICK):
+            yield svg.line((self._x(time), MARGIN), (self._x(time), self.bottom))
+            yield svg.text(self._x(time), self.bottom + 13, label, "middle", "muted small")
+
+    def _device(self, device: int, top: float) -> Iterator[str]:
+        idle = self.first.bubble_fractions[device]
+        yield svg.text(MARGIN, top + 16, f"device {device}")
+        yield svg.text(MARGIN, top + 32, f"idle {100 * idle:.0f} %{self._peak(device)}", classes="muted small")
+        for name, timeline in self.timelines.items():
+            if name:
+                yield svg.text(LEFT - 6, top + 16, name, "end", "muted small")
+            for span in timeline.devices[device]:
+                if computes(span.action):
+                    yield from self._box(timeline, span, top)
+            top += BAR + 2
+        if self.peak:
+            yield self._memory(device, top)
+
+    def _peak(self, device: int) -> str:
+        return f", {size(self.first.peak_bytes[device])}" if self.first.peak_bytes else ""
+
+    def _box(self, timeline: Timeline, span: Span, top: float) -> Iterator[str]:
+        action, start, stop = span.action, span.start - timeline.start, span.stop - timeline.start
+        x, width = self._x(start), self._x(stop) - self._x(start)
+        title = f"{action} {timeline.stages[action.stage]}: {duration(start)} to {duration(stop)}"
+        yield svg.rectangle(x, top, max(0.5, width - 0.7), BAR, action_color(action.stage, action.kind), title)
+        if action.kind in HATCHED:
+            yield svg.rectangle(x, top, width, BAR, "url(#hatch)", title)
+        if width >= LABEL:
+            lettered = width >= LABEL + LETTER and not set(self.kinds) <= set(PLAIN)
+            text = f"{action.kind.value if lettered else ''}{action.micro_batch}"
+            yield svg.text(x + width / 2, top + BAR / 2 + 4, text, "middle", "on")
+
+    def _memory(self, device: int, top: float) -> str:
+        """The memory of a device over time, as high as its row at the highest peak of all."""
+        bottom, held, points = top + MEMORY, 0.0, list[svg.Point]()
+        for time, after in self.first.held_bytes[device]:
+            x = self._x(time - self.first.start)
+            points += [(x, bottom - MEMORY * each / self.peak) for each in (held, after)]
+            held = after
+        end = self._x(self.first.makespan)
+        corners = [(LEFT, bottom), *points, (end, bottom - MEMORY * held / self.peak), (end, bottom)]
+        return svg.area(corners, f"memory of device {device}{self._peak(device)} at most")
+
+    def _x(self, time: float) -> float:
+        return LEFT + (time * self.width / self.seconds if self.seconds else 0.0)
+
+
+_ORDER: Final = list(Kind).index
+
+
+def _kinds_legend(kinds: Sequence[Kind], x: float, top: float) -> Iterator[str]:
     """The kinds of actions in a line: their boxes, letters and meanings."""
-    x = left
     for kind in kinds:
         yield svg.rectangle(x, top, 12, 12, NEUTRAL if action_color(0, kind) == stage_color(0) else tint(NEUTRAL))
         if kind in HATCHED:
@@ -151,5 +138,5 @@ def kinds_legend(kinds: Sequence[Kind], left: float, top: float) -> Iterator[str
 def _stages(timeline: Timeline, top: float) -> Iterator[str]:
     for stage, name in enumerate(timeline.stages):
         y = top + 20 * stage
-        yield svg.rectangle(LEFT, y, 12, 12, stage_color(stage))
-        yield svg.text(LEFT + 20, y + 11, f"{stage} {name}")
+        yield svg.rectangle(MARGIN, y, 12, 12, stage_color(stage))
+        yield svg.text(MARGIN + 20, y + 11, f"{stage} {name}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Final
 
 import networkx as nx
@@ -17,6 +16,9 @@ from lightning_gpp.reports.terminal import together, wrapped
 from lightning_gpp.reports.units import count, size
 
 MARGIN: Final = 16
+
+WIDTH, HEIGHT, GAP_X, GAP_Y = 178, 58, 84, 22
+"""Pixels of a box, and of the gaps between boxes."""
 
 LABEL: Final = 13
 """Height of a line of small text."""
@@ -64,120 +66,70 @@ def graph_svg(plan: Plan) -> str:
 
     A box shows name, devices, replicas, what it recomputes, parameters and FLOPs, an edge its bytes per micro-batch.
     """
-    return svg.document(*_detailed(plan), label=graph_text(plan))
+    return svg.document(*_drawn(plan), label=graph_text(plan))
 
 
 def graph_picture(plan: Plan) -> str:
     """The same for a page that has `svg.STYLE` and `svg.DEFINITIONS`."""
-    return svg.inline(*_detailed(plan), label=graph_text(plan))
+    return svg.inline(*_drawn(plan), label=graph_text(plan))
 
 
-def _detailed(plan: Plan) -> tuple[float, float, Iterator[str]]:
-    picture = GraphPicture(plan, DETAILED)
-    return picture.width + 2 * MARGIN, picture.height + 2 * MARGIN, picture.elements(MARGIN, MARGIN)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BoxSize:
-    """Sizes in pixels, and whether there is room for details: devices, parameters and bytes."""
-
-    width: float
-    height: float
-    gap_x: float
-    gap_y: float
-    detailed: bool = True
-
-
-DETAILED: Final = BoxSize(width=178, height=58, gap_x=84, gap_y=22)
-
-
-def compact(plan: Plan, width: float) -> BoxSize:
-    """Small boxes, with which the stage graph fits a width if it has at most a dozen columns."""
-    gap = 24
-    wide = min(110, max(48, (width + gap) / plan.depth - gap))
-    return BoxSize(width=wide, height=24, gap_x=gap, gap_y=8, detailed=False)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EdgeLabel:
-    """The bytes of an edge, and the left end of their line of text."""
-
-    x: float
-    y: float
-    content: str
+def _drawn(plan: Plan) -> tuple[float, float, Iterator[str]]:
+    picture = GraphPicture(plan)
+    return picture.width + 2 * MARGIN, picture.height + 2 * MARGIN, picture.elements()
 
 
 class GraphPicture:
     """The elements of a stage graph, and the room that they need."""
 
-    def __init__(self, plan: Plan, box: BoxSize) -> None:
-        self.plan, self.box = plan, box
-        self.layers = layers(plan.graph())
+    def __init__(self, plan: Plan) -> None:
+        self.plan, self.layers = plan, layers(plan.graph())
         self.columns = {node: column for column, nodes in enumerate(self.layers.columns) for node in nodes}
-        self.unit = box.height + box.gap_y
-        self.width = len(self.layers.columns) * (box.width + box.gap_x) - box.gap_x
-        self.height = self.unit * max(self.layers.heights.values()) + box.height
+        self.width = len(self.layers.columns) * (WIDTH + GAP_X) - GAP_X
+        self.height = (HEIGHT + GAP_Y) * max(self.layers.heights.values()) + HEIGHT
         self.ports = _ports(plan, self.layers)
-        self.labels = self._labels() if box.detailed else {}
 
-    def elements(self, left: float, top: float) -> Iterator[str]:
+    def elements(self) -> Iterator[str]:
         """Edges, then boxes."""
         for edge in self.plan.edges:
             if edge.src != SOURCE:
-                yield from self._edge(edge, left, top)
+                yield from self._edge(edge)
         for stage in range(len(self.plan.stages)):
-            x, y = self.corner(stage)
-            yield from self._box(stage, left + x, top + y)
+            yield from self._box(stage)
 
     def corner(self, node: GridPlace) -> svg.Point:
         """The upper left corner of a stage's box, or of the place of an edge that passes."""
-        x = self.columns[node] * (self.box.width + self.box.gap_x)
-        return x, self.layers.heights[node] * self.unit
+        x = MARGIN + self.columns[node] * (WIDTH + GAP_X)
+        return x, MARGIN + self.layers.heights[node] * (HEIGHT + GAP_Y)
 
     def route(self, src: int, dst: int) -> list[svg.Point]:
         """The points of an edge: the beginnings and ends of its curves, which lie between columns."""
         points: list[svg.Point] = []
         for node in self.layers.routes[src, dst]:
             x, y = self.corner(node)
-            middle = y + self.box.height * self.ports.get((node, src, dst), 0.5)
-            points += [(x, middle), (x + self.box.width, middle)]
+            middle = y + HEIGHT * self.ports.get((node, src, dst), 0.5)
+            points += [(x, middle), (x + WIDTH, middle)]
         return points[1:-1]
 
-    def _edge(self, edge: Edge, left: float, top: float) -> Iterator[str]:
-        points = [(left + x, top + y) for x, y in self.route(edge.src, edge.dst)]
+    def _edge(self, edge: Edge) -> Iterator[str]:
+        points = self.route(edge.src, edge.dst)
         yield svg.arrow(points, dashed=edge.artificial, title=_arrow(self.plan, edge))
-        if label := self.labels.get((edge.src, edge.dst)):
-            yield svg.text(left + label.x, top + label.y, label.content, classes="small muted halo")
+        siblings = sum(other.src == edge.src for other in self.plan.edges)
+        if not edge.artificial and siblings * LABEL <= HEIGHT:
+            (x, y), content = points[0], size(edge.bytes.at(self.plan.stages[edge.dst].micro_batch_size))
+            yield svg.text(x + 6, y + LABEL / 3, content, classes="small muted halo")
 
-    def _labels(self) -> dict[tuple[int, int], EdgeLabel]:
-        """Bytes on edges, beside the stage that sends them; none where it has more edges than there is room for."""
-        labels: dict[tuple[int, int], EdgeLabel] = {}
-        for stage in range(len(self.plan.stages)):
-            edges = [edge for edge in self.plan.edges if edge.src == stage and not edge.artificial]
-            edges.sort(key=lambda edge: self.ports[stage, edge.src, edge.dst])
-            x, y = self.corner(stage)
-            middle = y + self.box.height / 2 + LABEL / 3
-            for number, edge in enumerate(edges if len(edges) * LABEL <= self.unit else ()):
-                content = size(edge.bytes.at(self.plan.stages[edge.dst].micro_batch_size))
-                height = middle + LABEL * (number - (len(edges) - 1) / 2)
-                labels[edge.src, edge.dst] = EdgeLabel(x=x + self.box.width + 6, y=height, content=content)
-        return labels
-
-    def _box(self, stage: int, x: float, y: float) -> Iterator[str]:
-        entry, box = self.plan.stages[stage], self.box
-        color = stage_color(stage)
-        yield svg.rectangle(x, y, box.width, box.height, tint(color), ", ".join(entry.modules))
-        yield svg.rectangle(x, y, 5, box.height, color)
-        letters = int((box.width - 14) / svg.LETTER)
-        title = _clipped(f"{stage} {entry.name}", int((box.width - 14) / STRONG))
-        if not box.detailed:
-            yield svg.text(x + 10, y + box.height / 2 + 4, title, classes="on small")
-        else:
-            yield svg.text(x + 12, y + 18, title, classes="on strong")
-            flops = count(entry.figures.flops.at(entry.micro_batch_size))
-            figures = f"{count(entry.figures.num_parameters)} params, {flops}FLOP"
-            yield svg.text(x + 12, y + 34, _clipped(where(entry), letters), classes="on small")
-            yield svg.text(x + 12, y + 49, _clipped(figures, letters), classes="on small")
+    def _box(self, stage: int) -> Iterator[str]:
+        entry, color, (x, y) = self.plan.stages[stage], stage_color(stage), self.corner(stage)
+        yield svg.rectangle(x, y, WIDTH, HEIGHT, tint(color), ", ".join(entry.modules))
+        yield svg.rectangle(x, y, 5, HEIGHT, color)
+        title = _clipped(f"{stage} {entry.name}", int((WIDTH - 14) / STRONG))
+        flops = count(entry.figures.flops.at(entry.micro_batch_size))
+        figures = f"{count(entry.figures.num_parameters)} params, {flops}FLOP"
+        letters = int((WIDTH - 14) / svg.LETTER)
+        yield svg.text(x + 12, y + 18, title, classes="on strong")
+        yield svg.text(x + 12, y + 34, _clipped(where(entry), letters), classes="on small")
+        yield svg.text(x + 12, y + 49, _clipped(figures, letters), classes="on small")
 
 
 def _ports(plan: Plan, placed: Layers) -> dict[tuple[GridPlace, int, int], float]:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from lightning_gpp.errors import ScheduleError
-from lightning_gpp.reports.lanes import computes
-from lightning_gpp.reports.table import markdown
+from lightning_gpp.reports.kinds import computes
+from lightning_gpp.reports.tables import markdown
 from lightning_gpp.reports.units import duration, percent
 from lightning_gpp.schedules import Kind
 from lightning_gpp.simulation import Span, Timeline
@@ -113,7 +113,7 @@ def comparison_text(comparison: Comparison) -> str:
     rows.append(["all", "step", *_cells(comparison.step)])
     bubble = comparison.bubble
     rows.append(["all", "idle", *(percent(value or 0) for value in (bubble.simulated, bubble.measured)), "-"])
-    return "\n".join(markdown(HEADER, rows))
+    return markdown(HEADER, rows)
 
 
 def _cells(pair: FigurePair) -> list[str]:

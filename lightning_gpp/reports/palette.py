@@ -19,8 +19,6 @@ LIGHT: Final = {
     "muted": "#59636e",
     "line": "#d1d9e0",
     "arrow": "#818b98",
-    "bad": "#cf222e",
-    "good": "#1a7f37",
 }
 
 DARK: Final = {
@@ -30,11 +28,9 @@ DARK: Final = {
     "muted": "#9198a1",
     "line": "#30363d",
     "arrow": "#6e7681",
-    "bad": "#f85149",
-    "good": "#3fb950",
 }
 
-FAINT: Final = (Kind.FORWARD, Kind.RECOMPUTE, Kind.OFFLOAD, Kind.UNSHARD)
+FAINT: Final = (Kind.FORWARD, Kind.RECOMPUTE)
 """Kinds in a lighter tint of the stage's colour."""
 
 HATCHED: Final = (Kind.RECOMPUTE, Kind.WEIGHT)
@@ -54,6 +50,6 @@ def tint(color: str, share: float = 0.5) -> str:
 
 def action_color(stage: int, kind: Kind) -> str:
     """The colour of an action: light for forwards, full for backwards, grey for what no stage computes."""
-    if kind in (Kind.DATA, Kind.RESHARD):
+    if kind is Kind.DATA:
         return tint(NEUTRAL)
     return tint(stage_color(stage)) if kind in FAINT else stage_color(stage)

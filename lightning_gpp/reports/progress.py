@@ -25,19 +25,8 @@ class SearchBar:
     patience: float = PATIENCE
     began: float = field(default_factory=time.perf_counter)
     _bar: Progress | None = None
-    _part: int = 0
-    _num_parts: int = 1
-    _name: str = ""
-
-    def part(self, index: int, number: int, name: str) -> None:
-        """Begin the `index`-th of `number` searches, the one for `name`."""
-        self._part, self._num_parts, self._name = index, number, f"{name}: "
-        self._show(0.0, "no plan yet")
 
     def __call__(self, done: float, best: float, lower_bound: float) -> None:
-        self._show(min(1.0, done), _state(best, lower_bound))
-
-    def _show(self, done: float, state: str) -> None:
         if self._bar is None:
             if time.perf_counter() - self.began < self.patience:
                 return
@@ -51,8 +40,8 @@ class SearchBar:
             )
             self._bar.add_task("", total=1.0)
             self._bar.start()
-        completed = (self._part + done) / self._num_parts
-        self._bar.update(self._bar.task_ids[0], completed=completed, description=f"{self._name}{state}")
+        state = _state(best, lower_bound)
+        self._bar.update(self._bar.task_ids[0], completed=min(1.0, done), description=state)
 
     def stop(self) -> None:
         """Remove the bar."""

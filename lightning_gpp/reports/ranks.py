@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Final
 
-from lightning_gpp.reports.table import markdown
+from lightning_gpp.reports.tables import markdown
 from lightning_gpp.reports.units import duration, percent
 
 HEADER: Final = ("rank", "computes", "waits", "slowest in", "waits longest for")
-EACH_HEADER: Final = ("mini-batch", "slowest", "computes", "the others, median", "it waits", "longest for")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,9 +25,8 @@ class RankTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredRanks:
-    """The same mini-batches on all ranks. `first`: the number of the first one."""
+    """The same mini-batches on all ranks."""
 
-    first: int
     ranks: Sequence[RankTimes]
 
     @property
@@ -42,8 +40,7 @@ def slowest(rows: Sequence[Sequence[float]]) -> list[int]:
     return [max(range(len(rows)), key=figures.__getitem__) for figures in zip(*rows, strict=True)]
 
 
-def rank_rows(measured: MeasuredRanks) -> list[list[str]]:
-    """A row per rank, with medians."""
+def _rows(measured: MeasuredRanks) -> list[list[str]]:
     times = Counter(slowest([each.computing for each in measured.ranks]))
     return [
         [
@@ -57,18 +54,7 @@ def rank_rows(measured: MeasuredRanks) -> list[list[str]]:
     ]
 
 
-def batch_rows(measured: MeasuredRanks, most: int) -> list[list[str]]:
-    """A row for each of the latest mini-batches: the slowest rank, and what it waited for."""
-    computing = [each.computing for each in measured.ranks]
-    rows = []
-    for index, rank in list(enumerate(slowest(computing)))[-most:]:
-        one, others = measured.ranks[rank], [row[index] for other, row in enumerate(computing) if other != rank]
-        times = [duration(seconds) for seconds in (one.computing[index], median(others), one.waiting[index])]
-        rows.append([str(measured.first + index), f"rank {rank}", *times, one.longest[index] or "-"])
-    return rows
-
-
 def ranks_text(measured: MeasuredRanks) -> str:
     """The table of the ranks for a terminal."""
     heading = f"Devices in {measured.num_batches} mini-batches, medians:"
-    return "\n".join([heading, *markdown(HEADER, rank_rows(measured))])
+    return f"{heading}\n{markdown(HEADER, _rows(measured))}"

@@ -33,7 +33,7 @@ def search_text(prediction: Prediction, width: int | None = None) -> str:
         f"{search.states} states in {duration(search.seconds)}",
         _bound(prediction, kind),
         *search.notes,
-        alternatives_text(prediction),
+        _alternatives(prediction),
     )
     text = "\n".join(filter(None, lines))
     return text if width is None else "\n".join(wrapped(line, width) for line in text.splitlines())
@@ -49,7 +49,7 @@ def _bound(prediction: Prediction, kind: str) -> str:
     )
 
 
-def alternatives_text(prediction: Prediction) -> str:
+def _alternatives(prediction: Prediction) -> str:
     """The plans that were not chosen, best first, with the reasons; empty if the partitioner names none."""
     if not prediction.alternatives:
         return ""

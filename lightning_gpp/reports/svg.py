@@ -19,9 +19,9 @@ LETTER: Final = 6.6
 def _rules(colors: Mapping[str, str]) -> str:
     return (
         f".page{{fill:{colors['page']}}}.panel{{fill:{colors['panel']};stroke:{colors['line']}}}"
-        f"text{{fill:{colors['text']}}}text.halo{{stroke:{colors['page']}}}text.muted{{fill:{colors['muted']}}}text.bad{{fill:{colors['bad']}}}"
+        f"text{{fill:{colors['text']}}}text.halo{{stroke:{colors['page']}}}text.muted{{fill:{colors['muted']}}}"
         f".grid{{stroke:{colors['line']}}}.arrow{{stroke:{colors['arrow']};fill:none}}"
-        f".head{{fill:{colors['arrow']}}}.mark{{stroke:{colors['text']};fill:none}}"
+        f".head{{fill:{colors['arrow']}}}.area{{fill:{colors['arrow']};fill-opacity:0.5}}"
     )
 
 
@@ -70,13 +70,19 @@ def rectangle(
 
 
 def text(x: float, y: float, content: str, anchor: str = "start", classes: str = "") -> str:
-    """A line of text. Its classes are some of strong, title, small, muted, bad and on."""
+    """A line of text. Its classes are some of strong, title, small, muted and on."""
     named = f" class={quoteattr(classes)}" if classes else ""
     return f'<text x="{x:.2f}" y="{y:.2f}" text-anchor="{anchor}"{named}>{escape(content)}</text>'
 
 
 def line(start: Point, end: Point, classes: str = "grid") -> str:
     return f'<path class="{classes}" d="M {start[0]:.2f} {start[1]:.2f} L {end[0]:.2f} {end[1]:.2f}"/>'
+
+
+def area(corners: Sequence[Point], title: str = "") -> str:
+    """A grey area that shows `title` under the mouse."""
+    path = " L ".join(f"{x:.1f} {y:.1f}" for x, y in corners)
+    return f'<path class="area" d="M {path} Z"><title>{escape(title)}</title></path>'
 
 
 def arrow(points: Sequence[Point], *, dashed: bool = False, title: str = "") -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lightning_gpp.errors import ConfigError
-from lightning_gpp.reports.lanes import MEANINGS, PLAIN, StripSpan, computes, kinds_of, lanes
+from lightning_gpp.reports.kinds import MEANINGS, PLAIN, computed_kinds, computes
 from lightning_gpp.reports.terminal import together, wrapped
 from lightning_gpp.reports.units import duration, percent, size
 from lightning_gpp.schedules import Action, Kind
@@ -22,8 +22,8 @@ def timeline_text(timeline: Timeline, width: int = WIDTH) -> str:
 
     A forward is drawn as `F0` (micro-batch 0) and a backward as `B0`, stretched with `=` to its duration; if a device
     holds several stages, the stage comes first: `2F0`. An action too short for its name is drawn as its letter, or not
-    at all. Dots are idle time. Collectives, and copies to and from the host, have lines below their device, with letter
-    and stage. The last line explains letters other than `D`, `F` and `B`.
+    at all. Dots are idle time. The last line explains letters other than `D`, `F` and `B`. Collectives, and copies to
+    and from the host, are in the trace of the timeline (`trace_of`).
 
     Args:
         timeline: simulated or measured.
@@ -39,28 +39,14 @@ def timeline_text(timeline: Timeline, width: int = WIDTH) -> str:
     indent = max(map(len, labels))
     columns = max(8, width - indent - max(map(len, notes)) - 6)
     origin, makespan, rows = timeline.start, timeline.makespan, list[str]()
-    for device, (label, spans, note) in enumerate(zip(labels, timeline.devices, notes, strict=True)):
+    for label, spans, note in zip(labels, timeline.devices, notes, strict=True):
         rows.append(f"{label.rjust(indent)} |{_bar(spans, origin, makespan, columns)}| {note}")
-        for entries in lanes(timeline, device):
-            rows.append(" " * indent + f" |{_lane(entries, origin, makespan, columns)}|")
     below = (summary(timeline, width), *(wrapped(line, width) for line in _legend(timeline)))
     return "\n".join([*rows, *_axis(timeline, indent, columns), *below])
 
 
-def _lane(entries: Sequence[StripSpan], origin: float, makespan: float, columns: int) -> str:
-    cells = [" "] * columns
-    scale = columns / makespan if makespan else 0.0
-    for entry in entries:
-        first, last = (round((time - origin) * scale) for time in (entry.start, entry.stop))
-        first = min(first, columns - 1)
-        width = max(1, min(last, columns) - first)  # a mark if it takes no time
-        name = f"{entry.kind.value}{entry.stage}"
-        cells[first : first + width] = (name if len(name) <= width else entry.kind.value).ljust(width, "=")
-    return "".join(cells)
-
-
 def _legend(timeline: Timeline) -> list[str]:
-    kinds = kinds_of(timeline)
+    kinds = computed_kinds(timeline)
     if set(kinds) <= set(PLAIN):
         return []
     return [", ".join(f"{kind.value} {MEANINGS[kind]}" for kind in kinds)]

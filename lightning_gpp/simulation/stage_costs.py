@@ -109,40 +109,6 @@ class StageCosts:
         )
         return cls(stages=(cost,) * len(plan.stages))
 
-    @classmethod
-    def from_figures(
-        cls,
-        plan: Plan,
-        *,
-        flops_per_second: float,
-        overhead: float = 0,
-        link: Link | None = None,
-        backward_ratio: float = 2,
-    ) -> StageCosts:
-        """Costs from the plan's own figures and the speed of a device.
-
-        Args:
-            plan: the plan.
-            flops_per_second: speed that a device reaches in practice.
-            overhead: additional seconds of every action.
-            link: link between any two devices; free by default.
-            backward_ratio: FLOPs of a backward relative to its forward; half of them for weight gradients.
-        """
-        second = 1 / flops_per_second
-        stages = tuple(
-            StageCost(
-                forward=stage.figures.flops * second + Affine(0, overhead),
-                backward=stage.figures.flops * (second * backward_ratio) + Affine(0, overhead),
-                weight=stage.figures.flops * (second * backward_ratio / 2),
-                activation_bytes=stage.figures.activation_bytes,
-                offloaded_bytes=stage.figures.offloaded_bytes,
-                pending_bytes=stage.figures.pending_bytes,
-                parameter_bytes=stage.figures.parameter_bytes,
-            )
-            for stage in plan.stages
-        )
-        return cls(stages=stages, default_link=link or Link())
-
     def replica(self, stage: int, device: int) -> StageCost:
         """The cost of a stage on one of its devices."""
         return self.replicas.get((stage, device), self.stages[stage])

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate, takewhile
-from pathlib import Path
-from typing import Any
 
-from lightning_gpp.errors import ScheduleError
 from lightning_gpp.schedules import Action, Kind
 from lightning_gpp.schedules.actions import RELEASES
 
@@ -134,26 +130,6 @@ class Timeline:
                 most[stage] = max(most.get(stage, 0), count(kinds))
         return dict(sorted(most.items()))
 
-    def save(self, path: str | Path) -> None:
-        """Write the timeline as JSON."""
-        Path(path).write_text(json.dumps(_content(self)))
-
-    @classmethod
-    def load(cls, path: str | Path) -> Timeline:
-        """Read a timeline that `save` wrote.
-
-        Raises:
-            ScheduleError: the file is missing, or is not a timeline.
-        """
-        try:
-            return _timeline(json.loads(Path(path).read_text()))
-        except OSError as error:
-            raise ScheduleError(f"The timeline {path} cannot be read: {error}.") from error
-        except (ValueError, KeyError, TypeError) as error:
-            raise ScheduleError(
-                f"The file {path} is not a timeline: {type(error).__name__}: {error}. Write one with Timeline.save()."
-            ) from error
-
 
 def _peak(kinds: list[Kind]) -> int:
     if not any(kind in RELEASES for kind in kinds):
@@ -164,53 +140,3 @@ def _peak(kinds: list[Kind]) -> int:
 def _before_backward(kinds: list[Kind]) -> int:
     backward = (Kind.BACKWARD, Kind.INPUT)
     return sum(kind is Kind.FORWARD for kind in takewhile(lambda kind: kind not in backward, kinds))
-
-
-def _content(timeline: Timeline) -> dict[str, Any]:
-    return {
-        "stages": timeline.stages,
-        "devices": [[[str(span.action), span.start, span.stop] for span in spans] for spans in timeline.devices],
-        "transfers": [
-            [
-                *(entry.message, entry.src, entry.dst, str(entry.producer), str(entry.consumer)),
-                *(entry.start, entry.stop, entry.num_bytes),
-            ]
-            for entry in timeline.transfers
-        ],
-        "reductions": [[entry.stage, entry.devices, entry.start, entry.stop] for entry in timeline.reductions],
-        "all_gathers": [[entry.stage, entry.devices, entry.start, entry.stop] for entry in timeline.all_gathers],
-        "host_copies": [
-            [entry.device, str(entry.action), entry.start, entry.stop, entry.num_bytes]
-            for entry in timeline.host_copies
-        ],
-        "peak_bytes": timeline.peak_bytes,
-        "held_bytes": timeline.held_bytes,
-        "num_batches": timeline.num_batches,
-    }
-
-
-def _timeline(content: dict[str, Any]) -> Timeline:
-    return Timeline(
-        stages=tuple(content["stages"]),
-        devices=tuple(
-            tuple(Span(Action.parse(action), start, stop) for action, start, stop in spans)
-            for spans in content["devices"]
-        ),
-        transfers=tuple(
-            Transfer(message, src, dst, Action.parse(producer), Action.parse(consumer), start, stop, num_bytes)
-            for message, src, dst, producer, consumer, start, stop, num_bytes in content["transfers"]
-        ),
-        reductions=_collectives_from(content["reductions"]),
-        all_gathers=_collectives_from(content["all_gathers"]),
-        host_copies=tuple(
-            HostCopy(device, Action.parse(action), start, stop, num_bytes)
-            for device, action, start, stop, num_bytes in content.get("host_copies", ())
-        ),
-        peak_bytes=tuple(content["peak_bytes"]),
-        held_bytes=tuple(tuple((time, held) for time, held in device) for device in content.get("held_bytes", ())),
-        num_batches=content.get("num_batches", 1),
-    )
-
-
-def _collectives_from(content: list[Any]) -> tuple[Collective, ...]:
-    return tuple(Collective(stage, tuple(devices), start, stop) for stage, devices, start, stop in content)

@@ -23,21 +23,6 @@ Event = dict[str, Any]
 SHORT: Final = 0.99
 """Share of an action after which its arrows leave: at its very end they would belong to what follows."""
 
-COLORS: Final = {
-    Kind.DATA: "grey",
-    Kind.FORWARD: "rail_response",
-    Kind.RECOMPUTE: "rail_idle",
-    Kind.BACKWARD: "rail_animation",
-    Kind.INPUT: "rail_load",
-    Kind.WEIGHT: "good",
-    Kind.OFFLOAD: "thread_state_iowait",
-    Kind.LOAD: "thread_state_runnable",
-    Kind.UNSHARD: "yellow",
-    Kind.RESHARD: "white",
-    Kind.REDUCE: "olive",
-}
-"""Names that chrome://tracing knows; Perfetto derives colours from the names of events."""
-
 
 class TraceEvents:
     """The events of timelines, each of one mini-batch of one pipeline."""
@@ -122,7 +107,7 @@ class TraceEvents:
                 for device in entry.devices:
                     self._label(first + device, thread, "collectives")
                     event = _event(name, entry, first + device, thread, {"stage": entry.stage})
-                    self._events.append({**event, **_style(kind)})
+                    self._events.append({**event, "cat": kind.name.lower()})
 
     def _host_copies(self, timeline: Timeline, first: int) -> None:
         """Events of copies between devices and hosts, in a thread for each direction after that of the collectives."""
@@ -131,7 +116,7 @@ class TraceEvents:
             thread = len(timeline.devices) + (2 if leaves else 3)
             self._label(process, thread, f"copies {'to' if leaves else 'from'} the host")
             event = _event(str(entry.action), entry, process, thread, {"bytes": entry.num_bytes})
-            self._events.append({**event, **_style(entry.action.kind)})
+            self._events.append({**event, "cat": entry.action.kind.name.lower()})
 
 
 def trace_of(timeline: Timeline) -> TraceEvents:
@@ -144,7 +129,7 @@ def trace_of(timeline: Timeline) -> TraceEvents:
 def _action(timeline: Timeline, span: Span, process: int, details: Mapping[str, Any]) -> Event:
     stage, kind = timeline.stages[span.action.stage], span.action.kind
     event = _event(str(span.action), span, process, 0, {"stage": stage, "kind": kind.name, **details})
-    return {**event, **_style(kind)}
+    return {**event, "cat": kind.name.lower()}
 
 
 def _waits(timeline: Timeline, first: int) -> Iterator[Event]:
@@ -160,12 +145,8 @@ def _waits(timeline: Timeline, first: int) -> Iterator[Event]:
                 name = f"wait for {last.producer} of device {last.src}"
                 gap = Span(span.action, free, span.start)
                 event = _event(name, gap, first + device, 0, {"message": last.message})
-                yield {**event, "cat": "wait", "cname": "black"}
+                yield {**event, "cat": "wait"}
             free = max(free, span.stop)
-
-
-def _style(kind: Kind) -> dict[str, str]:
-    return {"cat": kind.name.lower(), "cname": COLORS[kind]}
 
 
 def _counter(process: int, time: float, num_bytes: float) -> Event:

@@ -25,7 +25,6 @@ from lightning_gpp.failure.monitor import INTERRUPTED
 from lightning_gpp.option import documents, takes_fields_of
 from lightning_gpp.plan import Plan
 from lightning_gpp.replaced import replaced
-from lightning_gpp.reports.page import RunRecord
 from lightning_gpp.runtime.mesh import Mesh
 from lightning_gpp.simulation import Period, Timeline
 from lightning_gpp.strategy.arguments import Arguments
@@ -378,21 +377,19 @@ class GPPStrategy(RanksStrategy):
         """
         return period_of(self._planned(), self.num_pipelines)
 
-    def report(self, path: str | Path, record: RunRecord | None = None) -> None:
+    def report(self, path: str | Path) -> None:
         """Write plan, timelines and memory as one HTML file, on global rank 0; also after `trainer.fit`.
 
-        With `trace=True`, after the run, the measured timeline is drawn over the simulated one.
+        With `trace=True`, after the run, the measured timeline is drawn below the simulated one.
 
         Args:
             path: the file.
-            record: losses and throughput to show; the callback `RunReport` collects them.
 
         Raises:
             PlanError: there is no plan yet.
         """
         if self.global_rank == 0:
-            engine = self._planned()
-            write_report(path, engine, self.num_pipelines, self._steps.trace, record)
+            write_report(path, self._planned(), self.num_pipelines, self._steps.trace)
 
     def _planned(self) -> Engine:
         if self._engine is None:

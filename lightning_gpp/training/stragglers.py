@@ -30,7 +30,6 @@ class Stragglers:
         self._control, self._host = job.control, job.host
         self._blocks = job.device.type == "cpu"  # other devices work through a queue, so that waits take no time
         self._numbers = self._control.waited
-        self._count = 0
         self._noted: deque[tuple[float, float, Executor, int]] = deque(maxlen=MOST)
         """Seconds of computing and of waiting in a mini-batch, and the instruction of the longest wait."""
         self.measured: MeasuredRanks | None = None
@@ -48,7 +47,6 @@ class Stragglers:
         numbers, self._numbers = self._control.waited - self._numbers, self._control.waited
         place = FOR_NUMBERS if numbers > longest else place
         self._noted.append((executor.seconds - total, total + numbers, executor, place))
-        self._count += 1
 
     def _text(self, executor: Executor, place: int) -> str:
         """A wait in words."""
@@ -69,5 +67,5 @@ class Stragglers:
         )
         ranks: list[RankTimes] = self._control.gather_all(mine)
         if self._control.first:
-            self.measured = MeasuredRanks(first=self._count - len(self._noted), ranks=ranks)
+            self.measured = MeasuredRanks(ranks=ranks)
             self._host.inform(ranks_text(self.measured))

@@ -64,15 +64,6 @@ def test_the_fastest_number_is_chosen() -> None:
     assert f"{degree}: {rate(prediction.samples_per_second)} samples/s" in note
 
 
-@pytest.mark.acceptance
-def test_given_stages_have_the_fastest_number() -> None:
-    config = config_of(OWN)
-    config.strategy.stages = {"trunk": 1, "mean_tower": 0, "error_tower": 0, "worst_tower": 0}
-    _, prediction, (note,) = best_of_sizes(config)
-    (degree,) = {stage.tensor_parallel_size for stage in prediction.plan.stages}
-    assert f"Fastest: strategy.tensor_parallel_size={degree}. " in note
-
-
 def test_processes_of_given_stages_have_to_fill_the_cluster() -> None:
     config = config_of(OWN)
     del config.strategy.tensor_parallel_size
@@ -81,7 +72,9 @@ def test_processes_of_given_stages_have_to_fill_the_cluster() -> None:
         {"modules": towers, "devices": [1]},
         {"modules": ["trunk", "@step"], "devices": [0], "tensor_parallel_size": 2},
     ]
-    with pytest.raises(ConfigError, match="has 3 processes, which does not divide the 4 devices of cluster 'cluster'"):
+    with pytest.raises(
+        ConfigError, match="has 3 processes .*, which does not divide the 4 devices of cluster 'cluster'"
+    ):
         task_of(config)
 
 

@@ -558,23 +558,6 @@ def test_restore_evaluation_data() -> None:
     assert not any("setup_data" in vars(loop) for loop in loops)
 
 
-def test_resuming_from(tmp_path: Path) -> None:
-    path = str(tmp_path / "first.ckpt")
-    fit(Line()).save_checkpoint(path)
-    connected: list[bool] = []
-
-    def choose() -> str:
-        connected.append(trainer.strategy.root_device is not None)
-        return path
-
-    trainer, module = L.Trainer(**{**QUIET, "max_epochs": 3}), Line()
-    with compat.resuming_from(trainer, choose):
-        trainer.fit(module, loader(2))
-    assert (connected, trainer.global_step, trainer.ckpt_path) == ([True], 6, path)
-    assert module.weight.item() == -6.0
-    assert "resume_start" not in vars(trainer._checkpoint_connector)
-
-
 def test_lightning_state() -> None:
     """What Lightning keeps in a module, and no name that a user may have chosen."""
 

@@ -24,7 +24,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_gpp import GPPStrategy
-from lightning_gpp.cli.resume import resuming_by_itself
+from lightning_gpp.cli.job import newest_checkpoint
 from tests.failure import preempted
 from tests.failure.fit_script import own_rank
 
@@ -188,8 +188,8 @@ def fit(folder: str) -> None:
     )
     workers = fault is not None and fault.kind.startswith("worker")
     data = DataLoader(Samples(fault), batch_size=8, num_workers=int(workers))
-    with resuming_by_itself(trainer, folder):
-        trainer.fit(Module(fault), data, DataLoader(Samples(None), batch_size=8))
+    validation = DataLoader(Samples(None), batch_size=8)
+    trainer.fit(Module(fault), data, validation, ckpt_path=newest_checkpoint(folder))
     print("complete", flush=True)
 
 

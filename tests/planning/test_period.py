@@ -14,7 +14,7 @@ from lightning_gpp.planning import Request, best_plan, estimate, manual
 from lightning_gpp.planning.problem.draft import Draft, DraftStage
 from lightning_gpp.planning.problem.evaluate import Evaluator
 from lightning_gpp.planning.problem.prediction import simulated
-from lightning_gpp.reports import partitioners_table, period_text, prediction_text, schedules_table
+from lightning_gpp.reports import comparison_table, period_text, prediction_text
 from lightning_gpp.reports.units import duration
 from lightning_gpp.runtime.weights import copies_of
 from lightning_gpp.simulation import StageCosts, no_copies, simulate_period
@@ -62,9 +62,10 @@ def test_tables_call_it_a_period() -> None:
     draft = replace(draft, stages=tuple(replace(stage, slack=0) for stage in draft.stages))
     draft = replace(draft, schedule="1f1b")
     flushed, steady = (simulated(replace(problem, weight_copies=copies), draft) for copies in (None, no_copies))
-    for table in (partitioners_table, schedules_table):
-        assert (" step " in table([("x", flushed)]), " period " in table([("x", flushed)])) == (True, False)
-        assert (" step " in table([("x", steady)]), " period " in table([("x", steady)])) == (False, True)
+    for outcome, name, other in ((flushed, " step ", " period "), (steady, " period ", " step ")):
+        table = comparison_table("schedule", [("x", outcome)])
+        assert name in table
+        assert other not in table
     assert "Without a flush" not in prediction_text(flushed)
     assert f"Without a flush: {duration(steady.seconds)} per mini-batch" in prediction_text(steady)
     assert steady.seconds < flushed.seconds

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_gpp.plan import Edge, Plan, Stage
-from lightning_gpp.reports.graph import DETAILED, GraphPicture
+from lightning_gpp.reports.graph import GAP_X, HEIGHT, WIDTH, GraphPicture
 from lightning_gpp.reports.layers import layers
 
 
@@ -36,17 +36,16 @@ def plan_of(graph: nx.DiGraph) -> Plan:
 @given(graphs())
 def test_no_edge_crosses_a_box(graph: nx.DiGraph) -> None:
     """Curves stay in the gaps between columns; straight lines pass columns beside their boxes."""
-    picture = GraphPicture(plan_of(graph), DETAILED)
-    box = picture.box
+    picture = GraphPicture(plan_of(graph))
     boxes = [(*picture.corner(stage), stage) for stage in graph]
     for src, dst in graph.edges:
         points = picture.route(src, dst)
         for (start, _), (stop, _) in zip(points[::2], points[1::2], strict=True):
-            assert stop - start == box.gap_x
-            assert not any(start < x < stop or x <= start < x + box.width for x, _, _ in boxes)
+            assert stop - start == GAP_X
+            assert not any(start < x < stop or x <= start < x + WIDTH for x, _, _ in boxes)
         for (x, y), (_, other) in zip(points[1:-1:2], points[2::2], strict=True):
             assert y == other
-            assert not any(x == left and top <= y <= top + box.height for left, top, _ in boxes)
+            assert not any(x == left and top <= y <= top + HEIGHT for left, top, _ in boxes)
 
 
 @settings(max_examples=60, deadline=None)

@@ -4,12 +4,13 @@ import pytest
 
 from lightning_gpp.errors import ConfigError
 from lightning_gpp.plan import Plan
-from lightning_gpp.planning import Prediction, manual
-from lightning_gpp.reports import chain_and_graph_svg, graph_svg, graph_text, timeline_svg, timeline_text
+from lightning_gpp.planning import manual
+from lightning_gpp.reports import graph_svg, graph_text, timeline_svg, timeline_text
 from lightning_gpp.reports.units import ticks
-from lightning_gpp.schedules import compile_program
+from lightning_gpp.schedules import Schedule, compile_program, lower
 from lightning_gpp.simulation import StageCosts, Timeline, simulate
 from tests.planning import graphs
+from tests.strategies import chain
 
 
 def chain_plan(schedule: str = "gpipe") -> Plan:
@@ -80,16 +81,22 @@ def test_pictures_are_well_formed_and_complete() -> None:
     assert any((title or "").startswith("0F0 image_tower: 0 s to 1 s") for title in titles)
 
 
-def test_a_chain_and_a_graph_have_one_axis_of_time() -> None:
-    """Step, idle share and memory of both are told, and what the graph saves."""
-    plan = manual(graphs.two_towers(), {"image_tower": 0, "text_tower": 1, "head": 2}, batch_size=4, micro_batch_size=1)
-    chain, graph = (Prediction(plan=each, timeline=timeline_of(each)) for each in (plan.chained(), plan))
-    picture = ElementTree.fromstring(chain_and_graph_svg(chain, graph, "Towers"))
-    texts = [element.text for element in picture.iter()]
-    titles = {"Towers", "Chain: 3 stages, 3 deep", "Graph: 3 stages, 2 deep"}
-    assert {*titles, "step 18 s, idle 33 %, peak 3 B"} <= {*texts}
-    assert any("shorter" in (text or "") for text in texts)
-    assert texts.count("10 s") == 1
+def test_split_backwards_in_text_and_picture() -> None:
+    """Two stages, two micro-batches; gradients of parameters come later."""
+    plan = chain([1, 1], 2)
+    schedule = Schedule.parse("0: 1F0 1I0 1F1 1I1 1W0 1W1\n1: 0F0 0F1 0I0 0W0 0I1 0W1")
+    timeline = simulate(lower(plan, schedule), StageCosts.uniform(plan, 1, 2, 1))
+    assert timeline_text(timeline, width=60).splitlines() == [
+        "device 0 |.....F0==I0===F1==I1===W0==W1===| idle 14 %, 2 B",
+        "device 1 |F0===F1==.....I0==W0===I1==W1===| idle 14 %, 2 B",
+        "         0                             7 s",
+        "step 7 s, idle 14 %; warm-up/peak in flight: stage0 2/2,",
+        "    stage1 1/2",
+        "F forward, I input gradients, W weight gradients",
+    ]
+    picture = timeline_svg(timeline)
+    assert picture.count('fill="url(#hatch)"') == 4 + 1  # every W, and the legend
+    assert "<title>0W1 stage0: 6 s to 7 s</title>" in picture
 
 
 def test_ticks_are_round_and_have_units() -> None:

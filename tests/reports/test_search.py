@@ -1,4 +1,4 @@
-"""Memory bars, figures of a search, runners-up, and partitioners side by side."""
+"""Figures of a search and runners-up; stages by hand in the stage graph; the progress bar."""
 
 from __future__ import annotations
 
@@ -10,17 +10,13 @@ from rich.console import Console
 from lightning_gpp.cluster import preset_cluster
 from lightning_gpp.planning import Prediction, Request, best_plan, manual
 from lightning_gpp.reports import (
-    alternatives_text,
     graph_svg,
     graph_text,
-    memory_text,
-    partitioners_table,
     search_progress,
     search_text,
 )
 from lightning_gpp.reports.progress import SearchBar
 from lightning_gpp.reports.units import rate
-from lightning_gpp.simulation import Timeline
 from tests.planning import graphs
 
 TOWERS = manual(
@@ -40,27 +36,6 @@ def prediction() -> Prediction:
     return best_plan("auto", graphs.two_towers(), request)
 
 
-def on_towers(*peaks: float) -> Prediction:
-    timeline = Timeline(stages=("a",), devices=((),) * len(peaks), peak_bytes=peaks)
-    return Prediction(plan=TOWERS, timeline=timeline, memory_bytes=(2.0**31,) * len(peaks))
-
-
-def test_memory_bars_share_a_line_where_devices_are_alike() -> None:
-    towers = on_towers(2.0**20, 2.0**30, 2.0**30, 2.0**30, 3 * 2.0**30, 2.0**30)
-    assert memory_text(towers).splitlines() == [
-        f"   device 0 |{'.' * 40}| 1 MiB of 2 GiB  0 %  head",
-        f"devices 1-3 |{'#' * 20}{'.' * 20}| 1 GiB of 2 GiB  50 %  image_tower",
-        f"   device 4 |{'!' * 40}| 3 GiB of 2 GiB  1 GiB TOO MUCH  text_tower",
-        f"   device 5 |{'#' * 20}{'.' * 20}| 1 GiB of 2 GiB  50 %  image_tower",
-    ]
-
-
-def test_peaks_that_look_the_same_share_a_bar() -> None:
-    lines = memory_text(on_towers(2.0**20, 2.0**30, 2.0**30 + 1, 2.0**30 - 1, 2.0**30, 2.0**30)).splitlines()
-    assert lines[1].startswith("devices 1-3 |")
-    assert "1 GiB of 2 GiB" in lines[1]
-
-
 def test_figures_of_a_search() -> None:
     plan = prediction()
     assert plan.search is not None
@@ -68,29 +43,13 @@ def test_figures_of_a_search() -> None:
     assert f"{rate(plan.samples_per_second)} samples/s" in text
     assert f"{plan.search.states} states" in text
     assert f"at most {100 * (plan.gap or 0):.1f} % longer than the best possible one" in text
+    assert len(plan.alternatives) > 1
+    assert all(entry.reason in text for entry in plan.alternatives)
     search = replace(plan.search, notes=("Mind the gap.",))
     unknown = search_text(replace(plan, lower_bound=0.0, alternatives=(), search=search))
     assert "none is known" in unknown
     assert unknown.endswith("Mind the gap.")
     assert search_text(replace(plan, search=None)) == ""
-
-
-def test_runners_up_say_why_they_lost() -> None:
-    plan = prediction()
-    lines = alternatives_text(plan).splitlines()[1:]
-    assert len(lines) == len(plan.alternatives) > 1
-    assert all(entry.reason in line for entry, line in zip(plan.alternatives, lines, strict=True))
-    assert alternatives_text(replace(plan, alternatives=())) == ""
-
-
-def test_partitioners_side_by_side() -> None:
-    plan = prediction()
-    slow = replace(plan, num_pipelines=1, plan=replace(plan.plan, batch_size=plan.plan.batch_size // 2))
-    table = partitioners_table([("auto", plan), ("slow", slow), ("none", "It does not fit: 3 GB too much.")])
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[:5]]
-    ratio = rows[0].index("of the best")
-    assert [row[ratio] for row in rows[2:]] == ["1.000", f"{0.5 / plan.num_pipelines:.3f}", "-"]
-    assert table.endswith("\n\nnone: It does not fit: 3 GB too much.")
 
 
 def test_the_stage_graph_tells_replicas_and_recomputation() -> None:

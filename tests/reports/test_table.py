@@ -19,13 +19,13 @@ PLAN = manual(
 )
 
 TABLE = """\
-| stage         | modules     | devices | samples | parameters | FLOPs | activations | in-edges             | out-edges | in flight |
-| ------------- | ----------- | ------: | ------: | ---------: | ----: | ----------: | -------------------- | --------- | --------: |
-| 0 image_tower | image_tower |     1,2 |       8 |      4.09k |    8M |       8 KiB | data (2 KiB)         | 2 (2 KiB) |         2 |
-| 1 text_tower  | text_tower  |       3 |       4 |      4.09k |    4M |       4 KiB | data (2 KiB)         | 2 (1 KiB) |         2 |
-| 2 head        | head, @step |       0 |       4 |        819 |  800k |       4 KiB | 0 (1 KiB), 1 (1 KiB) | -         |         1 |
+| stage         | modules     | devices | samples | parameters | FLOPs | activations | in flight |
+|---------------|-------------|---------|---------|------------|-------|-------------|-----------|
+| 0 image_tower | image_tower |     1,2 |       8 |      4.09k |    8M |       8 KiB |         2 |
+| 1 text_tower  | text_tower  |       3 |       4 |      4.09k |    4M |       4 KiB |         2 |
+| 2 head        | head, @step |       0 |       4 |        819 |  800k |       4 KiB |         1 |
 
-3 stages on 4 devices, depth 2, schedule 1f1b, mini-batch of 16 samples in 2/4 micro-batches"""  # noqa: E501
+3 stages on 4 devices, depth 2, schedule 1f1b, mini-batch of 16 samples in 2/4 micro-batches"""
 
 
 def test_devices_of_several_processes() -> None:
@@ -41,17 +41,10 @@ def test_table_is_markdown_and_lines_up() -> None:
 
 def test_long_lists_of_modules_are_cut() -> None:
     plan = manual(graphs.chain(30), {f"blocks.{i}": int(i > 20) for i in range(30)}, batch_size=4)
-    rows = plan_table(plan, modules_width=30).splitlines()
-    assert "| blocks.0, blocks.1, blocks.... |" in rows[2]
-    assert len({len(row) for row in rows[:4]}) == 1
-
-
-def test_another_batch_size() -> None:
-    assert "mini-batch of 8 samples in 1/2 micro-batches" in plan_table(PLAN, batch_size=8)
+    assert "| blocks.0, ..., blocks.20 (21 modules) " in plan_table(plan)
 
 
 def test_artificial_edges_are_marked() -> None:
-    assert "0 (order)" in plan_table(PLAN.chained())
     assert "image_tower -> text_tower: order only" in graph_text(PLAN.chained())
 
 

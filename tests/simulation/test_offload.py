@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -12,8 +10,6 @@ from hypothesis import given, settings
 from lightning_gpp.cluster import Cluster, Device
 from lightning_gpp.graph import Affine
 from lightning_gpp.plan import Plan
-from lightning_gpp.reports.gantt import timeline_svg
-from lightning_gpp.reports.timeline import timeline_text
 from lightning_gpp.schedules import compile_program
 from lightning_gpp.simulation import StageCost, StageCosts, Timeline, simulate, trace_of
 from tests.strategies import chain, offloading, plans
@@ -123,27 +119,10 @@ def test_copies_without_time_change_no_times(plan: Plan) -> None:
         assert [time for time, _ in curve] == sorted(time for time, _ in curve)
 
 
-def test_files_and_pictures(tmp_path: Path) -> None:
-    timeline = simulated(offloading(GPIPE))
-    timeline.save(path := tmp_path / "timeline.json")
-    assert Timeline.load(path) == timeline
-    rows = timeline_text(timeline).splitlines()
-    assert [row.strip(" |")[:2] for row in rows[1:3]] == ["O0", "L0"]
-    assert "O copy to host, L copy back" in rows[-1]
-    picture = timeline_svg(timeline)
-    assert picture.count("copy to host, stage0") == picture.count("copy back, stage0") == 4
-    events = trace_of(timeline).events
+def test_traces_have_the_copies() -> None:
+    events = trace_of(simulated(offloading(GPIPE))).events
     threads = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
     named = {(event["name"], threads[event["tid"]]) for event in events if event.get("cat") in ("offload", "load")}
     assert ("0O1", "copies to the host") in named
     assert ("0L1", "copies from the host") in named
     assert len(named) == 8
-
-
-def test_older_files_load(tmp_path: Path) -> None:
-    timeline = simulated(GPIPE)
-    timeline.save(path := tmp_path / "timeline.json")
-    content = json.loads(path.read_text())
-    del content["host_copies"]
-    path.write_text(json.dumps(content))
-    assert Timeline.load(path) == timeline

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from lightning_gpp.cluster import Cluster, Device
 from lightning_gpp.errors import PlanError, VerificationError
 from lightning_gpp.graph import Affine
-from lightning_gpp.plan import Figures, Plan
+from lightning_gpp.plan import Plan
 from lightning_gpp.schedules import Action, Kind, Program, Schedule, compile_program, lower
 from lightning_gpp.simulation import Link, StageCost, StageCosts, simulate
 from tests.strategies import chain, plan_of, plans, towers
@@ -145,16 +145,6 @@ def test_inference_has_no_warm_up_to_speak_of() -> None:
     timeline = simulate(compile_program(plan, training=False), StageCosts.uniform(plan))
     assert timeline.makespan == 4
     assert timeline.peak_in_flight == {0: 1, 1: 1}
-
-
-def test_costs_from_figures() -> None:
-    plan = chain((2,), 2)
-    figures = Figures(flops=Affine(100, 10), activation_bytes=Affine(8, 0), parameter_bytes=40)
-    plan = replace(plan, stages=(replace(plan.stages[0], figures=figures),))
-    costs = StageCosts.from_figures(plan, flops_per_second=10, overhead=1)
-    timeline = simulate(compile_program(plan), costs)
-    assert timeline.makespan == pytest.approx((21 + 1) + (42 + 1))
-    assert timeline.peak_bytes == (4 * 40 + 16,)
 
 
 def test_costs_of_another_plan() -> None:

@@ -1,4 +1,4 @@
-"""Timelines as files."""
+"""Timelines as traces."""
 
 from __future__ import annotations
 
@@ -9,32 +9,15 @@ from typing import Any
 
 import pytest
 
-from lightning_gpp.errors import ScheduleError
 from lightning_gpp.schedules import compile_program
-from lightning_gpp.simulation import Link, StageCosts, Timeline, simulate, trace_of
-from tests.strategies import towers
+from lightning_gpp.simulation import Collective, Link, StageCosts, Timeline, simulate, trace_of
+from tests.strategies import plan_of, towers
 
 
 @pytest.fixture
 def timeline() -> Timeline:
     plan = towers(2, 2, 4)
     return simulate(compile_program(plan), StageCosts.uniform(plan, 1, 2))
-
-
-def test_json_round_trip(timeline: Timeline, tmp_path: Path) -> None:
-    timeline.save(tmp_path / "timeline.json")
-    assert Timeline.load(tmp_path / "timeline.json") == timeline
-
-
-def test_not_a_timeline(tmp_path: Path) -> None:
-    (tmp_path / "other.json").write_text('{"stages": []}')
-    with pytest.raises(ScheduleError, match=r"other.json is not a timeline: KeyError.*Timeline.save"):
-        Timeline.load(tmp_path / "other.json")
-
-
-def test_no_file(tmp_path: Path) -> None:
-    with pytest.raises(ScheduleError, match="missing.json cannot be read"):
-        Timeline.load(tmp_path / "missing.json")
 
 
 def test_trace(timeline: Timeline, tmp_path: Path) -> None:
@@ -107,3 +90,34 @@ def test_a_trace_shows_waits_and_memory() -> None:
 def test_empty() -> None:
     empty = Timeline(stages=(), devices=((),))
     assert (empty.makespan, empty.busy, empty.bubble_fractions) == (0, (0,), (0,))
+
+
+def sharded() -> Timeline:
+    """Devices 1 and 2 hold two stages, gather their parameters in a second each, and sum their gradients."""
+    plan = plan_of([(0, 1), (1, 2)], [2, 2, 2], 4, devices=[(1, 2), (1, 2), (0,)])
+    stages = tuple(replace(stage, recompute=index == 1) for index, stage in enumerate(plan.stages))
+    plan = replace(plan, stages=stages, sharding="fsdp")
+    return simulate(compile_program(plan), replace(StageCosts.uniform(plan, 1, 2), all_reduce=(2.0, 2.0, 0.0)))
+
+
+def test_collectives_have_a_row_of_their_own_in_traces() -> None:
+    timeline = sharded()
+    assert timeline.all_gathers[0] == Collective(0, (1,), 0, 1)
+    assert min(spans[0].start for spans in timeline.devices) == 1  # nothing computes in the first second
+    events = trace_of(timeline).events
+    rows = {event["name"]: event["tid"] for event in events if event["ph"] == "X"}
+    row = rows["gather parameters of stage0"]
+    assert rows["reduce gradients of stage1"] == row
+    assert row not in {tid for name, tid in rows.items() if "stage" not in name}
+    labels = {(event["pid"], event["tid"]): event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    assert {key for key, name in labels.items() if name == "collectives"} == {(1, row), (2, row)}
+
+
+def test_rows_of_a_trace_do_not_overlap() -> None:
+    rows: dict[tuple[int, int], list[tuple[float, float]]] = {}
+    for event in trace_of(sharded()).events:
+        if event["ph"] == "X":
+            rows.setdefault((event["pid"], event["tid"]), []).append((event["ts"], event["ts"] + event["dur"]))
+    for spans in rows.values():
+        spans.sort()
+        assert all(first[1] <= second[0] + 1e-6 for first, second in zip(spans, spans[1:], strict=False))

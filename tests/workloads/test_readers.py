@@ -9,8 +9,8 @@ import pytest
 
 from benchmarks.planners.piper_profile import read_profile
 from lightning_gpp.cluster import DEVICES
+from lightning_gpp.costs.measured import OperatorSeconds
 from lightning_gpp.costs.model import CostModel
-from lightning_gpp.costs.table import OperatorSeconds
 from lightning_gpp.errors import PlanError
 from lightning_gpp.graph import Affine
 from lightning_gpp.plan import STEP, Stage
