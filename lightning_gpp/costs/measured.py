@@ -7,11 +7,12 @@ among its neighbours. An operator gets the share of its block's seconds that it 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from lightning_gpp.cluster import Device
 from lightning_gpp.costs.model import Roofline, Seconds
+from lightning_gpp.costs.table import CostTable, OperatorSeconds
 from lightning_gpp.errors import ConfigError, PlanError
 from lightning_gpp.graph import Affine, Operator, OperatorGraph
 
@@ -19,66 +20,16 @@ SHORTEST: Final = 1e-9
 """The shortest time that can be measured, in seconds."""
 
 
-@dataclass(frozen=True, slots=True)
-class OperatorSeconds:
-    """Seconds of one operator, affine in the samples of the micro-batch: the forward and both halves of the backward.
-
-    `input_gradient` and `weight_gradient` are 0 if there is no such gradient.
-    """
-
-    forward: Affine = Affine()
-    input_gradient: Affine = Affine()
-    weight_gradient: Affine = Affine()
-
-    @property
-    def backward(self) -> Affine:
-        return self.input_gradient + self.weight_gradient
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CostTable:
-    """Seconds of every operator of a graph, as a cost model.
-
-    Args:
-        name: states their origin.
-        operators: seconds by name of the operator.
-        device: the kind of device that was measured; empty: they hold for any.
-    """
-
-    name: str
-    operators: Mapping[str, OperatorSeconds] = field(hash=False)
-    device: str = ""
-
-    def seconds(self, operator: Operator, num_samples: int, device: Device) -> Seconds:
-        """Seconds as in `CostModel`; values that come from the data cost nothing.
-
-        Raises:
-            ConfigError: the device is of another kind than the measured one.
-            PlanError: the table is for another model.
-        """
-        if self.device and device.name != self.device:
-            raise ConfigError(
-                f"The costs ({self.name}) were measured on {self.device!r}, but the cluster has {device.name!r}. "
-                "Measure on that device, plan for the cluster that was measured, or choose strategy.costs=roofline."
-            )
-        if operator.target == "input":
-            return Seconds(0.0)
-        listed = self.operators.get(operator.name)
-        if listed is None:
-            raise PlanError(
-                f"The costs ({self.name}) have no figures for operator {operator.name!r}: they are for another model. "
-                "Measure this one, or choose strategy.costs=roofline."
-            )
-        parts = (listed.forward, listed.input_gradient, listed.weight_gradient)
-        return Seconds(*(part.at(num_samples) for part in parts))
-
-
 class MeasuredSeconds(NamedTuple):
-    """Seconds of a group of operators for one micro-batch."""
+    """Seconds of a group of operators for one micro-batch.
+
+    `again`: what another forward takes more than the first one, if the group runs again in its backward.
+    """
 
     forward: float
     input_gradient: float = 0.0
     weight_gradient: float = 0.0
+    again: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +40,55 @@ class BlockSeconds:
     points: Mapping[int, MeasuredSeconds]
 
 
-def spread(graph: OperatorGraph, blocks: Iterable[BlockSeconds], device: Device, name: str) -> CostTable:
+class MeasuredCosts:
+    """Costs of the operators of one graph on one kind of device (see `CostModel`).
+
+    Args:
+        table: seconds of operators.
+        device: name of the kind of device that the table holds for.
+    """
+
+    def __init__(self, table: CostTable, device: str) -> None:
+        self.table, self.device = table, device
+
+    @property
+    def name(self) -> str:
+        """The name of the table."""
+        return self.table.name
+
+    def seconds(self, operator: Operator, num_samples: int, device: Device) -> Seconds:
+        """Seconds as in `CostModel`; values that come from the data cost nothing.
+
+        Raises:
+            ConfigError: the device is of another kind than the measured one.
+            PlanError: the table is for another model.
+        """
+        self._check_device(device)
+        if operator.target == "input":
+            return Seconds(0.0)
+        if operator.name not in self.table.operators:
+            raise PlanError(
+                f"The costs ({self.name}) have no figures for operator {operator.name!r}: they were measured for "
+                "another model. Measure this one, or choose strategy.costs=roofline."
+            )
+        return self.table.seconds(operator, num_samples, device)
+
+    def rerun_seconds(self, operators: Iterable[Operator], num_samples: int, device: Device) -> float:
+        """See `costs.model.rerun_seconds`; with what torch's checkpointing takes."""
+        self._check_device(device)
+        return self.table.rerun_seconds(operators, num_samples, device)
+
+    def _check_device(self, device: Device) -> None:
+        if device.name != self.device:
+            raise ConfigError(
+                f"The costs ({self.name}) were measured on {self.device!r}, but the cluster has {device.name!r}. "
+                "Measure on that device, plan for the cluster that was measured, or choose strategy.costs=roofline."
+            )
+
+
+def spread(
+    graph: OperatorGraph, blocks: Iterable[BlockSeconds], device: Device, name: str, seconds_per_rerun: float = 0.0
+) -> CostTable:
     """The table of operators that follows from the seconds of blocks.
 
     An operator that several blocks compute (cheap glue) gets the mean of its parts in them. One that no block computes,
@@ -98,8 +97,9 @@ def spread(graph: OperatorGraph, blocks: Iterable[BlockSeconds], device: Device,
     Args:
         graph: the operators.
         blocks: the measured seconds.
-        device: the measured device, by whose roofline operators share the seconds of a block.
+        device: the device of the roofline model by which operators share the seconds of a block.
         name: name of the table.
+        seconds_per_rerun: see `CostTable`.
     """
     roofline = Roofline(graph)
     found: dict[str, list[OperatorSeconds]] = {}
@@ -109,7 +109,7 @@ def spread(graph: OperatorGraph, blocks: Iterable[BlockSeconds], device: Device,
         for operator, part in zip(block.operators, _parts(whole, expected), strict=True):
             found.setdefault(operator, []).append(part)
     operators = {operator.name: _mean(found.get(operator.name, [OperatorSeconds()])) for operator in graph}
-    return CostTable(name=name, operators=operators, device=device.name)
+    return CostTable(name=name, operators=operators, seconds_per_rerun=seconds_per_rerun)
 
 
 def _by_part(points: Mapping[int, MeasuredSeconds]) -> Iterator[dict[int, float]]:
@@ -128,6 +128,7 @@ def _parts(whole: OperatorSeconds, expected: Sequence[Seconds]) -> list[Operator
             forward=whole.forward * forward[index],
             input_gradient=whole.input_gradient * inputs[index],
             weight_gradient=whole.weight_gradient * weights[index],
+            again=whole.again * forward[index],
         )
         for index in range(len(expected))
     ]
@@ -149,6 +150,7 @@ def _mean(parts: Sequence[OperatorSeconds]) -> OperatorSeconds:
         forward=mean(part.forward for part in parts),
         input_gradient=mean(part.input_gradient for part in parts),
         weight_gradient=mean(part.weight_gradient for part in parts),
+        again=mean(part.again for part in parts),
     )
 
 

@@ -19,12 +19,12 @@ from lightning_gpp._compat.torch import pytree
 from lightning_gpp.capture import Capture, batch_size_of
 from lightning_gpp.capture.record import step_arguments
 from lightning_gpp.cluster import Device
-from lightning_gpp.costs.measured import BlockSeconds, CostTable, MeasuredSeconds, spread
+from lightning_gpp.costs.measured import BlockSeconds, MeasuredCosts, MeasuredSeconds, spread
 from lightning_gpp.costs.model import Roofline
 from lightning_gpp.errors import ConfigError
 from lightning_gpp.measure.blocks import Block, Blocks, find_blocks
 from lightning_gpp.measure.replica import filled, hollow_copy, random_like
-from lightning_gpp.measure.store import Store, default_folder
+from lightning_gpp.measure.store import EMPTY, Store, default_folder
 from lightning_gpp.measure.timing import BlockTimer
 from lightning_gpp.plan import SOURCE
 from lightning_gpp.runtime.random import undisturbed
@@ -34,6 +34,9 @@ MeasuringProgress = Callable[[int, int, str], None]
 """Called before each measurement with the number of those done, their total, and the block's name and samples."""
 
 SECONDS_PER_BLOCK: Final = 0.2
+
+OWN_CACHE_BYTES: Final = 1 << 20
+"""Bytes that stay in the cache that a core of a server has for itself."""
 
 
 def measure_costs(
@@ -50,7 +53,7 @@ def measure_costs(
     context: Callable[[], AbstractContextManager[Any]] = nullcontext,
     budget: float = SECONDS_PER_BLOCK,
     progress: MeasuringProgress | None = None,
-) -> CostTable:
+) -> MeasuredCosts:
     """Measure the costs of the operators of a captured model on this machine's device.
 
     The model is cut into blocks at module borders. Each block runs alone, on the batch or on random inputs of its
@@ -77,15 +80,16 @@ def measure_costs(
     """
     sizes = _checked_sizes(sizes, batch)
     place = torch.device(torch_device)
+    cold = place.type == "cpu" and _is_cold(capture, sizes[0])
     roofline = Roofline(capture.graph)
     expected = {operator.name: sum(roofline.seconds(operator, sizes[-1], device)) for operator in capture.graph}
     replica = hollow_copy(module, place)
     blocks = find_blocks(capture, replica, expected, num_pieces)
-    store = Store(default_folder() if cache is None else cache, _kind(place, num_threads))
+    store = Store(default_folder() if cache is None else cache, _kind(place, num_threads, cold))
     todo = _missing(blocks, sizes, store)
-    if todo:
+    if todo or EMPTY not in store.figures:
         with _prepared(place, num_threads):
-            timer = partial(BlockTimer, device=place, context=context, budget=budget)
+            timer = partial(BlockTimer, device=place, context=context, budget=budget, cold=cold)
             bench = _Bench(capture, blocks, replica, module, place, timer)
             bench.run(batch, todo, store, progress)
     measured = [
@@ -93,7 +97,8 @@ def measure_costs(
         for block in blocks.blocks
     ]
     name = f"measured on {store.device}, torch {torch.__version__}"
-    return spread(capture.graph, measured, device, name)
+    table = spread(capture.graph, measured, device, name, store.figures[EMPTY].again)
+    return MeasuredCosts(table, device.name)
 
 
 def _missing(blocks: Blocks, sizes: Sequence[int], store: Store) -> list[tuple[Block, int]]:
@@ -125,6 +130,7 @@ class _Bench:
         step = getattr(self._replica, self._capture.step)
         arguments = step_arguments(step, 0)
         batch = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(self._device), batch)
+        store.figures.setdefault(EMPTY, MeasuredSeconds(0.0, again=self._timer.seconds_per_rerun))
         self._step.begin(batch, lambda samples: step(samples, *arguments), seed=0)
         try:
             for done, (block, size) in enumerate(todo):
@@ -190,12 +196,19 @@ def _prepared(device: torch.device, num_threads: int) -> Iterator[None]:
         yield
 
 
-def _kind(device: torch.device, num_threads: int) -> str:
+def _is_cold(capture: Capture, num_samples: int) -> bool:
+    """True if the rest of a step takes the caches from one run of a block to the next."""
+    graph = capture.graph
+    touched = 2 * sum(graph.parameter_bytes.values()) + sum(op.saved_bytes.at(num_samples) for op in graph)
+    return touched > OWN_CACHE_BYTES
+
+
+def _kind(device: torch.device, num_threads: int, cold: bool) -> str:
     """A description of everything that determines the speed of a device."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).name
     threads = "1 thread" if num_threads == 1 else f"{num_threads} threads"
-    return f"{_processor()}, {threads}"
+    return f"{_processor()}, {threads}{', cold caches' * cold}"
 
 
 def _processor() -> str:

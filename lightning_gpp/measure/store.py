@@ -14,10 +14,13 @@ import torch
 
 from lightning_gpp.costs.measured import MeasuredSeconds
 
-FORMAT: Final = 3
+FORMAT: Final = 2
 
 BlockKey = tuple[str, int]
 """The content of a block, and the samples of its micro-batch."""
+
+EMPTY: Final[BlockKey] = "empty", 1
+"""A block without operators. What running it again takes is part of running any block again."""
 
 
 def default_folder() -> Path:
@@ -86,5 +89,5 @@ class Store:
 def _checked(values: list[float]) -> MeasuredSeconds:
     seconds = MeasuredSeconds(*map(float, values))
     if len(values) != len(seconds) or not all(0 <= value < float("inf") for value in seconds):
-        raise ValueError(f"{values} are not seconds of forward, input gradient and weight gradient")
+        raise ValueError(f"{values} are not seconds of forward, input gradient, weight gradient and repetition")
     return seconds

@@ -1,11 +1,16 @@
-"""Times the forwards and backwards of blocks.
+"""Times the forwards and backwards of blocks, and what it takes to run them again in their backward.
 
 A stage consists of many blocks, but runs Python and autograd once. So this overhead is measured with an empty block and
 subtracted.
+
+Running a block again takes another forward, and time in Python: some for the block, and some for each tensor that
+autograd saves. Both are measured with tiny blocks. Large blocks would not show them: where they get their memory from
+makes more of a difference.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -16,13 +21,22 @@ from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_gpp.costs.measured import MeasuredSeconds
+from lightning_gpp.runtime.recompute import recomputed
 from lightning_gpp.runtime.stage import MicroBatch, StageModule
 
 WARM_UPS: Final = 2
 FEWEST: Final = 3
 """The least number of repetitions."""
+
+CACHE_BYTES: Final = 16 << 20
+"""Bytes of other data after which nothing of a block is left in the caches that a core can count on."""
+
+MANY: Final = 32
+"""Saved tensors of the tiny block that shows what each takes."""
+
 
 StageCall = Callable[[Mapping[str, Tensor], MicroBatch], dict[str, Tensor]]
 """The forward of a stage."""
@@ -55,36 +69,71 @@ class _Nothing:
         return {name: value.view_as(value) for name, value in values.items()}
 
 
+@dataclass
+class _Saving(_Nothing):
+    """A stage for which autograd saves this many tensors."""
+
+    number: int
+
+    def forward(self, values: Mapping[str, Tensor], micro_batch: MicroBatch) -> dict[str, Tensor]:
+        value = values["x"]
+        for _ in range(self.number):
+            value = value.sin()
+        return {"x": value}
+
+
 @dataclass(kw_only=True)
 class BlockTimer:
     """Runs blocks repeatedly, as the executor runs a stage.
 
     Args:
         device: device of the tensors.
+        cold: whether each timed call begins without the block's data in the caches of a CPU.
         context: context in which modules compute, for example autocast; backwards run outside.
         budget: seconds per block, which may be exceeded to reach the least number of repetitions.
         after: called after every repetition.
+
+    `seconds_per_rerun`: what running any block again takes, besides what it takes for its operators.
     """
 
     device: torch.device
     context: Callable[[], AbstractContextManager[Any]]
     budget: float
     after: Callable[[], None]
+    cold: bool = False
+    seconds_per_rerun: float = field(init=False)
+    _per_saved_tensor: float = field(init=False)
     _of_nothing: Times = field(init=False)
+    _others: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
+        self._others = torch.zeros(CACHE_BYTES if self.cold else 0, dtype=torch.uint8)
         tiny = torch.ones(1, device=self.device, requires_grad=True)
         alone = {"x": tiny}, MicroBatch(0, 0, 1, 1)
         # the least, because a pause of this process would be subtracted from all blocks
         self._of_nothing = Times(*self._chosen(min, partial(self._repetition, _Nothing(), *alone)))
+        few = many = 0.0
+        if self.device.type != "cuda":  # there, kernels run while Python prepares the next ones
+            few, many = (self._rerun(_Saving(number), *alone) for number in (1, 1 + MANY))
+        self._per_saved_tensor = max(0.0, many - few) / MANY
+        self.seconds_per_rerun = max(0.0, few - self._per_saved_tensor)
 
     def seconds(self, stage: StageModule, values: Mapping[str, Tensor], micro_batch: MicroBatch) -> MeasuredSeconds:
         """Median seconds. Input gradients are timed alone; weight gradients take the rest of the full backward."""
+        number = self._num_saved(stage, values, micro_batch)
         times = self._chosen(median, partial(self._repetition, stage, values, micro_batch))
         pairs = zip(times, self._of_nothing, strict=True)
         forward, backward, inputs = (max(0.0, time - nothing) for time, nothing in pairs)
         inputs = min(inputs, backward)
-        return MeasuredSeconds(forward, inputs, backward - inputs)
+        return MeasuredSeconds(forward, inputs, backward - inputs, number * self._per_saved_tensor)
+
+    def _num_saved(self, stage: StageModule, values: Mapping[str, Tensor], micro_batch: MicroBatch) -> int:
+        """The number of tensors that autograd saves."""
+        count = itertools.count()
+        with saved_tensors_hooks(lambda _: next(count), lambda _: None):  # type: ignore[arg-type, return-value]
+            self._forward(stage.forward, values, micro_batch)
+        self.after()
+        return next(count)
 
     def _chosen(
         self, choose: Callable[[Sequence[float]], float], once: Callable[[], Sequence[float]]
@@ -110,6 +159,16 @@ class BlockTimer:
         self.after()
         return Times(first.seconds, backward, inputs)
 
+    def _rerun(self, stage: StageModule, values: Mapping[str, Tensor], micro_batch: MicroBatch) -> float:
+        """Seconds that running a stage again takes besides another forward."""
+        again = recomputed(stage.forward, stage.parts)
+
+        def once() -> tuple[float]:
+            kept, repeated = (self._forward(run, values, micro_batch) for run in (stage.forward, again))
+            return (repeated.seconds + self._backward(repeated) - 2 * kept.seconds - self._backward(kept),)
+
+        return next(self._chosen(median, once))
+
     def _backward(self, forward: _Ran) -> float:
         backward = torch.autograd.backward
         return self._timed(lambda: backward(forward.roots, forward.seeds))[0] if forward.roots else 0.0
@@ -125,6 +184,7 @@ class BlockTimer:
     def _timed(self, call: Callable[[], Any]) -> tuple[float, Any]:
         if self.device.type == "cuda":
             return _timed_by_events(call, self.device)
+        self._others.add_(1)
         start = perf_counter()
         result = call()
         return perf_counter() - start, result

@@ -9,7 +9,7 @@ from torch import nn
 
 from lightning_gpp.capture import Capture
 from lightning_gpp.cluster import Cluster
-from lightning_gpp.costs.measured import CostTable
+from lightning_gpp.costs.measured import MeasuredCosts
 from lightning_gpp.errors import ConfigError
 from lightning_gpp.measure.costs import measure_costs
 from lightning_gpp.planning.micro_batches import resolve_size
@@ -28,7 +28,7 @@ def measured_costs(
     *,
     device: torch.device,
     context: Context,
-) -> CostTable:
+) -> MeasuredCosts:
     """Measured costs of operators on a device of this machine, with the largest micro-batch and with a quarter of it.
 
     Args:

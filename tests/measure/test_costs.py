@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,9 +16,10 @@ from torchmetrics import MeanMetric
 
 from lightning_gpp.capture import Capture, capture_step
 from lightning_gpp.cluster import DEVICES
-from lightning_gpp.costs.measured import CostTable, MeasuredSeconds
-from lightning_gpp.costs.model import CostModel
+from lightning_gpp.costs.measured import MeasuredCosts, MeasuredSeconds
+from lightning_gpp.costs.model import CostModel, rerun_seconds
 from lightning_gpp.errors import ConfigError
+from lightning_gpp.measure import costs as measuring
 from lightning_gpp.measure import timing
 from lightning_gpp.measure.costs import measure_costs
 from lightning_gpp.measure.timing import BlockTimer
@@ -87,7 +89,7 @@ def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def measure(tmp_path: Path) -> Any:
-    def run(module: nn.Module, sizes: tuple[int, ...] = (2, 8), **options: Any) -> CostTable:
+    def run(module: nn.Module, sizes: tuple[int, ...] = (2, 8), **options: Any) -> MeasuredCosts:
         options = {"cache": tmp_path, "budget": 0.0, "device": CPU, **options}
         return measure_costs(captured(module), module, batch(), sizes=sizes, **options)
 
@@ -138,7 +140,16 @@ def test_a_second_call_runs_nothing(measure: Any, forwards: list[int]) -> None:
     forwards.clear()
     captured(Model())
     assert len(forwards) == measured_in_capture
-    assert second == first
+    assert second.table == first.table
+
+
+def test_only_what_is_new_is_timed(measure: Any, clock: list[tuple[int, int]]) -> None:
+    measure(Model(num_layers=2), sizes=(2,))
+    clock.clear()
+    measure(Model(num_layers=6), sizes=(2,))
+    assert clock == []
+    measure(Model(num_layers=6), sizes=(2, 4))
+    assert {size for _, size in clock} == {4}
 
 
 def test_other_shapes_types_and_options_are_other_blocks(measure: Any, clock: list[tuple[int, int]]) -> None:
@@ -204,6 +215,45 @@ def _cluster() -> Any:
     from lightning_gpp.cluster import preset_cluster
 
     return preset_cluster("cpu_host", num_devices=2)
+
+
+def test_a_module_that_runs_again_takes_its_forward_and_what_every_saved_tensor_takes(
+    measure: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def seconds(self: BlockTimer, stage: Any, values: Any, micro_batch: MicroBatch) -> MeasuredSeconds:
+        return MeasuredSeconds(3.0, again=self._num_saved(stage, values, micro_batch) * 0.5)
+
+    monkeypatch.setattr(BlockTimer, "seconds", seconds)
+    monkeypatch.setattr(BlockTimer, "_rerun", lambda *_: 7.0)
+    costs, model = measure(Model(num_layers=1)), captured(Model(num_layers=1))
+    layer = [operator for operator in model.graph if operator.module.startswith("layers.0")]
+    assert rerun_seconds(costs, layer, 8, CPU) == pytest.approx(7 + 3 + 3 * 0.5)  # input, weight and result of the ReLU
+    again = measure(Model(num_layers=1))
+    assert rerun_seconds(again, layer, 8, CPU) == rerun_seconds(costs, layer, 8, CPU)  # from the store
+    with pytest.raises(ConfigError, match="measured on"):
+        rerun_seconds(costs, layer, 8, DEVICES["h100_sxm"])
+
+
+def test_a_store_without_what_every_block_takes_gets_it(measure: Any, tmp_path: Path) -> None:
+    costs = measure(Model())
+    (file,) = tmp_path.glob("*.json")
+    content = json.loads(file.read_text())
+    assert content["blocks"].pop("empty")
+    file.write_text(json.dumps(content))
+    assert measure(Model()).table.operators == costs.table.operators
+    assert "empty" in json.loads(file.read_text())["blocks"]
+
+
+def test_the_rest_of_a_large_model_takes_the_caches(measure: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[int] = []
+    once = MeasuredSeconds(1.0)
+    monkeypatch.setattr(BlockTimer, "seconds", lambda self, *_: (written.append(len(self._others)), once)[1])
+    small = measure(Model())
+    monkeypatch.setattr(measuring, "OWN_CACHE_BYTES", 100)
+    large = measure(Model())
+    assert [*dict.fromkeys(written)] == [0, timing.CACHE_BYTES]
+    assert "cold caches" in large.name
+    assert "cold caches" not in small.name
 
 
 def test_nothing_of_the_users_changes(measure: Any) -> None:
@@ -301,6 +351,14 @@ def test_a_block_runs_in_the_context(tmp_path: Path) -> None:
     assert seconds_of(costs, taken, 2)[0] > 0
 
 
+def test_progress_is_told(measure: Any, clock: list[tuple[int, int]]) -> None:
+    told: list[tuple[int, int, str]] = []
+    measure(Model(), progress=lambda *entry: told.append(entry))
+    assert [done for done, _, _ in told] == list(range(len(clock)))
+    assert {total for _, total, _ in told} == {len(clock)}
+    assert told[0][2].endswith("2 samples")
+
+
 @pytest.mark.parametrize("sizes", [(), (0, 4), (4, 9)])
 def test_sizes_must_fit_the_batch(measure: Any, sizes: tuple[int, ...]) -> None:
     with pytest.raises(ConfigError, match="sizes from 1 to 8, the samples of the batch"):
@@ -329,6 +387,16 @@ def test_a_damaged_cache_is_measured_anew(
     clock.clear()
     measure(Model())
     assert clock == []
+
+
+def test_impossible_seconds_are_damage(measure: Any, clock: list[tuple[int, int]], tmp_path: Path) -> None:
+    measure(Model())
+    (path,) = tmp_path.glob("costs-*.json")
+    content = json.loads(path.read_text())
+    next(iter(content["blocks"].values()))["2"] = [1.0, -1.0, 0.0]
+    path.write_text(json.dumps(content))
+    with pytest.warns(UserWarning, match="not seconds of forward"):
+        measure(Model())
 
 
 def test_another_torch_measures_anew(

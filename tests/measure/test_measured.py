@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_gpp.cluster import DEVICES
-from lightning_gpp.costs.measured import BlockSeconds, CostTable, MeasuredSeconds, OperatorSeconds, fitted, spread
+from lightning_gpp.costs.measured import BlockSeconds, MeasuredCosts, MeasuredSeconds, fitted, spread
 from lightning_gpp.costs.model import Roofline, Seconds
+from lightning_gpp.costs.table import CostTable, OperatorSeconds
 from lightning_gpp.errors import ConfigError, PlanError
 from lightning_gpp.graph import Affine, Operator, OperatorGraph, TensorSpec
 
@@ -74,7 +75,7 @@ def test_operators_share_the_seconds_of_their_block() -> None:
     model = graph()
     roofline = Roofline(model)
     measured = block("op0", "op1", s2=MeasuredSeconds(8.0, 2.0, 4.0), s4=MeasuredSeconds(12.0, 4.0, 8.0))
-    costs = spread(model, [measured], CPU, "here")
+    costs = MeasuredCosts(spread(model, [measured], CPU, "here"), CPU.name)
     parts = [costs.seconds(model[name], 4, CPU) for name in ("op0", "op1")]
     expected = [roofline.seconds(model[name], 4, CPU) for name in ("op0", "op1")]
     assert [sum(column) for column in zip(*parts, strict=True)] == pytest.approx([12, 4, 8])
@@ -83,6 +84,16 @@ def test_operators_share_the_seconds_of_their_block() -> None:
     assert costs.name == "here"
     halfway = [costs.seconds(model[name], 3, CPU).forward for name in ("op0", "op1")]
     assert sum(halfway) == pytest.approx(10)
+
+
+def test_operators_share_what_their_block_takes_again() -> None:
+    model = graph()
+    blocks = [block("op0", "op1", s2=MeasuredSeconds(8.0, again=2.0), s4=MeasuredSeconds(12.0, again=2.0))]
+    costs = MeasuredCosts(spread(model, blocks, CPU, "here", seconds_per_rerun=1.0), CPU.name)
+    both = [model["op0"], model["op1"]]
+    assert costs.rerun_seconds(both, 4, CPU) == pytest.approx(1 + 12 + 2)
+    one = [costs.rerun_seconds([operator], 4, CPU) for operator in both]
+    assert sum(one) == pytest.approx(1 + 1 + 12 + 2)
 
 
 def test_seconds_that_the_model_does_not_expect_are_not_lost() -> None:
@@ -106,23 +117,23 @@ def test_an_operator_of_several_blocks_has_the_mean() -> None:
 def test_what_nothing_reads_costs_nothing() -> None:
     model = graph()
     table = spread(model, [block("op0", s1=MeasuredSeconds(1.0))], CPU, "here")
-    assert table.seconds(model["op1"], 4, CPU) == Seconds(0, 0, 0)
+    assert MeasuredCosts(table, CPU.name).seconds(model["op1"], 4, CPU) == Seconds(0, 0, 0)
 
 
 def test_data_cost_nothing() -> None:
     model = graph()
-    costs = CostTable(name="here", operators={}, device=CPU.name)
+    costs = MeasuredCosts(CostTable(name="here", operators={}), CPU.name)
     assert costs.seconds(model["input0"], 4, CPU) == Seconds(0)
 
 
 def test_costs_of_another_device_are_refused() -> None:
     model = graph()
-    costs = CostTable(name="here", operators={"op0": OperatorSeconds()}, device=CPU.name)
+    costs = MeasuredCosts(CostTable(name="here", operators={"op0": OperatorSeconds()}), CPU.name)
     with pytest.raises(ConfigError, match="measured on 'cpu', but the cluster has 'h100_sxm'.*strategy.costs=roofline"):
         costs.seconds(model["op0"], 4, DEVICES["h100_sxm"])
 
 
 def test_costs_of_another_model_are_refused() -> None:
-    costs = CostTable(name="here", operators={}, device=CPU.name)
-    with pytest.raises(PlanError, match="no figures for operator 'op1': they are for another model"):
+    costs = MeasuredCosts(CostTable(name="here", operators={}), CPU.name)
+    with pytest.raises(PlanError, match="no figures for operator 'op1': they were measured for another model"):
         costs.seconds(graph()["op1"], 4, CPU)

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from itertools import combinations
 from random import Random
 
 import pytest
 
-from lightning_gpp.cluster import Cluster, Link
-from lightning_gpp.graph import OperatorGraph
-from lightning_gpp.planning import Draft, DraftStage, Problem, Request, best_plan
+from lightning_gpp.cluster import Cluster, Device, Link
+from lightning_gpp.costs.model import Roofline
+from lightning_gpp.graph import Operator, OperatorGraph
+from lightning_gpp.planning import Draft, DraftStage, Problem, Request, best_plan, estimate
 from lightning_gpp.planning.assignment.rerun_blocks import blocks_of
+from lightning_gpp.planning.problem.draft import realise
 from lightning_gpp.planning.problem.evaluate import Evaluator
 from lightning_gpp.planning.problem.prediction import simulated
+from lightning_gpp.planning.problem.stage_figures import stage_figures
 from tests.planning.graphs import Builder
 from tests.planning.problems import DEVICE
 
@@ -50,6 +54,30 @@ def test_blocks_are_the_layers() -> None:
     """An operator alone saves what it would have to keep, and lists of layers are not called."""
     graph = replace(layered(Random(0), 3), uncalled=frozenset({"layers"}))
     assert [block.path for block in blocks_of(graph)] == ["layers.0", "layers.1", "layers.2"]
+
+
+class Dear(Roofline):
+    """A module that runs again takes a second more than its forward."""
+
+    def rerun_seconds(self, operators: Iterable[Operator], num_samples: int, device: Device) -> float:
+        return 1.0 + sum(self.seconds(operator, num_samples, device).forward for operator in operators)
+
+
+def test_searches_and_programs_count_what_running_a_module_again_takes_besides_its_forward() -> None:
+    graph = layered(Random(0), 3)
+    problems = [problem_of(graph, 2, 1e9, costs=costs(graph)) for costs in (Roofline, Dear)]
+    steps = []
+    for problem in problems:
+        draft = two_stages(problem, 1)
+        paths = tuple(block.path for block in problem.blocks[:2])
+        first = replace(draft.stages[0], recompute=paths)
+        draft = replace(draft, stages=(first, draft.stages[1]))
+        figures = [stage_figures(problem, stage) for stage in (draft.stages[0], replace(first, recompute=False))]
+        plan, number = realise(problem, draft)
+        cost = estimate(problem.graph, plan, problem.cluster, problem.costs, num_pipelines=number).stages[0]
+        assert cost.backward.at(first.share) == pytest.approx(figures[0].backward)
+        steps.append(figures[0].backward - figures[1].backward)
+    assert steps[1] == pytest.approx(steps[0] + 2)  # two modules
 
 
 def least_by_trying(problem: Problem, draft: Draft) -> float:
