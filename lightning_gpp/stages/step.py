@@ -278,7 +278,7 @@ class UserStep(StepRunner):
             raise refusal(
                 self._calls[min(number, len(self._calls) - 1)].line,
                 f"the step calls {named(path)} where it called {wanted!r} when it was captured",
-                "let the step call the same modules in the same order for every batch",
+                f"let the step call the same modules in the same order for every batch; or {_WHOLE}",
             )
         return self._calls[number]
 

@@ -9,6 +9,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import BatchSizeFinder, ModelPruning, StochasticWeightAveraging
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from lightning_gpp._compat.lightning import uses_dataloader_iter
 from lightning_gpp._compat.lightning_loop import closure_repeated
@@ -20,6 +21,7 @@ from lightning_gpp.training.captures import STEPS
 from lightning_gpp.training.compiled import compiled_steps
 from lightning_gpp.training.options import Options
 from lightning_gpp.training.planner import TRAINING
+from lightning_gpp.wording import some
 
 _SETTINGS = (
     "max_epochs",
@@ -77,6 +79,11 @@ def _problems(module: pl.LightningModule, whole: bool, alone: bool) -> Iterator[
             f"{name} overrides `backward`, but in a pipeline every stage runs its own backward. Use "
             "strategy.step=whole (auto chooses it), which calls it once per mini-batch on every rank; or put the "
             "change into the loss, or use `on_after_backward` to change gradients."
+        )
+    if lazy := [path for path, tensor in (*module.named_parameters(), *module.named_buffers()) if is_lazy(tensor)]:
+        yield (
+            f"{name} has {some(lazy)} without a shape: lazy modules get theirs in their first forward. Call the module "
+            "once before trainer.fit, for example `with torch.no_grad(): model(example)`."
         )
     yield from compiled_steps(module, STEPS)
     for step in STEPS:

@@ -252,8 +252,7 @@ class Options(SearchOptions):
     self_check: bool | Literal["auto"] = option(
         "auto",
         "before training compare the split model with the unsplit one, and a few samples in micro-batches with the "
-        "same undivided, these in some mini-batches of training, too: true, false, or auto (if the first device has "
-        "memory for the undivided model and gradient).",
+        "same undivided: true, false, or auto (if the first device has memory for the undivided model and gradient).",
     )
     example_batch: Any = option(
         None,

@@ -170,7 +170,7 @@ def self_check(
         control.warn(tried(warning, works))
     for text in told:
         (job.host.inform if control.first else log.info)(tried(text, works))
-    if verdict := _anywhere(control, found):
+    if verdict := _anywhere(control, tried(found, works)):
         raise SelfCheckError(verdict)
     return combined
 
@@ -308,6 +308,6 @@ def _message(what: str) -> str:
         "weights. A wrong model would be trained, so training was not started. Likely causes: a forward that keeps "
         "state between calls, or draws random numbers by other means than torch: put the module that does it into one "
         "stage (strategy.stages). Or a step that depends on what it changes outside of the module, such as a global "
-        "variable: keep that in an attribute of the module. Or switch the check off with strategy.self_check=false if "
-        "the difference is intended."
+        "variable: keep that in an attribute of the module, or use strategy.step=whole. If the difference is intended, "
+        "switch the check off with strategy.self_check=false."
     )
