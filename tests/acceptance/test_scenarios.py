@@ -7,6 +7,7 @@ from importlib.util import find_spec
 import pytest
 
 from tests.acceptance.scenarios import scenarios
+from tests.acceptance.scenarios.marks import MARKS, REFUSED, WAYS_OUT, mark_of
 from tests.acceptance.scenarios.runner import Outcome, run_scenarios
 
 SAMPLE = [
@@ -30,24 +31,17 @@ SAMPLE = [
 PACKAGES = {"tensorboard": "tensorboard"}
 """Packages that scenarios need, and the tests otherwise do not."""
 
-REFUSED = {
-    "batch_size_found": "gpp-plan",
-    "batch_size_tuned": "gpp-plan",
-    "callback_pruning": "Prune the module before trainer.fit",
-    "hook_NormOfWeights": "with lightning_gpp.summon_full_params(module):",
-    "step_Quasi": "L-BFGS",
-    "whole_Quasi": "L-BFGS",
-    "step_ReturnsNone": "return a zero loss",
-    "loader_single_samples": "More micro-batches than samples",
-}
-"""Scenarios that are refused on two ranks, with words of the way out or of the reason."""
-
 
 def _check(outcomes: list[Outcome]) -> None:
-    wrong = [outcome for outcome in outcomes if outcome.kind not in ("same", "refused")]
+    """Every scenario ends as its mark says."""
+    wrong = [each for each in outcomes if each.kind != mark_of(each.name)]
     assert wrong == []
-    refused = {outcome.name: outcome.message for outcome in outcomes if outcome.kind == "refused"}
-    assert all(REFUSED.get(name, "nothing") in message for name, message in refused.items()), refused
+    told = {each.name: each.message for each in outcomes if each.kind == REFUSED}
+    assert all(WAYS_OUT[name] in message for name, message in told.items()), told
+
+
+def test_marks_are_those_of_scenarios() -> None:
+    assert MARKS.keys() <= set(scenarios())
 
 
 def test_a_few() -> None:

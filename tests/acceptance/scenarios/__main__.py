@@ -6,6 +6,7 @@ import argparse
 from collections import Counter
 
 from tests.acceptance.scenarios import scenarios
+from tests.acceptance.scenarios.marks import mark_of
 from tests.acceptance.scenarios.runner import run_scenarios
 
 
@@ -14,8 +15,8 @@ def main() -> None:
     parser.add_argument("names", nargs="*")
     outcomes = run_scenarios(parser.parse_args().names or list(scenarios()))
     for outcome in outcomes:
-        if outcome.kind != "same":
-            print(f"--- {outcome.name}: {outcome.kind}\n{outcome.message}\n")
+        if outcome.kind != mark_of(outcome.name):
+            print(f"--- {outcome.name}: {outcome.kind}, marked {mark_of(outcome.name)}\n{outcome.message}\n")
     print(dict(Counter(outcome.kind for outcome in outcomes)))
 
 

@@ -14,11 +14,13 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
+from unittest.mock import patch
 
 import lightning.pytorch as pl
 import torch
@@ -28,9 +30,12 @@ from torch import Tensor
 
 from lightning_gpp import GPPStrategy
 from lightning_gpp.errors import GPPError
+from lightning_gpp.training.gathered import Door
+from lightning_gpp.training.whole_step import WholeStep
 from tests import distributed
 from tests.acceptance.scenarios import scenarios
 from tests.acceptance.scenarios.base import Chain, Facts, staged
+from tests.acceptance.scenarios.marks import DOOR, SAME, WHOLE
 
 distributed.preload("lightning.pytorch", "tests.acceptance.scenarios.runner", first=["tests.acceptance"])
 
@@ -46,7 +51,8 @@ class Outcome:
     """What became of a scenario.
 
     Attributes:
-        kind: "same", "different", "refused" or "crashed".
+        kind: "same", "whole" or "door" if all facts are those of one process, by what it took; otherwise "different",
+            "refused" or "crashed".
         message: the facts that differ, the refusal, or the error.
     """
 
@@ -61,11 +67,13 @@ class Report:
 
     Attributes:
         kind: "done", "refused" or "crashed".
+        used: whether a training step ran as a whole ("whole"), and the door was opened ("door").
     """
 
     kind: str
     facts: Facts | None = None
     message: str = ""
+    used: frozenset[str] = frozenset()
 
 
 class Rows(Logger):
@@ -153,11 +161,26 @@ def _work(rank: int, ranks: int, folder: str, names: Sequence[str]) -> None:
 
 def _attempt(function: Any) -> Report:
     try:
-        return Report("done", function())
+        with _noted(WholeStep, "reducing", WHOLE) as whole, _noted(Door, "open", DOOR) as door:
+            facts = function()
+        return Report("done", facts, used=frozenset(whole | door))
     except GPPError as error:
         return Report("refused", message=f"{type(error).__name__}: {error}")
     except BaseException:
         return Report("crashed", message=traceback.format_exc())
+
+
+@contextmanager
+def _noted(kind: type, method: str, word: str) -> Iterator[set[str]]:
+    """Inside, calls of a method leave a word in the set."""
+    used, plain = set[str](), vars(kind)[method]
+
+    def noting(*args: Any, **kwargs: Any) -> Any:
+        used.add(word)
+        return plain(*args, **kwargs)
+
+    with patch.object(kind, method, noting):
+        yield used
 
 
 def _of_rank(report: Report, rank: int) -> Report:
@@ -199,7 +222,9 @@ def _outcome(name: str, folder: Path) -> Outcome:
     if len(ranks) < RANKS:
         return Outcome(name=name, kind="crashed", message=f"only the ranks {sorted(ranks)} came to its end")
     told = [f"rank {rank}: {text}" for rank, report in ranks.items() for text in _differences(plain, report, rank)]
-    return Outcome(name=name, kind="different" if told else "same", message="\n".join(told))
+    used = set().union(*(report.used for report in ranks.values()))
+    reached = next((kind for kind in (DOOR, WHOLE) if kind in used), SAME)
+    return Outcome(name=name, kind="different" if told else reached, message="\n".join(told))
 
 
 def _differences(plain: Report, report: Report, rank: int) -> list[str]:
