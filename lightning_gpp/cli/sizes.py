@@ -80,8 +80,11 @@ def _searched(tasks: Mapping[int, Task]) -> SizesFound:
 
 
 def _compared(found: SizesFound) -> str:
-    """The throughput with each number of processes per device."""
-    rows = [f"{number}: {rate(plan.samples_per_second)} samples/s" for number, plan in found.plans.items()]
+    """The throughput with each number of processes per device, and with different ones."""
+    rates = {str(number): plan for number, plan in found.plans.items()}
+    if found.mixed is not None and len(sizes_of(found.mixed.plan)) > 1:
+        rates["different numbers"] = found.mixed
+    rows = [f"{name}: {rate(plan.samples_per_second)} samples/s" for name, plan in rates.items()]
     for number, error in found.failures.items():
         rows.append(f"{number}: no plan" if isinstance(error, PlanError) else f"{number}: not possible. {error}")
     sizes = sizes_of(found.prediction.plan)

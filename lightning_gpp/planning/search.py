@@ -26,12 +26,14 @@ from lightning_gpp.plan import STEP, Plan
 from lightning_gpp.planning.advice import advice
 from lightning_gpp.planning.assignment.complete import completed, with_batch_size
 from lightning_gpp.planning.assignment.layout import lay_out
+from lightning_gpp.planning.garbage import collected_rarely
 from lightning_gpp.planning.problem.bound import busy_bound
 from lightning_gpp.planning.problem.draft import Draft, realise
 from lightning_gpp.planning.problem.evaluate import Evaluator
 from lightning_gpp.planning.problem.partitioner import (
     Alternative,
     Answer,
+    Partitioner,
     SearchControl,
     checked,
     partitioner_of,
@@ -105,11 +107,13 @@ class _NothingFits(PlanError):
 class PlanSearch:
     """The loop over the candidates of one request, with the searches that they share; see the module.
 
-    `name`: that of the partitioner.
+    `name`: that of the partitioner. `partitioner`: the one of this name by default.
     """
 
-    def __init__(self, name: str, graph: OperatorGraph, request: Request) -> None:
-        self.name, self.partitioner = name, partitioner_of(name)
+    def __init__(
+        self, name: str, graph: OperatorGraph, request: Request, partitioner: Partitioner | None = None
+    ) -> None:
+        self.name, self.partitioner = name, partitioner or partitioner_of(name)
         self.graph, self.request, self.costs = graph, request, request.operator_costs(graph)
         self._searches: dict[Request, _AnsweredRequest | GPPError] = {}
         self._explained: dict[Request, str] = {}
@@ -134,8 +138,18 @@ class PlanSearch:
             outcomes, failures = self._tried((schedule,))
             yield schedule, self._prediction(outcomes) if outcomes else self.explanation(failures[0])
 
+    def drafts(self) -> Iterator[tuple[Problem, Draft]]:
+        """The drafts of all searches so far, whether they fit or not, with the questions that they answer."""
+        for search in self._searches.values():
+            if not isinstance(search, GPPError):
+                tried = [] if search.trial is None else [search.trial.draft]
+                found = [] if search.answer.draft is None else [search.answer.draft]
+                others = [entry.draft for entry in search.answer.alternatives]
+                yield from ((search.problem, draft) for draft in dict.fromkeys([*tried, *found, *others]))
+
     # -- the loop -----------------------------------------------------------------------------------------------------
 
+    @collected_rarely()
     def _tried(self, schedules: Iterable[str]) -> tuple[list[_Outcome], list[GPPError]]:
         """The candidates that have a plan, and the errors of the others."""
         outcomes, failures = list[_Outcome](), list[GPPError]()
@@ -202,7 +216,7 @@ class PlanSearch:
         plan = completed(
             with_batch_size(plan, plan.batch_size // problem.num_slices),
             self.graph,
-            recompute=request.recompute or None,
+            recompute=request.recompute,
             offload=None if request.offload == "auto" else request.offload,
             sharding=request.sharding,
             chained=request.chained,

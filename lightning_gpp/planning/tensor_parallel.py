@@ -1,12 +1,17 @@
-"""The number of processes that share the work inside stages (tensor parallelism), the same for all stages of a plan.
+"""The search for the numbers of processes that share the work inside stages (tensor parallelism).
 
-For each number, plans are searched for groups of that many devices. All searches together take the time of one.
+    for each number, for all stages          the search for groups of that many devices (`PlanSearch`)
+    single stages with other numbers         from the drafts of these, if the partitioner is `auto`
+    keep the plan that fits and has the highest throughput
+
+So the answer is never slower than the best of the plans with one number. All searches together take the time of one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Final
 
 from lightning_gpp.cluster.groups import fits_node, grouped
@@ -15,12 +20,23 @@ from lightning_gpp.costs.tensor_parallel import roofline_of
 from lightning_gpp.errors import ConfigError, GPPError
 from lightning_gpp.graph import OperatorGraph
 from lightning_gpp.graph.parts import part_of
+from lightning_gpp.planning.partitioners.auto.with_members import auto_with_members, with_groups
+from lightning_gpp.planning.problem.bound import busy_bound
+from lightning_gpp.planning.problem.draft import Draft
+from lightning_gpp.planning.problem.partitioner import Answer, SearchControl
 from lightning_gpp.planning.problem.prediction import Prediction
-from lightning_gpp.planning.request import Request
+from lightning_gpp.planning.problem.problem import Problem
+from lightning_gpp.planning.request import Request, has_own_layout
 from lightning_gpp.planning.search import PlanSearch
 
 SIZES: Final = (1, 2, 4, 8)
-"""Numbers of processes per device that are compared."""
+"""Numbers of processes per device that are compared, and that stages of one plan may have."""
+
+MIXED_SHARE: Final = 0.4
+"""Share of the time for the search with different numbers."""
+
+IMPROVED: Final = "auto"
+"""The partitioner whose drafts get different numbers; others are published algorithms, which do not know of groups."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,20 +44,22 @@ class SizesFound:
     """The best plan of all, and what was found for each number of processes per device.
 
     Args:
-        prediction: the best plan. Its lower bound is one for all of these numbers.
-        plans: the best plan with each number.
+        prediction: the best plan. Its lower bound is one for all of these numbers, and for any mixture of them.
+        plans: the best plan with each number for all stages.
+        mixed: the best plan with different numbers that was found; None if there is none.
         failures: the reasons why there is no plan with a number.
     """
 
     prediction: Prediction
     plans: Mapping[int, Prediction]
+    mixed: Prediction | None = None
     failures: Mapping[int, GPPError] = field(default_factory=dict)
 
 
 def best_sizes(
     partitioner: str, request: Request, graphs: Mapping[int, OperatorGraph], models: Mapping[int, str] = {}
 ) -> SizesFound:
-    """The fastest plan that fits the memory, with the best number of processes per device.
+    """The fastest plan that fits the memory, with the best number of processes per device for every stage.
 
     Args:
         partitioner: its name.
@@ -53,39 +71,119 @@ def best_sizes(
     Raises:
         GPPError: there is no plan with any number; the error is that of the first.
     """
-    searches, plans, failures = dict[int, PlanSearch](), dict[int, Prediction](), dict[int, GPPError]()
-    for number, graph in graphs.items():
-        model = models.get(number, request.model)
+    return _Sizes(partitioner, request, graphs, models).found()
+
+
+class _Sizes:
+    """The searches of one request."""
+
+    def __init__(
+        self, partitioner: str, request: Request, graphs: Mapping[int, OperatorGraph], models: Mapping[int, str]
+    ) -> None:
+        self.name, self.request, self.graphs, self.models = partitioner, request, graphs, models
+        self.searches: dict[int, PlanSearch] = {}
+        self.plans: dict[int, Prediction] = {}
+        self.failures: dict[int, GPPError] = {}
+
+    def found(self) -> SizesFound:
+        """See `best_sizes`."""
+        for number in self.graphs:
+            self._search(number)
+        mixed = self._mixed()
+        if not self.plans and mixed is None:
+            raise self._explanation()
+        plans = [*self.plans.values(), *([mixed] if mixed is not None else [])]
+        best = min(plans, key=lambda plan: plan.rank)
+        best = replace(best, lower_bound=self._lower_bound())
+        return SizesFound(prediction=best, plans=self.plans, mixed=mixed, failures=self.failures)
+
+    def _search(self, number: int) -> None:
+        """Search with groups of one size."""
         try:
-            question = replace(_for_groups(request, graph, number), model=model, seconds=request.seconds / len(graphs))
-            searches[number] = PlanSearch(partitioner, part_of(graph, number), question)
-            found = searches[number].found()
+            search = PlanSearch(self.name, part_of(self.graphs[number], number), self._question(number))
         except GPPError as error:
-            found = error
+            self.failures[number] = error
+            return
+        self.searches[number], found = search, search.found()
         if isinstance(found, GPPError):
-            failures[number] = found
+            self.failures[number] = found
         else:
-            plans[number] = found
-    if not plans:
-        number, reason = next(iter(failures.items()))
-        raise searches[number].explanation(reason) if number in searches else reason
-    best = min(plans.values(), key=lambda plan: plan.rank)
-    bound = min(plan.lower_bound for plan in plans.values())
-    return SizesFound(prediction=replace(best, lower_bound=bound), plans=plans, failures=failures)
+            self.plans[number] = found
+
+    def _explanation(self) -> GPPError:
+        number, error = next(iter(self.failures.items()))
+        return self.searches[number].explanation(error) if number in self.searches else error
+
+    def _question(self, number: int) -> Request:
+        cluster = self.request.cluster
+        heads = range(0, cluster.num_devices, number)
+        if not all(fits_node(cluster, head, number) for head in heads):
+            raise ConfigError(f"The {number} processes of a device would be on several nodes.")
+        return replace(
+            self.request,
+            cluster=grouped(cluster, (number,) * len(heads)),
+            model=self.models.get(number, self.request.model),
+            costs=self.request.costs if number == 1 else self._costs(number),
+            seconds=(1 - MIXED_SHARE) * self.request.seconds / len(self.graphs),
+        )
+
+    def _costs(self, number: int) -> CostModel:
+        costs = roofline_of(self.graphs[number])
+        return costs if self.request.footprint.training else ForwardOnly(costs)
+
+    # -- different numbers --------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _mixed_request(self) -> tuple[OperatorGraph, Request] | None:
+        """The question for stages with different numbers; None if schedules or the partitioner do not know of them.
+
+        Their graphs have to be cut alike.
+        """
+        request, numbers = self.request, [number for number in self.graphs if number > 1]
+        schedules = tuple(name for name in request.schedules if not has_own_layout(request, name))
+        if not numbers or not schedules or self.name != IMPROVED:
+            return None
+        graph = self.graphs[numbers[0]]
+        alike = [number for number in numbers if _cut_alike(graph, self.graphs[number])]
+        seconds = MIXED_SHARE * request.seconds
+        question = replace(request, schedules=schedules, costs=self._costs(numbers[0]), seconds=seconds)
+        model = self.models.get(numbers[0], request.model)
+        return graph, replace(question, members=tuple(sorted({1, *alike})), model=model)
+
+    def _mixed(self) -> Prediction | None:
+        """The best plan in which stages have different numbers of processes per device; None if none fits."""
+        interrupted = any(plan.search is not None and plan.search.interrupted for plan in self.plans.values())
+        if self._mixed_request is None or interrupted:
+            return None
+        search = PlanSearch(self.name, *self._mixed_request, partitioner=self._improved)
+        found = search.found()
+        return None if isinstance(found, GPPError) else found
+
+    def _improved(self, problem: Problem, control: SearchControl) -> Answer:
+        """The answer of the search that begins with the drafts for single numbers."""
+        drafts = dict(reversed([*self._drafts(problem)]))  # of equal ones the first, which may have a name
+        sizes = {*problem.sizes, *(stage.micro_batch_size for draft in drafts for stage in draft.stages)}
+        return auto_with_members(replace(problem, sizes=tuple(sorted(sizes))), control, drafts)
+
+    def _drafts(self, problem: Problem) -> Iterator[tuple[Draft, str]]:
+        """The drafts for single numbers that answer the same question; the best with each number has a name."""
+        for number, search in self.searches.items():
+            name = f"strategy.tensor_parallel_size={number}"
+            for source, draft in search.drafts():
+                same = source.num_pipelines == problem.num_pipelines and draft.schedule in problem.schedules
+                if same and source.num_devices * number == problem.num_devices and not source.every_device:
+                    translated = with_groups(source, draft, number, problem)
+                    if translated is not None:
+                        yield translated, name
+                        name = ""
+
+    def _lower_bound(self) -> float:
+        bounds = [plan.lower_bound for plan in self.plans.values()]
+        if self._mixed_request is not None:
+            graph, request = self._mixed_request
+            bounds.append(busy_bound(request.problem(graph)))
+        return min(bounds)
 
 
-def _for_groups(request: Request, graph: OperatorGraph, number: int) -> Request:
-    """The request on groups of that many devices.
-
-    Raises:
-        ConfigError: groups would be on several nodes.
-    """
-    heads = range(0, request.cluster.num_devices, number)
-    if not all(fits_node(request.cluster, head, number) for head in heads):
-        raise ConfigError(f"The {number} processes of a device would be on several nodes.")
-    if number == 1:
-        return request
-    costs: CostModel = roofline_of(graph)
-    if not request.footprint.training:
-        costs = ForwardOnly(costs)
-    return replace(request, cluster=grouped(request.cluster, (number,) * len(heads)), costs=costs)
+def _cut_alike(graph: OperatorGraph, other: OperatorGraph) -> bool:
+    return list(graph.nx.nodes) == list(other.nx.nodes) and graph.divided == other.divided

@@ -83,7 +83,7 @@ def test_equals_the_best_of_all_plans(number: int) -> None:
         best = best_of_all(problem)
         found = Evaluator(problem)(_draft(answer))
         assert found.excess_bytes == pytest.approx(best.excess_bytes), seed
-        ratios.append(found.seconds / best.seconds if best.fits else 1.0)
+        ratios.append(found.seconds / best.seconds)
     assert max(ratios) <= 1.02
     assert sum(ratio <= 1 + 1e-9 for ratio in ratios) >= number - number // 40  # 39 of 40
 
@@ -102,7 +102,7 @@ def test_equals_the_best_of_all_plans_on_unequal_devices() -> None:
     assert max(ratios) <= 1.02
 
 
-@pytest.mark.parametrize("family", [graphs.two_towers, graphs.unet])
+@pytest.mark.parametrize("family", list(FAMILIES.values()), ids=list(FAMILIES))
 def test_never_worse_than_another_partitioner(family: Callable[[], OperatorGraph]) -> None:
     """What others find, judged as they run it: as a chain where they know only chains."""
     problem = _problem(family(), micro_batch_size=2)
@@ -113,7 +113,8 @@ def test_never_worse_than_another_partitioner(family: Callable[[], OperatorGraph
             assert seconds <= Evaluator(problem)(other.draft).seconds * (1 + 1e-9), name
 
 
-@pytest.mark.parametrize(("family", "recompute"), list(zip(FAMILIES.values(), (None, True, False) * 2, strict=True)))
+@pytest.mark.parametrize("family", list(FAMILIES.values()), ids=list(FAMILIES))
+@pytest.mark.parametrize("recompute", [None, True, False])
 def test_plans_compile_and_take_what_was_promised(family: Callable[[], OperatorGraph], recompute: bool | None) -> None:
     """All that the draft does not know are messages with data, and a step on one device of several."""
     problem = _problem(family(), 3, micro_batch_size=4, recompute=recompute)
@@ -127,8 +128,14 @@ def test_plans_compile_and_take_what_was_promised(family: Callable[[], OperatorG
     assert timeline.makespan == pytest.approx(answer.objective, rel=0.2)
 
 
-def test_replicas_are_limited() -> None:
-    problem = _problem(graphs.two_towers(), 5, max_replicas=2, micro_batch_size=4)
+def test_results_do_not_change() -> None:
+    answers = [auto(_problem(graphs.two_towers(), micro_batch_size=4), _control()) for _ in range(2)]
+    assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize("max_replicas", [1, 2])
+def test_replicas_are_limited(max_replicas: int) -> None:
+    problem = _problem(graphs.two_towers(), 5, max_replicas=max_replicas, micro_batch_size=4)
     _assert_valid(problem, _draft(auto(problem, _control())))
 
 
@@ -209,7 +216,7 @@ def test_a_search_ends_after_its_evaluations_however_fast_the_machine_is(monkeyp
     problem, answers = _problem(graphs.encoder_decoder(), 4), list[Answer]()
     for step in (0.0, 1e-6):
         monkeypatch.setattr(time, "perf_counter", _Clock(step))
-        control = SearchControl(seconds=0.3)
+        control = SearchControl(seconds=2.0)
         answers.append(auto(problem, control))
         assert 0.8 * control.evaluations < control.counted < 1.5 * control.evaluations
     assert answers[0] == answers[1]

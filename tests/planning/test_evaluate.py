@@ -34,7 +34,7 @@ families = pytest.mark.parametrize("family", list(FAMILIES.values()), ids=list(F
 @families
 def test_unreplicated_stages_take_as_long_as_their_program(family: Callable[[], OperatorGraph]) -> None:
     graph = family()
-    for seed in range(8):
+    for seed in range(25):
         problem, draft = random_case(graph, seed, replicated=False, data=False)
         evaluation, (timeline, *_) = Evaluator(problem)(draft), simulated(problem, draft, data=False)
         assert evaluation.seconds == pytest.approx(timeline.makespan, rel=1e-6), (seed, str(draft))
@@ -226,7 +226,7 @@ def test_units_whose_data_cannot_be_cut_have_no_replicas() -> None:
     assert Evaluator(problem)(_replicated(problem, (3,), (0, 1))).seconds < inf
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(20))
 def test_a_limit_gives_a_lower_bound(seed: int) -> None:
     problem = replace(random_problem(seed), schedules=("1f1b", "gpipe"))
     evaluate = Evaluator(problem)
@@ -245,7 +245,7 @@ def test_a_limit_gives_a_lower_bound(seed: int) -> None:
 @families
 def test_a_limit_gives_a_lower_bound_with_data_and_replicas(family: Callable[[], OperatorGraph]) -> None:
     graph = family()
-    for seed in range(8):
+    for seed in range(40):
         problem, draft = random_case(graph, seed, replicated=seed % 2 == 0, data=True)
         for shared in ("pair", "device", "node"):
             cluster = Cluster.uniform(DEVICE, problem.num_devices, replace(SLOW, shared=shared))

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-
-import pytest
+from itertools import islice
 
 from lightning_gpp.cluster import Cluster, Device, Link
 from lightning_gpp.planning import Evaluator, Problem, Request
 from lightning_gpp.planning.partitioners.auto.moves import waits_filled
-from lightning_gpp.planning.partitioners.auto.seeds import Cuts, cut, ways_to_cut
+from lightning_gpp.planning.partitioners.auto.seeds import Cuts, seeds
 from lightning_gpp.planning.partitioners.auto.shape import Shape
+from lightning_gpp.planning.partitioners.auto.variants import variants
 from tests.planning import graphs
 from tests.planning.graphs import Builder
 from tests.planning.problems import DEVICE
@@ -44,18 +44,16 @@ def test_the_first_ways_to_cut_are_as_fast_as_equal_pipelines() -> None:
         for size in problem.sizes
         if size % (128 // stages) == 0
     ]
-    ways = ways_to_cut(problem, [list(range(problem.num_units))], 128)
-    shapes = [shape for _, cuts in ways[:6] if (shape := cut(problem, cuts))]
+    ways = variants(problem, [list(range(problem.num_units))])
+    shapes = [shape for cuts in islice(ways, 6) for shape in seeds(problem, cuts, lambda seconds: True)]
     first = [evaluate(replace(shape, spread=True).draft()) for shape in shapes]
     assert min(found.rank for found in first) <= min(found.rank for found in drawn)
 
 
-def test_on_many_devices_equally_many_share_each_stage() -> None:
+def test_every_equal_number_of_replicas_is_tried() -> None:
     problem = problem_of(64, 256)
-    ways = ways_to_cut(problem, [list(range(problem.num_units))], 256)
-    assert {cuts.num_stages for _, cuts in ways} == {1, 2, 4, 8, 16, 32, 64}
-    ways = ways_to_cut(replace(problem, max_replicas=2), [list(range(problem.num_units))], 6)
-    assert {cuts.num_stages for _, cuts in ways} == {3, 4, 5, 6}
+    equal = [cuts for cuts in variants(problem, [list(range(problem.num_units))]) if cuts.equal]
+    assert {cuts.width for cuts in equal} == {4, 8, 16, 32, 64, 128, 256}
 
 
 def test_where_memory_is_scarce_stages_leave_time_for_what_they_recompute() -> None:
@@ -70,34 +68,26 @@ def test_where_memory_is_scarce_stages_leave_time_for_what_they_recompute() -> N
     memory = float(ample.static_bytes.sum() / 8 + 0.5 * ample.saved_bytes(400).sum())
     problem = replace(ample, cluster=Cluster.uniform(replace(DEVICE, memory_bytes=memory), 8, LINK))
     evaluate, order = Evaluator(problem), [*range(problem.num_units)]
-    cuts = Cuts(order=order, num_stages=8, num_devices=8, size=400)
+    cuts = Cuts(order=order, size=400, equal=True, apart=True, fitting=True)
     others = [replace(cuts, recompute=again, fitting=fits) for again in (False, True) for fits in (False, True)]
-    shapes = [cut(problem, entry) for entry in (replace(cuts, partly=True), *others)]
-    found, *rest = (evaluate(shape.draft()) for shape in shapes if shape)
+    ((found,), *rest) = (
+        [evaluate(shape.draft()) for shape in seeds(problem, entry, lambda seconds: True)]
+        for entry in (replace(cuts, partly=True), *others)
+    )
     assert found.fits
     assert any(found.recompute)
-    assert found.rank < min(entry.rank for entry in rest)
-    assert replace(cuts, partly=True) in [entry for _, entry in ways_to_cut(problem, [order], 8)]
-    assert not any(entry.partly for _, entry in ways_to_cut(ample, [order], 8))
+    assert found.rank < min(entry.rank for shapes in rest for entry in shapes)
+    assert replace(cuts, partly=True) in [*variants(problem, [order])]
+    assert not any(entry.partly for entry in variants(ample, [order]))
 
 
-def test_stages_are_balanced_and_fill_all_devices() -> None:
-    for num_units, num_stages, most in ((64, 8, 1), (9, 8, 1), (64, 5, 1)):
-        problem = problem_of(num_units, num_stages)
-        cuts = Cuts(order=range(problem.num_units), num_stages=num_stages, num_devices=num_stages, size=1)
-        level = cut(problem, cuts)
-        assert level is not None
-        assert len(level.groups) == num_stages
-        assert max(map(len, level.groups)) - min(map(len, level.groups)) <= most
-
-
-def test_stages_with_more_replicas_get_more_work() -> None:
-    """Three replicas and two: three fifths of the units, and two fifths."""
-    problem = problem_of(50, 5)
-    shape = cut(problem, Cuts(order=range(problem.num_units), num_stages=2, num_devices=5, size=60))
-    assert shape is not None
-    assert shape.replicas == (2, 3)
-    assert len(shape.groups[1]) == pytest.approx(0.6 * problem.num_units, abs=2)
+def test_equal_stages_are_balanced_and_fill_all_devices() -> None:
+    problem = problem_of(64, 8)
+    (level,) = seeds(problem, Cuts(order=range(problem.num_units), size=1, equal=True), lambda seconds: True)
+    assert max(map(len, level.groups)) - min(map(len, level.groups)) <= 1
+    few = problem_of(9, 8)
+    (lumpy,) = seeds(few, Cuts(order=range(few.num_units), size=1, equal=True), lambda seconds: True)
+    assert len(lumpy.groups) == 8
 
 
 def test_forwards_fill_the_wait_for_the_first_gradient() -> None:

@@ -293,7 +293,7 @@ def solved(problem: Problem, target: float = inf) -> list[Piece] | None:
     return strategy(Solver(tables, target, Grid(problem.num_devices)))
 
 
-@pytest.mark.parametrize("seeds", [range(start, start + 20) for start in (0, 20)], ids=str)
+@pytest.mark.parametrize("seeds", [range(start, start + 20) for start in range(0, 160, 20)], ids=str)
 def test_equals_the_best_of_all_strategies(seeds: range, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without bundles, which only add to the space."""
     monkeypatch.setattr(lines, "BUNDLES", ())
@@ -310,7 +310,7 @@ def test_equals_the_best_of_all_strategies(seeds: range, monkeypatch: pytest.Mon
         _check_draft(judge, tree, answer, seed)
 
 
-@pytest.mark.parametrize("seeds", [range(start, start + 40) for start in (1000,)], ids=str)
+@pytest.mark.parametrize("seeds", [range(start, start + 40) for start in range(1000, 1160, 40)], ids=str)
 def test_equals_the_best_of_all_strategies_of_an_order(seeds: range) -> None:
     """Orders with bundles compete by the simulated step, so the answer is the best one of one of the orders."""
     bundles = 0
@@ -347,7 +347,7 @@ def _check_draft(judge: Judge, tree: Tree, answer: Answer, seed: int) -> None:
     assert bottleneck <= answer.objective * (1 + 1e-9), seed
 
 
-@pytest.mark.parametrize("seeds", [range(start, start + 20) for start in (200,)], ids=str)
+@pytest.mark.parametrize("seeds", [range(start, start + 20) for start in range(200, 280, 20)], ids=str)
 def test_fewest_in_flight_at_the_source_for_a_target(seeds: range) -> None:
     for seed in seeds:
         problem, tree = random_problem(seed)
@@ -362,6 +362,29 @@ def test_fewest_in_flight_at_the_source_for_a_target(seeds: range) -> None:
             fewest = min(depth for seconds, depth in known if seconds <= best * slack)
             assert max(piece.in_flight for piece in pieces) == fewest, seed
         assert solved(problem, best * (1 - 1e-6)) is None, seed
+
+
+def test_random_problems_are_varied() -> None:
+    """What the comparison above covers: each of these occurs in several answers."""
+    seen = dict.fromkeys(("none", "recompute", "replicas", "tail or head", "parallel stages", "fork in a stage"), 0)
+    for seed in range(160):
+        problem, tree = random_problem(seed)
+        draft = graphpipe(problem, SearchControl()).draft
+        if draft is None:
+            seen["none"] += 1
+            continue
+        whole = {frozenset(units_of(parts[a:b])) for parts in lines_of(tree) for a, b in pairs_below(len(parts))}
+        division = [frozenset(stage.units) for stage in draft.stages]
+        seen["recompute"] += any(stage.recompute for stage in draft.stages)
+        seen["replicas"] += any(len(stage.devices) > 1 for stage in draft.stages)
+        seen["tail or head"] += not set(division) <= whole
+        seen["parallel stages"] += max(depths_of(problem.order, division)) < len(division)
+        seen["fork in a stage"] += any(not nx.is_weakly_connected(problem.order.subgraph(stage)) for stage in division)
+    assert min(seen.values()) >= 3, seen
+
+
+def pairs_below(size: int) -> Iterator[tuple[int, int]]:
+    return ((low, high) for low in range(size) for high in range(low + 1, size + 1))
 
 
 # The paper's cases.
@@ -504,8 +527,8 @@ def test_gpipe_holds_all_micro_batches() -> None:
     [graphs.two_towers(), graphs.feature_towers(), graphs.encoder_decoder(), graphs.unet(), graphs.gpt()],
     ids=["two_towers", "feature_towers", "encoder_decoder", "unet", "gpt"],
 )
-def test_models_get_plans_that_run(model: OperatorGraph) -> None:
-    num_devices = 4
+@pytest.mark.parametrize("num_devices", [2, 4])
+def test_models_get_plans_that_run(model: OperatorGraph, num_devices: int) -> None:
     cluster = cluster_of(num_devices, 1e9)
     found = best_plan("graphpipe", model, Request(cluster=cluster, batch_size=16))
     assert found.fits
@@ -530,18 +553,17 @@ def test_other_graphs_are_converted_at_a_price() -> None:
     assert answer.objective <= 4.5 * 3  # nine layers on four devices are never perfectly balanced
 
 
-def test_what_all_read_costs_next_to_nothing() -> None:
+def test_broadcasts_are_placed_after_the_search() -> None:
     """A mask that all layers of both towers read, from a unit without parameters that costs next to nothing."""
     problem = crossed()
-    without = graphpipe(problem, SearchControl()).objective
     shifted = [replace(v, src=v.src + 1, dsts=tuple(dst + 1 for dst in v.dsts)) for v in problem.units.values]
     mask = Value(src=0, dsts=tuple(range(1, 10)), bytes=Affine(1.0), num_directions=1)
     problem = problem_of([mask, *shifted], [(1e-4, 0.0, 0)] + [(1.0, 1.0, 10)] * 9, cluster_of(4, 1e9), 2)
     answer = graphpipe(problem, SearchControl())
     assert answer.draft is not None
     assert sorted(unit for stage in answer.draft.stages for unit in stage.units) == list(range(10))
+    assert any("1 units of negligible cost" in note for note in answer.notes)
     assert Evaluator(problem)(answer.draft).fits
-    assert answer.objective == pytest.approx(without, rel=0.01)
 
 
 # Choices.

@@ -93,7 +93,7 @@ def test_a_layout_that_needs_all_devices_gets_no_plan_on_fewer() -> None:
         best_plan("auto", graphs.chain(2), asked)
 
 
-@pytest.mark.parametrize("link", [FAST, SLOW], ids=["fast", "slow"])
+@pytest.mark.parametrize("link", [FAST, Link(latency=1e-4, bytes_per_second=1e8), SLOW], ids=["fast", "middle", "slow"])
 def test_more_devices_are_never_slower(link: Link) -> None:
     """By the programs."""
     found = [best_plan("auto", graphs.feature_towers(2), request(link, n, idle_devices=True)) for n in (1, 2, 4, 8)]
@@ -103,7 +103,7 @@ def test_more_devices_are_never_slower(link: Link) -> None:
 
 def test_equals_the_best_of_all_plans() -> None:
     ratios, idle = [], 0
-    for seed in range(10):
+    for seed in range(24):
         problem = replace(random_problem(seed, num_units=3 + seed % 2), idle_devices=True)
         if seed % 2:
             far = Link(latency=0.5, bytes_per_second=20)
@@ -116,4 +116,4 @@ def test_equals_the_best_of_all_plans() -> None:
         ratios.append(found.seconds / best.seconds)
         idle += sum(len(stage.devices) for stage in answer.draft.stages) < problem.num_devices
     assert max(ratios) <= 1 + 1e-9
-    assert idle
+    assert idle >= 3

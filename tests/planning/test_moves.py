@@ -15,7 +15,7 @@ from lightning_gpp.graph import Affine
 from lightning_gpp.planning import Evaluator, Problem, Request
 from lightning_gpp.planning.partitioners.auto.coarse import coarse
 from lightning_gpp.planning.partitioners.auto.moves import moves
-from lightning_gpp.planning.partitioners.auto.seeds import Cuts, cut, orders, ways_to_cut
+from lightning_gpp.planning.partitioners.auto.seeds import Cuts, orders, replica_counts, seeds
 from lightning_gpp.planning.partitioners.auto.shape import Shape
 from tests.planning import graphs
 from tests.planning.problems import random_problem
@@ -69,7 +69,7 @@ def _assert_whole(problem: Problem, shape: Shape) -> None:
     assert 0 in draft.stages[-1].devices
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(problem=problems, seed=st.integers(0, 10_000), idle=st.booleans())
 def test_moves_keep_all_units_and_devices(problem: Problem, seed: int, idle: bool) -> None:
     """Also those that follow a move, for which devices may be idle or out of order."""
@@ -105,7 +105,7 @@ def test_moves_respect_the_limit_on_replicas(problem: Problem, seed: int, most: 
             assert max(other.replicas) <= most
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(problem=problems)
 def test_orders_are_topological(problem: Problem) -> None:
     found = orders(problem, _weights(problem))
@@ -116,31 +116,46 @@ def test_orders_are_topological(problem: Problem) -> None:
         assert all(place[a] < place[b] for a, b in problem.order.edges)
 
 
-@settings(max_examples=20, deadline=None)
-@given(problem=problems)
-def test_first_shapes_are_whole_and_do_not_wait_in_a_circle(problem: Problem) -> None:
-    """For every number of stages, with replicas that are as equal as possible."""
-    ways = ways_to_cut(problem, orders(problem, _weights(problem)), problem.num_devices)
-    assert [seconds for seconds, _ in ways] == sorted(seconds for seconds, _ in ways)
-    numbers = set()
-    for _, cuts in ways:
-        shape = cut(problem, _without_memory(cuts))
-        assert shape is not None
-        _assert_whole(problem, shape)
-        owner = {unit: stage for stage, group in enumerate(shape.groups) for unit in group}
-        last = len(shape.groups) - 1
-        assert all(owner[a] <= owner[b] or owner[a] == last for a, b in problem.order.edges)
-        assert max(shape.replicas) - min(shape.replicas) <= 1
-        numbers.add(len(shape.groups))
-    most = min(problem.num_units, problem.num_devices)
-    assert numbers == {n for n in range(1, most + 1) if -(-problem.num_devices // n) <= max(problem.sizes)}
+@settings(max_examples=40, deadline=None)
+@given(problem=problems, width=st.sampled_from([1, 1, 2]), apart=st.booleans(), again=st.booleans())
+def test_seeds_are_whole_and_do_not_wait_in_a_circle(problem: Problem, width: int, apart: bool, again: bool) -> None:
+    width = width if problem.num_devices % width == 0 else 1
+    for order in orders(problem, _weights(problem)):
+        cuts = Cuts(order=order, size=problem.sizes[-1], width=width, apart=apart, recompute=again)
+        numbers = []
+        for shape in seeds(problem, cuts, lambda seconds: True):
+            _assert_whole(problem, shape)
+            owner = {unit: stage for stage, group in enumerate(shape.groups) for unit in group}
+            assert all(owner[a] <= owner[b] for a, b in problem.order.edges)
+            numbers.append(len(shape.groups))
+        assert len(numbers) == len(set(numbers))
+        assert numbers or apart
 
 
-def _without_memory(cuts: Cuts) -> Cuts:
-    return replace(cuts, fitting=False, partly=False)
+def test_seeds_end_where_their_slowest_stage_is_not_worth_it() -> None:
+    problem = random_problem(2, num_units=12, num_devices=6)
+    cuts = Cuts(order=list(range(12)), size=problem.sizes[-1])
+    limits: list[float] = []
+
+    def worth(seconds: float) -> bool:
+        limits.append(seconds)
+        return len(limits) < 3
+
+    few, all_of_them = list(seeds(problem, cuts, worth)), list(seeds(problem, cuts, lambda seconds: True))
+    assert limits == sorted(limits)
+    assert len(limits) == 3
+    assert few == all_of_them[: len(few)]
+    assert len(few) < len(all_of_them)
 
 
-@settings(max_examples=25, deadline=None)
+def test_numbers_of_replicas() -> None:
+    assert replica_counts(1, 4) == [1]
+    assert replica_counts(8, 8) == [1, 2, 3, 4, 6, 7, 8]
+    assert replica_counts(20, 32) == [1, 2, 3, 4, 6, 8, 12, 16, 19, 20]
+    assert replica_counts(20, 45) == [1, 2, 3, 4, 6, 8, 12, 15, 16, 19, 20]  # 15 get three of 45 samples each
+
+
+@settings(max_examples=60, deadline=None)
 @given(problem=problems, num_pieces=st.integers(1, 8))
 def test_pieces_are_the_same_problem_with_fewer_units(problem: Problem, num_pieces: int) -> None:
     found = coarse(problem, num_pieces)
@@ -164,7 +179,7 @@ def test_pieces_are_the_same_problem_with_fewer_units(problem: Problem, num_piec
     )
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(problem=problems, num_pieces=st.integers(1, 8))
 def test_pieces_exchange_what_their_units_do(problem: Problem, num_pieces: int) -> None:
     found = coarse(problem, num_pieces)
@@ -186,7 +201,7 @@ def test_pieces_read_the_data_of_their_units(num_pieces: int) -> None:
     assert [value.bytes for value in found.problem.units.data] == [value.bytes for value in problem.units.data]
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(problem=problems, num_pieces=st.integers(2, 8), seed=st.integers(0, 10_000))
 def test_shapes_of_pieces_are_shapes_of_units(problem: Problem, num_pieces: int, seed: int) -> None:
     found = coarse(problem, num_pieces)

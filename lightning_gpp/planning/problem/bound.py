@@ -1,7 +1,7 @@
 """A lower bound on the step of every plan: devices can at most be busy all the time.
 
-Every unit counts on the kind of device that is fastest for it. Waiting, messages and memory are not part of the bound,
-so it holds under any schedule.
+Every unit counts on the kind of device, and with the number of members, that take the fewest device-seconds for it.
+Waiting, messages and memory are not part of the bound, so it holds under any schedule.
 """
 
 from __future__ import annotations
@@ -25,8 +25,25 @@ def _largest_parts(problem: Problem) -> list[int]:
 
 
 def _bound_of_size(problem: Problem, size: int) -> float:
-    seconds = [problem.seconds(size, kind).total for kind in range(len(problem.cluster.kinds))]
-    fastest: Array = np.min(seconds, axis=0)  # replicas that share a micro-batch take no less in total
-    slowdowns = [max(1.0, float(np.min(entry / np.maximum(fastest, 1e-30)))) for entry in seconds]
-    num_fastest = sum(1 / slowdowns[problem.cluster.kind(device)] for device in range(problem.num_devices))
-    return problem.batch_size / size * float(fastest.sum()) / num_fastest
+    columns = [number * _fastest(problem.of_members(number), size) for number in problem.members]
+    least: Array = np.min(columns, axis=0)  # replicas that share a micro-batch take no less in total
+    return problem.batch_size / size * float(least.sum()) / _num_fastest(problem, size)
+
+
+def _fastest(problem: Problem, size: int) -> Array:
+    """Seconds of every unit on its fastest kind of device."""
+    seconds: Array = np.min(_by_kind(problem, size), axis=0)
+    return seconds
+
+
+def _num_fastest(problem: Problem, size: int) -> float:
+    """The most devices of which each is the fastest for every unit that the cluster is worth."""
+    if len(problem.members) > 1:
+        return problem.num_devices
+    fastest = np.maximum(_fastest(problem, size), 1e-30)
+    slowdowns = [max(1.0, float(np.min(seconds / fastest))) for seconds in _by_kind(problem, size)]
+    return sum(1 / slowdowns[problem.cluster.kind(device)] for device in range(problem.num_devices))
+
+
+def _by_kind(problem: Problem, size: int) -> list[Array]:
+    return [problem.seconds(size, kind).total for kind in range(len(problem.cluster.kinds))]

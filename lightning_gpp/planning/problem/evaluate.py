@@ -33,8 +33,8 @@ from lightning_gpp.planning.problem.stage_figures import (
 from lightning_gpp.planning.problem.transfers import Transfers, contend, take_time
 from lightning_gpp.planning.problem.units import Value
 
-_Anywhere = tuple[tuple[int, ...], int, Recompute, bool, frozenset[int]]
-"""Units, samples of a share, what is recomputed, whether the rest is offloaded, and kinds of devices."""
+_Anywhere = tuple[tuple[int, ...], int, Recompute, bool, int, frozenset[int]]
+"""Units, samples of a share, what is recomputed, whether the rest is offloaded, members, and kinds of devices."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +98,7 @@ class Evaluator:
     _anywhere: dict[_Anywhere, StageFigures] = field(default_factory=dict)
     _chosen: dict[tuple[DraftStage, StageMemory], Recompute] = field(default_factory=dict)
     _edges: tuple[list[tuple[int, ...]], dict[tuple[int, int], Flow]] = field(default_factory=lambda: ([], {}))
-    _recomputation: Recomputation = field(init=False)
+    _recomputation: dict[int, Recomputation] = field(default_factory=dict)
     _memory: list[float] = field(init=False)
     _transfers: Transfers = field(init=False)
     _overlap: bool = field(init=False)
@@ -109,7 +109,6 @@ class Evaluator:
         units = self.problem.units
         self._memory = self.problem.memory_bytes.tolist()
         self._transfers = Transfers(self.problem)
-        self._recomputation = Recomputation(self.problem)
         self._overlap = self.problem.cluster.overlaps
         self._rigid_units = [index for index, unit in enumerate(units.units) if not unit.divisible]
         self._rigid_values = [value for value in units.values if not value.sliceable]
@@ -134,7 +133,7 @@ class Evaluator:
     def _of(self, draft: Draft, limit: float, *, simulated: bool) -> Evaluation:
         edges = self.edges(draft)
         order = topological_order(edges, len(draft.stages))
-        if not order or (simulated and not self._divisible(draft)):
+        if not order or (simulated and not (self._placeable(draft) and self._divisible(draft))):
             return Evaluation(seconds=inf)
         position = {stage: index for index, stage in enumerate(order)}
         stages = [draft.stages[index] for index in order]
@@ -146,6 +145,15 @@ class Evaluator:
 
     def _num_pipelines(self, draft: Draft) -> int:
         return unreplicated(self.problem, draft)[1] if self.problem.replicable else 1
+
+    def _placeable(self, draft: Draft) -> bool:
+        """True if the members of every device are in one node, and units with a common parameter have as many."""
+        if all(stage.members == 1 for stage in draft.stages):
+            return True
+        owner = stage_of_units(self.problem.num_units, [stage.units for stage in draft.stages])
+        return all(self.problem.placeable(stage.devices, stage.members) for stage in draft.stages) and all(
+            len({draft.stages[owner[unit]].members for unit in units}) == 1 for units in self.problem.tied
+        )
 
     def _divisible(self, draft: Draft) -> bool:
         """True if every value that has to be cut into shares can be; pipeline replicas cut none."""
@@ -273,8 +281,10 @@ class Evaluator:
         )
         key = stage, memory
         if key not in self._chosen:
-            blocks = self.problem.block_figures(stage.share, self.problem.cluster.kind(stage.devices[0]))
-            self._chosen[key] = self._recomputation.cheapest(stage.units, memory, blocks)
+            part = self.problem.of_members(stage.members)
+            blocks = part.block_figures(stage.share, part.cluster.kind(stage.devices[0]))
+            recomputation = self._recomputation.setdefault(stage.members, Recomputation(part))
+            self._chosen[key] = recomputation.cheapest(stage.units, memory, blocks)
         return replace(stage, recompute=self._chosen[key])
 
     def _in_flight(
@@ -332,7 +342,7 @@ class Evaluator:
             forward=[entry.forward for entry in figures],
             again=[entry.again for entry in figures],
             backward=[entry.backward for entry in figures],
-            data=[self._transfers.of_data(stage, copies) for stage in stages],
+            data=[self._transfers.of_data(stage, copies, stages[-1].members) for stage in stages],
             sent=sent,
             returned=returned,
         )
@@ -346,7 +356,7 @@ class Evaluator:
         flows = self.problem.bytes_to_step
         size = sum((flows[unit] for unit in last.units if unit in flows), Affine())
         ways = [(device, 0) for device in last.devices if device]
-        seconds = self._transfers.longest(ways, size.at(last.share))
+        seconds = self._transfers.longest(ways, size.at(last.share), (last.members, last.members))
         if not flows or not seconds:
             return False
         pair = len(pipeline.forward) - 1, len(pipeline.forward)
@@ -359,8 +369,9 @@ class Evaluator:
         """The costs of one replica of a stage on the slowest kind of its devices."""
         key = stage, sharding
         if key not in self._figures:
-            kinds = frozenset(map(self.problem.cluster.kind, stage.devices))
-            place = stage.units, stage.share, stage.recompute or False, stage.offload, kinds
+            cluster = self.problem.of_members(stage.members).cluster
+            kinds = frozenset(map(cluster.kind, stage.devices))
+            place = stage.units, stage.share, stage.recompute or False, stage.offload, stage.members, kinds
             if place not in self._anywhere:
                 self._anywhere[place] = stage_figures(self.problem, stage)
             self._figures[key] = replace(

@@ -5,7 +5,7 @@ All partitioners see the model through this one object, so that none of them cou
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import inf
@@ -15,10 +15,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_gpp.cluster import Cluster
+from lightning_gpp.cluster.groups import fits_node, overlapping
 from lightning_gpp.costs.model import CostModel, Footprint, held_copies, rerun_seconds
 from lightning_gpp.graph import Affine, Operator, OperatorGraph
+from lightning_gpp.graph.parts import part_of
 from lightning_gpp.planning.assignment.rerun_blocks import RerunBlock, blocks_of
-from lightning_gpp.planning.problem.units import UnitGraph, bytes_to_step
+from lightning_gpp.planning.problem.units import UnitGraph, bytes_to_step, described
 from lightning_gpp.simulation import WeightCopies
 
 Array = NDArray[np.float64]
@@ -81,6 +83,8 @@ class Problem:
         slack: whether stages may have more micro-batches in flight than 1F1B's rule.
         single_step: the user's step has to run on one device, so a last stage with replicas gives it to a stage of its
             own.
+        members: numbers of adjacent devices that may share the work inside a stage (tensor parallelism), ascending.
+            Drafts name the first one of each group.
         repeats: whether the seconds of an operator that several units repeat count in each of them; one stage that has
             them all runs it once, so lower bounds count it in one.
     """
@@ -106,7 +110,9 @@ class Problem:
     simplicity: float = 0.0
     slack: bool = True
     single_step: bool = True
+    members: tuple[int, ...] = (1,)
     repeats: bool = True
+    _parts: dict[int, Problem] = field(default_factory=dict, init=False)
     _seconds: dict[tuple[int, int], UnitSeconds] = field(default_factory=dict, init=False)
     _saved: dict[int, Array] = field(default_factory=dict, init=False)
     _blocks: dict[tuple[int, int], BlockFigures] = field(default_factory=dict, init=False)
@@ -133,6 +139,32 @@ class Problem:
     @property
     def num_devices(self) -> int:
         return self.cluster.num_devices
+
+    def of_members(self, number: int) -> Problem:
+        """The same question for one of `number` members of every device, for the figures of stages."""
+        if number == 1:
+            return self
+        if number not in self._parts:
+            self._parts[number] = self._of_members(number)
+        return self._parts[number]
+
+    def _of_members(self, number: int) -> Problem:
+        part = part_of(self.graph, number)
+        units = described(part, [unit.modules for unit in self.units.units])
+        return replace(self, graph=part, units=units, cluster=overlapping(self.cluster, number))
+
+    @cached_property
+    def tied(self) -> list[tuple[int, ...]]:
+        """Groups of units that use the same parameter; their devices must have the same number of members."""
+        users: dict[str, dict[int, None]] = {}
+        for index, unit in enumerate(self.units.units):
+            for name in (parameter for operator in unit.operators for parameter in self.graph[operator].parameters):
+                users.setdefault(name, {})[index] = None
+        return [tuple(units) for units in users.values() if len(units) > 1]
+
+    def placeable(self, devices: Sequence[int], number: int) -> bool:
+        """True if each of these devices, with the members that follow it, is in one node."""
+        return number == 1 or all(fits_node(self.cluster, device, number) for device in devices)
 
     def seconds(self, num_samples: int, kind: int = 0) -> UnitSeconds:
         """Seconds of every unit for `num_samples` samples on devices of a kind (an index into `cluster.kinds`)."""

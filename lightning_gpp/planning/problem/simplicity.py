@@ -8,12 +8,13 @@ from lightning_gpp.planning.problem.draft import Draft, stage_of_units
 from lightning_gpp.planning.problem.problem import Problem
 
 Complexity = tuple[int, int, int]
-"""Number of stages, of modules whose parts are in different stages, and of different numbers of replicas."""
+"""Number of stages, of modules whose parts are in different stages, and of different numbers of replicas and members.
+"""
 
 
 def complexity(problem: Problem, draft: Draft) -> Complexity:
     """A sort key, simplest first: few stages, borders between blocks instead of inside them, equal replicas."""
-    replicas = {len(stage.devices) for stage in draft.stages}
+    replicas = {(len(stage.devices), stage.members) for stage in draft.stages}
     return len(draft.stages), _divided_modules(problem, draft), len(replicas)
 
 

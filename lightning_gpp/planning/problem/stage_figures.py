@@ -1,4 +1,4 @@
-"""The figures of a draft's stages on their devices: seconds and bytes of a replica."""
+"""The figures of a draft's stages on their devices: seconds and bytes of one member of a replica."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class StageFigures:
 
 
 def stage_figures(problem: Problem, stage: DraftStage) -> StageFigures:
-    """The costs of one replica of a stage on the slowest kind of its devices."""
-    units = list(stage.units)
+    """The costs of one replica of a stage, of one member of it, on the slowest kind of its devices."""
+    problem, units = problem.of_members(stage.members), list(stage.units)
     kinds = {problem.cluster.kind(device) for device in stage.devices}
     seconds = [problem.seconds(stage.share, kind) for kind in kinds]
     forward = max(float(entry.forward[units].sum()) for entry in seconds)
@@ -88,8 +88,8 @@ def static_bytes(problem: Problem, stage: DraftStage, sharding: str) -> float:
 
 
 def weight_bytes(problem: Problem, stage: DraftStage) -> float:
-    """Bytes of the weights of one of a stage's replicas."""
-    return float(problem.parameter_bytes[list(stage.units)].sum())
+    """Bytes of the weights of one member of a stage's replica."""
+    return float(problem.of_members(stage.members).parameter_bytes[list(stage.units)].sum())
 
 
 def loaded_bytes(problem: Problem, stage: DraftStage, num_pipelines: int) -> float:
@@ -103,7 +103,8 @@ def all_reduce_seconds(problem: Problem, stage: DraftStage) -> float:
     """Seconds of the all-reduce of a stage's gradients over its replicas."""
     if len(stage.devices) == 1 or not problem.footprint.training:
         return 0.0
-    return problem.cluster.all_reduce_seconds(stage.devices, weight_bytes(problem, stage))
+    cluster = problem.of_members(stage.members).cluster
+    return cluster.all_reduce_seconds(stage.devices, weight_bytes(problem, stage))
 
 
 def input_bytes(problem: Problem, stage: DraftStage, *, trained: bool = False) -> float:

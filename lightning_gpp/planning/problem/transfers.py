@@ -7,14 +7,15 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
 from lightning_gpp.cluster import Link, Port
+from lightning_gpp.cluster.groups import link_of_groups
 from lightning_gpp.graph import Affine
 from lightning_gpp.plan import share_of
 from lightning_gpp.planning.problem.draft import DraftStage
 from lightning_gpp.planning.problem.problem import Problem
 from lightning_gpp.planning.problem.stage_figures import read_by
 
-_TransferKey = tuple[tuple[int, ...], tuple[int, ...], Affine, int]
-"""Senders, receivers, bytes and samples."""
+_TransferKey = tuple[tuple[int, ...], tuple[int, ...], Affine, int, tuple[int, int]]
+"""Senders, receivers, bytes, samples, and members of both."""
 
 
 class DraftTransfer(NamedTuple):
@@ -35,12 +36,23 @@ Route: TypeAlias = Callable[[int, int], tuple[Link, tuple[Port, ...]]]
 """The link and the ports from one device to another."""
 
 
-def transfer(route: Route, src: Sequence[int], dst: Sequence[int], size: Affine, num_samples: int) -> DraftTransfer:
-    """The transfer of `num_samples` samples from the replicas `src` to the replicas `dst`."""
+def transfer(
+    route: Route,
+    src: Sequence[int],
+    dst: Sequence[int],
+    size: Affine,
+    num_samples: int,
+    members: tuple[int, int] = (1, 1),
+) -> DraftTransfer:
+    """The transfer of `num_samples` samples from the replicas `src` to the replicas `dst`.
+
+    `members`: the processes of each sender, and of each receiver.
+    """
     seconds, ports = 0.0, dict[Port, float]()
     busy: tuple[dict[int, float], dict[int, float]] = {}, {}
     for i, j, samples in overlaps(src, dst, num_samples):
         link, passed = route(i, j)
+        link = link_of_groups(link, *members)
         num_bytes = size.at(samples)
         seconds = max(seconds, link.hidden_seconds(num_bytes))
         for device, side in zip((i, j), busy, strict=True):
@@ -67,26 +79,27 @@ class Transfers:
     problem: Problem
     _between: dict[_TransferKey, DraftTransfer] = field(default_factory=dict)
     _routes: dict[tuple[int, int], tuple[Link, tuple[Port, ...]]] = field(default_factory=dict)
-    _data_seconds: dict[tuple[DraftStage, bool], float] = field(default_factory=dict)
+    _data_seconds: dict[tuple[DraftStage, bool, int], float] = field(default_factory=dict)
 
-    def longest(self, ways: Iterable[tuple[int, int]], num_bytes: float) -> float:
-        """Seconds of the longest message between devices."""
-        return max((self._route(*way)[0].seconds(num_bytes) for way in ways), default=0.0)
+    def longest(self, ways: Iterable[tuple[int, int]], num_bytes: float, members: tuple[int, int]) -> float:
+        """Seconds of the longest message between devices. `members`: of each sender, and of each receiver."""
+        links = (link_of_groups(self._route(*way)[0], *members) for way in ways)
+        return max((link.seconds(num_bytes) for link in links), default=0.0)
 
-    def of_data(self, stage: DraftStage, copies: bool) -> float:
+    def of_data(self, stage: DraftStage, copies: bool, senders: int) -> float:
         """Seconds until a micro-batch's data have come from device 0; each pipeline replica loads its own."""
-        key = stage, copies
+        key = stage, copies, senders
         if key not in self._data_seconds:
             inside = set(stage.units)
             size = sum(value.bytes.at(stage.share) for value in self.problem.units.data if read_by(value, inside))
             devices = stage.devices[:1] if copies else stage.devices
             ways = [(0, device) for device in devices if device and size]
-            self._data_seconds[key] = self.longest(ways, size)
+            self._data_seconds[key] = self.longest(ways, size, (senders, stage.members))
         return self._data_seconds[key]
 
     def between(self, src: DraftStage, dst: DraftStage, size: Affine) -> DraftTransfer:
         """The transfer of this many bytes per micro-batch from one stage to another."""
-        key = src.devices, dst.devices, size, src.micro_batch_size
+        key = src.devices, dst.devices, size, src.micro_batch_size, (src.members, dst.members)
         if key not in self._between:
             self._between[key] = transfer(self._route, *key)
         return self._between[key]

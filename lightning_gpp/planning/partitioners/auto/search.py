@@ -1,10 +1,10 @@
 """The default partitioner: any DAG, any stages, replicas, micro-batch size and schedule, jointly.
 
-First shapes are contiguous cuts of two orders of the units (`seeds`) for every number of stages, and the draft of
-GraphPipe's dynamic program. The best ones are improved by single changes (`moves`) as long as the step gets shorter,
-until the search is over or the step is as short as the lower bound (`bound`) allows. Every shape is judged by the
-simulated seconds of its whole step and by the memory of every device, with the cheapest measures that make it fit
-(`Evaluator.fitted`).
+First shapes are contiguous cuts of two orders of the units (`seeds`), and the draft of GraphPipe's dynamic program.
+The best ones are improved by single changes (`moves`) as long as the step gets shorter. Then the best
+of all is perturbed and improved again, until the search is over, there was no improvement for long, or the step is as
+short as the lower bound (`bound`) allows. Every shape is judged by the simulated seconds of its whole step and by the
+memory of every device, with the cheapest measures that make it fit (`Evaluator.fitted`).
 
 Of those that are nearly as fast as the best, the simplest one is the answer (`Problem.simplicity`).
 
@@ -17,13 +17,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from heapq import nsmallest
 from math import inf
+from random import Random
 
 from lightning_gpp.planning.partitioners.auto.coarse import coarse
 from lightning_gpp.planning.partitioners.auto.moves import moves, with_slack
-from lightning_gpp.planning.partitioners.auto.seeds import MAX_STAGES, Cuts, cut, orders, ways_to_cut
+from lightning_gpp.planning.partitioners.auto.seeds import MAX_SLOTS, Cuts, orders, seeds
 from lightning_gpp.planning.partitioners.auto.shape import Shape
+from lightning_gpp.planning.partitioners.auto.variants import on_fewer_devices, variants
 from lightning_gpp.planning.partitioners.graphpipe import graphpipe
 from lightning_gpp.planning.problem.bound import busy_bound
 from lightning_gpp.planning.problem.draft import Draft
@@ -36,17 +39,20 @@ from lightning_gpp.planning.problem.simplicity import complexity
 MIN_PIECES, PIECES_PER_SLOT, COARSE_SHARE = 192, 3, 0.7
 """Number of larger units for a first search, in total and per device, and its share of the time."""
 
+PATIENCE = 150
+"""The search ends after this many perturbations in a row without improvement."""
+
 FIRST_SHARE = 0.15
 """Share of the time for finding first shapes; as much again for slack in the best ones."""
 
 GRAPHPIPE_SHARE, GRAPHPIPE_UNITS = 0.15, 300
 """Share of the search for GraphPipe's dynamic program, and the most units for which it is quick."""
 
-PROMISING = 1.1
-"""Multiple of the best step up to which a way to cut is tried that takes so long on paper."""
-
 NUM_STARTS = 6
 """Number of shapes that are improved."""
+
+IMPROVE_SHARE = 0.9
+"""Share of the search for the fastest shape; the rest is for simpler ones."""
 
 FEWER_SHARE = 0.1
 """Share of the search for first shapes on fewer devices."""
@@ -54,11 +60,11 @@ FEWER_SHARE = 0.1
 EVALUATIONS_PER_ACTION = 0.01
 """The share of an evaluation that simulating one action takes as long as."""
 
-EVALUATIONS_PER_STAGE = 0.1
-"""The share of an evaluation that cutting off one stage takes as long as."""
-
 GOOD_ENOUGH = 1.002
 """Multiple of the lower bound at which the search ends, because little is left to be gained."""
+
+NEARLY = 1.1
+"""Multiple of the wanted time below which shapes with fewer stages are improved to reach it."""
 
 MAX_MOVES = 500
 """Most moves that are rated to improve a draft by its program: the last ones, which change no stage's units."""
@@ -74,9 +80,10 @@ Rank = tuple[float, float]
 @register_partitioner("auto")
 def auto(problem: Problem, control: SearchControl) -> Answer:
     """Find the shortest step in `control.seconds`; a good plan takes a fraction of that."""
-    search = Search(problem, control, busy_bound(problem))
+    search = Search(problem, control.part(IMPROVE_SHARE), busy_bound(problem))
     try:
         search.run(_first_results(search))
+        search.control = control
         search.simplify()
         search.save()
         if not search.found and not (problem.idle_devices or problem.every_device):
@@ -89,7 +96,7 @@ def auto(problem: Problem, control: SearchControl) -> Answer:
 def _first_results(search: Search) -> list[Shape]:
     """The results of a search on larger units, if there are many units."""
     problem, control = search.problem, search.control
-    num_pieces = max(MIN_PIECES, PIECES_PER_SLOT * min(problem.num_devices, MAX_STAGES))
+    num_pieces = max(MIN_PIECES, PIECES_PER_SLOT * min(problem.num_devices, MAX_SLOTS))
     if problem.num_units < 1.5 * num_pieces:
         return []
     coarser = coarse(problem, num_pieces)
@@ -138,7 +145,7 @@ class Search:
 
     @property
     def done(self) -> bool:
-        good = self.rank[0] == 0 and self.rank[1] <= self.bound * GOOD_ENOUGH
+        good = self.fastest is None and self.rank[0] == 0 and self.rank[1] <= self.bound * GOOD_ENOUGH
         return good or self.control.expired
 
     @property
@@ -147,22 +154,37 @@ class Search:
         return self.best is not None and self.rank[1] < inf
 
     def run(self, starts: Sequence[Shape] = ()) -> None:
-        """Improve the given shapes, or the best first ones."""
+        """Improve the given shapes, or the best first ones; then perturb the best one and improve again."""
         for shape in starts or self._starts():
             if self.done:
                 return
             self._improve(shape)
+        random, failures = Random(0), 0
+        while not self.done and self.best is not None and failures < PATIENCE:
+            before = self.rank
+            self._improve(self._disturbed(self.best, random))
+            failures = 0 if self.rank < before else failures + 1
 
     def simplify(self) -> None:
         """Answer with the simplest shape that is nearly as fast as the fastest."""
         if self.best is None or self.rank[0] > 0 or not self.problem.simplicity:
             return
         self.fastest, limit = self.best, self.rank[1] * (1 + self.problem.simplicity)
+        for shape in self._with_fewer_stages(len(self.best.groups), limit):
+            self._improve(shape, limit)
         near = [shape for shape, rank in self.known.items() if rank <= (0, limit)]
         fewest = min(len(shape.groups) for shape in near)
         simple = [shape for shape in near if len(shape.groups) == fewest]
         self.best = min(simple, key=lambda shape: (complexity(self.problem, shape.draft()), self.known[shape]))
         self.rank = self.known[self.best]
+
+    def _with_fewer_stages(self, number: int, limit: float) -> list[Shape]:
+        """The best shape for each smaller number of stages, fewest first, if it may get as fast as the limit."""
+        best: dict[int, Shape] = {}
+        for shape, rank in sorted(self.known.items(), key=lambda entry: entry[1]):
+            if len(shape.groups) < number and (0, limit) < rank <= (0, limit * NEARLY):
+                best.setdefault(len(shape.groups), shape)
+        return [best[stages] for stages in sorted(best)][:NUM_STARTS]
 
     def save(self) -> None:
         """Turn off slack that gains no time: it still costs memory."""
@@ -182,21 +204,14 @@ class Search:
         if not self.done:
             self._take_graphpipe()
         if self.problem.idle_devices:
-            self._take(FEWER_SHARE, self._on_fewer_devices())
+            self._take(FEWER_SHARE, self._cut(on_fewer_devices(self.problem, self._orders())))
         best = nsmallest(NUM_SLACKENED, self.known, key=self.known.__getitem__)
         self._take(FIRST_SHARE, with_slack(self.problem, best))
         return self.leaders()
 
-    def _on_fewer_devices(self) -> Iterator[Shape]:
-        """First shapes on one device, on powers of two, and on all but one."""
-        number = self.problem.num_devices
-        numbers = {1 << shift for shift in range(number.bit_length())} | {number - 1}
-        for fewer in sorted(numbers & {*range(1, number)}):
-            yield from self._cut(ways_to_cut(self.problem, self._orders(), fewer))
-
     def _take_graphpipe(self) -> None:
         problem = self.problem
-        if problem.num_units <= GRAPHPIPE_UNITS and problem.num_devices <= MAX_STAGES:
+        if problem.num_units <= GRAPHPIPE_UNITS and problem.num_devices <= MAX_SLOTS:
             draft = graphpipe(problem, replace(self.control.part(GRAPHPIPE_SHARE), progress=None)).draft
             shape = None if draft is None else Shape.of(draft)
             if shape is not None:
@@ -213,26 +228,28 @@ class Search:
         self.control = whole
 
     def _first_shapes(self) -> Iterator[Shape]:
-        ways = ways_to_cut(self.problem, self._orders(), self.problem.num_devices)
-        yield from self._cut(ways)
+        problem, found = self.problem, self._orders()
+        yield from self._cut(variants(problem, found))
         if self.best is None:
-            yield from self._cut((seconds, replace(cuts, fitting=False)) for seconds, cuts in ways)
+            yield from self._cut(replace(cuts, fitting=False) for cuts in variants(problem, found))
 
     def _orders(self) -> list[list[int]]:
         return orders(self.problem, self.problem.seconds(self.problem.sizes[len(self.problem.sizes) // 2]).total)
 
-    def _cut(self, ways: Iterable[tuple[float, Cuts]]) -> Iterator[Shape]:
-        """The shapes of these ways, until what they take on paper is far from the best step."""
-        for seconds, cuts in ways:
-            enough = self.rank[0] == 0 and seconds > PROMISING * self.rank[1]
-            if enough or (self.control.expired and self.known):
+    def _cut(self, variants: Iterable[Cuts]) -> Iterator[Shape]:
+        for cuts in variants:
+            if self.control.expired and self.known:
                 return
-            self.control.count(1 + EVALUATIONS_PER_STAGE * cuts.num_stages)
-            shape = cut(self.problem, cuts)
-            if shape is not None:
+            number = -(-self.problem.batch_size // cuts.size)
+            for shape in seeds(self.problem, cuts, partial(self._worth, number)):
                 yield shape
                 if len(set(shape.replicas)) == 1 and shape.replicas[0] > 1:
                     yield replace(shape, spread=True)
+
+    def _worth(self, number: int, seconds: float) -> bool:
+        """True if a plan whose slowest stage takes these seconds per micro-batch can come near the best step."""
+        self.control.count()
+        return self.rank[0] > 0 or number * seconds < 1.1 * self.rank[1]
 
     def _judge(self, shape: Shape, limit: float = inf) -> Rank:
         """The rank of a shape: memory, then seconds. Seconds of `limit` or more are only a lower bound."""
@@ -253,11 +270,11 @@ class Search:
         """Number of actions that the estimate of a shape simulates, each for all replicas."""
         return min(EXACT_ACTIONS, 2 * len(shape.groups) * -(-self.problem.batch_size // shape.size))
 
-    def _improve(self, shape: Shape) -> None:
-        """Apply changes that make the step shorter until there is none."""
+    def _improve(self, shape: Shape, enough: float = 0.0) -> None:
+        """Apply changes that make the step shorter until there is none, or it is short enough."""
         rank = self._judge(shape)
         improved = True
-        while improved and not self.done:
+        while improved and not self.done and rank > (0, enough):
             improved = False
             for candidate in moves(self.problem, shape, self._loads(shape)):
                 if self.done:
@@ -274,6 +291,13 @@ class Search:
         number = -(-self.problem.batch_size // shape.size)
         figures = [self.evaluate.figures(stage) for stage in self._fitted(shape).stages]
         return [number * (entry.forward + entry.again + entry.backward) + entry.all_reduce for entry in figures]
+
+    def _disturbed(self, shape: Shape, random: Random) -> Shape:
+        for _ in range(random.choice((1, 2, 3))):
+            options = list(moves(self.problem, shape, [random.random() for _ in shape.groups]))
+            if options:
+                shape = random.choice(options)
+        return shape
 
     def answer(self) -> Answer:
         draft = self._fitted(self.best) if self.best is not None and self.found else None

@@ -1,28 +1,35 @@
-"""First shapes of a problem: two orders of the units, cut into stages with as equal numbers of replicas as possible.
+"""First shapes of a problem: two orders of the units, cut into stages with replicas.
 
-The orders are topological ones that keep branches together; contiguous parts of an order never form a cycle. For every
-number of stages and micro-batch size, the slowest stage is as fast as possible: stages are filled one after the other,
-from the sink on, up to a limit of seconds, and a bisection finds the least limit with which they take all units. Every
-stage has memory for one micro-batch in flight for each stage that follows it, and one more.
+Pipelines with equal numbers of replicas come first, the most promising before the others: M micro-batches through S
+equal stages take M + S - 1 times a stage's seconds, and the reduction of its gradients.
 
-The most promising ways to cut come first: M micro-batches through S equal stages take M + S - 1 times a stage's
-seconds, and the reduction of its gradients.
+The orders are topological ones that keep branches together; contiguous parts of an order never form a cycle.
 
-Where memory is scarce, stages may recompute as much as makes them fit (`Cuts.partly`): those ahead, which hold more
-micro-batches, recompute more, and so get less work.
+The slowest stage of a cut is as fast as possible. For one order, one micro-batch size and one limit on a stage's
+seconds, a dynamic program finds for every number of stages s and devices k the longest suffix of the order that s
+stages on k devices can run within the limit:
+
+    reach[s][k] = max over r of extend_r(reach[s - 1][k - r])
+
+where extend_r(i) is the position at which a stage with r replicas that begins at i (counted from the sink) must end.
+The limit rises in small steps from perfect balance; for every number of stages the first limit that suffices gives a
+shape.
+
+Where memory is scarce, stages of one size may recompute as much as makes them fit (`Cuts.partly`): those ahead, which
+hold more micro-batches, recompute more, and so get less work.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import product
-from math import inf
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
 
 import networkx as nx
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_gpp.planning.partitioners.auto.messages import furthest, message_seconds
 from lightning_gpp.planning.partitioners.auto.scarce import ScarceMemory
 from lightning_gpp.planning.partitioners.auto.shape import Shape
 from lightning_gpp.planning.problem.problem import Array, Problem
@@ -65,209 +72,281 @@ def _branches(graph: nx.DiGraph, ranks: Mapping[int, tuple[float, int]]) -> list
     return list(order)
 
 
-BISECTIONS = 12
-"""Bisections of the limit, which balance stages to a fraction of a percent."""
+FINE, COARSE = 40, 10
+"""Numbers of limits on a stage's seconds to try: up to three times perfect balance, and from there to all work."""
 
-MAX_STAGES = 64
-"""Most stages of a pipeline that are tried. Of more devices, equally many have to share each."""
+BISECTIONS, EQUAL_BISECTIONS = 4, 12
+"""Bisections between the last two limits, and all for equal stages, which balance them to a fraction of a percent."""
 
 Positions = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cuts:
-    """One way to cut an order.
+    """One way to search for cuts of an order.
 
     Args:
         order: an order of all units.
-        num_stages: number of stages.
-        num_devices: the first devices to use.
         size: samples of a micro-batch.
-        schedule: the name that shapes get.
+        width: devices are assigned in groups of this size.
+        apart: the units of a stage must be connected.
         recompute: all stages recompute: their times include it, and micro-batches in flight need no memory.
-        partly: stages recompute as much as makes them fit.
-        fitting: stages fit the memory.
-        borders: see `borders_of`.
+        schedule: the name that shapes get.
+        fitting: stages fit the memory, with one micro-batch in flight per following stage.
+        num_devices: the first devices to use; 0: all.
+        equal: every stage has one group of devices.
+        partly: stages recompute as much as makes them fit; only with `equal`.
     """
 
     order: Sequence[int]
-    num_stages: int
-    num_devices: int
     size: int
-    schedule: str = "1f1b"
+    width: int = 1
+    apart: bool = False
     recompute: bool = False
+    schedule: str = "1f1b"
+    fitting: bool = False
+    num_devices: int = 0
+    equal: bool = False
     partly: bool = False
-    fitting: bool = True
-    borders: Positions | None = field(default=None, compare=False, repr=False)
-
-    @property
-    def replicas(self) -> list[int]:
-        """Number of replicas of every stage, from the sink on."""
-        least, more = divmod(self.num_devices, self.num_stages)
-        return [least + (stage < more) for stage in range(self.num_stages)]
 
 
-def ways_to_cut(problem: Problem, found: Sequence[list[int]], num_devices: int) -> list[tuple[float, Cuts]]:
-    """The ways to cut these orders for a number of devices, with the seconds of a step on paper, the shortest first."""
-    ways = [(_step_on_paper(problem, cuts), cuts) for cuts in _all_cuts(problem, found, num_devices)]
-    partly = [(seconds, replace(cuts, partly=True)) for seconds, cuts in ways if _is_scarce(problem, cuts)]
-    return sorted([*ways, *partly], key=lambda way: way[0])
+def replica_counts(most: int, size: int) -> list[int]:
+    """Numbers of replicas worth trying: small ones, powers of two and halves between, all devices, and the most that
+    get equally many of `size` samples.
+    """
+    powers = [base << shift for base in (1, 3) for shift in range(most.bit_length())]
+    even = next((count for count in range(most, 1, -1) if size % count == 0), 1)
+    return sorted({count for count in [*powers, most, most - 1, even] if 1 <= count <= most})
 
 
-def _all_cuts(problem: Problem, found: Sequence[list[int]], num_devices: int) -> Iterator[Cuts]:
-    again = [flag for flag in (False, True) if problem.recompute in (None, flag)]
-    bordered = [(order, borders_of(problem, order)) for order in found]
-    for (order, borders), number, size, schedule, recompute in product(
-        bordered, _numbers(problem, num_devices), problem.sizes, problem.schedules, again
-    ):
-        cuts = Cuts(
-            order=order,
-            borders=borders,
-            num_stages=number,
-            num_devices=num_devices,
-            size=size,
-            schedule=schedule,
-            recompute=recompute,
-        )
-        if cuts.replicas[0] <= size:
-            yield cuts
+def seeds(problem: Problem, cuts: Cuts, worth: Callable[[float], bool]) -> Iterator[Shape]:
+    """A shape for every useful number of stages, while `worth` accepts the seconds of its slowest stage.
 
-
-def _numbers(problem: Problem, num_devices: int) -> list[int]:
-    """Numbers of stages."""
-    most = min(problem.num_units, num_devices, MAX_STAGES)
-    numbers = [number for number in range(1, most + 1) if -(-num_devices // number) <= problem.max_replicas]
-    equal = [number for number in numbers if num_devices % number == 0]
-    return equal if equal and num_devices > MAX_STAGES else numbers
-
-
-def _is_scarce(problem: Problem, cuts: Cuts) -> bool:
-    """True if stages may recompute, and the first of equal ones would have to."""
-    width = cuts.replicas[-1]
-    saved = float(problem.saved_bytes(-(-cuts.size // width)).sum())
-    needed = float(problem.static_bytes_of(width).sum()) / cuts.num_stages + saved
-    return not cuts.recompute and problem.recompute is None and needed > float(problem.memory_bytes.min())
-
-
-def _step_on_paper(problem: Problem, cuts: Cuts) -> float:
-    """Seconds of a step with equal stages; infinite if their weights do not fit."""
-    stages, replicas = cuts.num_stages, cuts.num_devices / cuts.num_stages
-    if float(problem.static_bytes_of(cuts.replicas[-1]).sum()) / stages > float(problem.memory_bytes.max()):
-        return inf
-    table = problem.seconds(-(-cuts.size // cuts.replicas[0]), _slowest_kind(problem))
-    work = float((table.total + (table.forward if cuts.recompute else 0.0)).sum()) / stages
-    filling = 0.0 if problem.continuous else stages - 1
-    gradients = float(problem.parameter_bytes.sum()) / stages
-    summing = problem.cluster.all_reduce_seconds(range(cuts.replicas[0]), gradients) if replicas > 1 else 0.0
-    return (problem.batch_size / cuts.size + filling) * work + summing
-
-
-def cut(problem: Problem, cuts: Cuts) -> Shape | None:
-    """The shape with the fastest slowest stage, whose units are connected if that is possible; None if nothing fits."""
+    If stages are to be equal, it is the one with as many stages as groups of devices.
+    """
     table = _Table(problem, cuts)
-    ends = table.balanced(cuts.borders) or table.balanced(None)
-    return _shape(problem, cuts, ends) if ends else None
+    if cuts.equal:
+        limit, ends = table.balanced()
+        if ends and worth(limit):
+            yield _shape(problem, cuts, ends, [cuts.width] * len(ends))
+        return
+    if not table.fits():
+        return
+    found: set[int] = set()
+    refused = table.balance
+    for limit in table.limits():
+        if not worth(limit):
+            return
+        for num_stages, ends, replicas in table.solve(limit, found):
+            found.add(num_stages)
+            ends, replicas = table.tightened(refused, limit, num_stages) or (ends, replicas)
+            yield _shape(problem, cuts, ends, replicas)
+        if len(found) >= table.most_stages:
+            return
+        refused = limit
 
 
 class _Table:
-    """Prefix sums along the reversed order, by number of replicas."""
+    """Prefix sums along the reversed order, one row per number of replicas."""
 
     def __init__(self, problem: Problem, cuts: Cuts) -> None:
-        self.problem, self.cuts, self.replicas = problem, cuts, cuts.replicas
+        self.problem, self.cuts = problem, cuts
         self.reverse = np.array(list(reversed(cuts.order)))
-        self.seconds = {count: self._prefix(count) for count in set(self.replicas)}
-        self._room: dict[tuple[int, int], Positions] = {}
-        self._again: dict[tuple[int, int], Array] = {}
+        self.num_slots = (cuts.num_devices or problem.num_devices) // cuts.width
+        most = max(1, int(min(self.num_slots, problem.max_replicas / cuts.width)))
+        self.counts = [1] if cuts.equal else replica_counts(most, cuts.size // cuts.width)
+        self.most_stages = min(self.num_slots, problem.num_units)
+        self.seconds = [self._prefix(count * cuts.width) for count in self.counts]
+        self.messages = [self._messages(count * cuts.width) for count in self.counts]
+        self.balance = self.seconds[0][-1] / self.num_slots
+        self._room: dict[int, Positions] = {}
+        slots = np.arange(self.num_slots + 1)[None, :] - np.array(self.counts)[:, None]
+        self._before = np.where(slots < 0, self.num_slots + 1, slots)  # unreachable: behind all slots
+        self._rows = np.arange(len(self.counts))[:, None]
+
+    @cached_property
+    def borders(self) -> Positions | None:
+        """The last ends of connected stages; None if they need not be connected."""
+        return _borders(self.problem, self.reverse) if self.cuts.apart else None
+
+    def limits(self) -> Array:
+        near, far = 3 * self.balance, max(float(row[-1]) for row in self.seconds)
+        fine = np.geomspace(self.balance, near, FINE)
+        return np.concatenate([fine, np.geomspace(near, max(near, far), COARSE + 1)[1:]])
 
     def _prefix(self, replicas: int) -> Array:
         """Prefix sums of seconds per micro-batch, with its share of the all-reduce."""
         problem, size = self.problem, self.cuts.size
-        table = problem.seconds(-(-size // replicas), _slowest_kind(problem))
+        table = problem.seconds(-(-size // replicas), slowest_kind(problem))
         total = table.total + (table.forward if self.cuts.recompute else 0.0)
         number = -(-problem.batch_size // size)
-        summing = problem.cluster.all_reduce_seconds(range(replicas), 1e9) / 1e9 if replicas > 1 else 0.0
+        devices = range(replicas)
+        summing = problem.cluster.all_reduce_seconds(devices, 1e9) / 1e9 if replicas > 1 else 0.0
         each = total + problem.parameter_bytes * summing / number
         return np.concatenate([[0.0], np.cumsum(each[self.reverse])])
 
-    def balanced(self, borders: Positions | None) -> list[int]:
-        """The ends of the stages with the least limit with which they suffice; none if none does."""
-        high = max(float(row[-1]) for row in self.seconds.values())
-        low, best = high / self.cuts.num_stages / 2, self._filled(high, borders)
-        for _ in range(BISECTIONS if best else 0):
+    def _messages(self, replicas: int) -> Array | None:
+        """Seconds that messages take from a stage's computing; None if they take none."""
+        problem = self.problem
+        return (
+            None if problem.cluster.overlaps else message_seconds(problem, self.reverse, -(-self.cuts.size // replicas))
+        )
+
+    def _extensions(self, limit: float) -> Positions:
+        """For every number of replicas and position, where a stage that begins there must end to keep the limit."""
+        rows = zip(self.seconds, self.messages, strict=True)
+        ends = np.stack([_extended(row, sent, limit * (1 + 1e-9)) for row, sent in rows])
+        return ends if self.borders is None else np.minimum(ends, self.borders)
+
+    def _fitting(self, num_following: int) -> Positions:
+        """The same to fit the memory, with this many stages behind the new one."""
+        key = 0 if self.cuts.recompute else num_following
+        if key not in self._room:
+            self._room[key] = np.stack([self._fitting_row(count * self.cuts.width, key) for count in self.counts])
+        return self._room[key]
+
+    def _fitting_row(self, replicas: int, num_following: int) -> Positions:
+        problem = self.problem
+        saved = problem.saved_bytes(-(-self.cuts.size // replicas))
+        needed = (problem.static_bytes_of(replicas) + (num_following + 1) * saved)[self.reverse]
+        total = np.concatenate([[0.0], np.cumsum(needed)])
+        return np.searchsorted(total, total + float(problem.memory_bytes.min()), side="right") - 1
+
+    def solve(
+        self, limit: float, known: set[int], most_stages: int | None = None
+    ) -> Iterator[tuple[int, list[int], list[int]]]:
+        """Stages (from the sink) as ends and replicas, for every number of stages not yet known."""
+        reach = np.full(self.num_slots + 1, -1, dtype=np.int64)
+        reach[0] = 0
+        choices: list[Positions] = []
+        allowed = self._allowed(limit)
+        for stage in range(most_stages or self.most_stages):
+            reach, choice = self._step(reach, allowed(stage))
+            choices.append(choice)
+            if reach[-1] >= len(self.reverse) and stage + 1 not in known:
+                yield stage + 1, *self._trace(choices, allowed)
+            if reach.max() < 0:
+                return
+
+    def tightened(self, low: float, high: float, num_stages: int) -> tuple[list[int], list[int]] | None:
+        """Ends and replicas of `num_stages` stages for the lowest limit found between `low` and `high`."""
+        best = None
+        known = set(range(1, self.most_stages + 1)) - {num_stages}
+        for _ in range(BISECTIONS):
             middle = (low * high) ** 0.5
-            ends = self._filled(middle, borders)
-            best, low, high = (ends, low, middle) if ends else (best, middle, high)
+            solved = next(((ends, replicas) for _, ends, replicas in self.solve(middle, known, num_stages)), None)
+            best, low, high = (solved, low, middle) if solved else (best, middle, high)
         return best
 
-    def _filled(self, limit: float, borders: Positions | None) -> list[int]:
-        """The ends of stages of at most these seconds, which leave a unit for every stage that follows."""
-        ends, most = [0], len(self.reverse) - self.cuts.num_stages
-        for stage, replicas in enumerate(self.replicas):
-            end = min(self._end(ends[-1], stage, replicas, limit), most + stage + 1)
-            ends.append(end if borders is None else min(end, int(borders[ends[-1]])))
-            if ends[-1] <= ends[-2]:
+    def fits(self) -> bool:
+        """True if some stages on some devices fit the memory, however long they take."""
+        allowed, reach = self._allowed(float(self.limits()[-1])), np.full(self.num_slots + 1, -1, dtype=np.int64)
+        reach[0] = 0
+        for stage in range(self.most_stages):
+            reach, _ = self._step(reach, allowed(stage))
+            if reach.max() >= len(self.reverse):
+                return True
+        return False
+
+    def balanced(self) -> tuple[float, list[int]]:
+        """The least limit with which a stage on every group of devices suffices, and their ends; none if none does."""
+        low, high = self.balance, float(self.seconds[0][-1])
+        best = self._equal(high)
+        for _ in range(EQUAL_BISECTIONS if best else 0):
+            middle = (low * high) ** 0.5
+            ends = self._equal(middle)
+            best, low, high = (ends, low, middle) if ends else (best, middle, high)
+        return high, best
+
+    def _equal(self, limit: float) -> list[int]:
+        """The ends of stages on one group of devices each, which leave a unit for every stage that follows."""
+        allowed, ends, most = self._allowed(limit), [0], len(self.reverse) - self.num_slots
+        for stage in range(self.num_slots):
+            ends.append(min(int(allowed(stage)[0, ends[-1]]), most + stage + 1))
+            if ends[-1] == ends[-2]:
                 return []
         return ends[1:] if ends[-1] == len(self.reverse) else []
 
-    def _end(self, start: int, stage: int, replicas: int, limit: float) -> int:
-        """The last end of a stage that begins at a position, with so many stages behind it."""
-        row, latest = self.seconds[replicas], limit * (1 + 1e-9)
+    def _allowed(self, limit: float) -> Callable[[int], Positions]:
+        """The ends of stages, as in `_extensions`, by the number of stages behind them."""
         if self.cuts.partly:
-            again = self._recomputing(replicas, stage)[start]
-            return int(np.flatnonzero(row[start:] - row[start] + again[start:] <= latest)[-1]) + start
-        end = int(np.searchsorted(row, row[start] + latest, side="right")) - 1
-        return min(end, int(self._fitting(replicas, stage)[start])) if self.cuts.fitting else end
+            return partial(self._recomputing, limit)
+        extensions = self._extensions(limit)
+        fitting = self._fitting if self.cuts.fitting else lambda _: extensions
+        return lambda stage: np.minimum(extensions, fitting(stage))
 
-    def _fitting(self, replicas: int, stage: int) -> Positions:
-        """For every position, the last end of a stage that fits the memory."""
-        key = replicas, 0 if self.cuts.recompute else stage
-        if key not in self._room:
-            problem = self.problem
-            saved = problem.saved_bytes(-(-self.cuts.size // replicas))
-            needed = (problem.static_bytes_of(replicas) + (key[1] + 1) * saved)[self.reverse]
-            total = np.concatenate([[0.0], np.cumsum(needed)])
-            self._room[key] = np.searchsorted(total, total + float(problem.memory_bytes.min()), side="right") - 1
-        return self._room[key]
+    def _recomputing(self, limit: float, num_following: int) -> Positions:
+        (row,), (sent,) = self.seconds, self.messages
+        again = self._memory.seconds(num_following + 1)
+        ends = furthest(row, again if sent is None else again + sent, row + limit * (1 + 1e-9))[None, :]
+        return ends if self.borders is None else np.minimum(ends, self.borders)
 
-    def _recomputing(self, replicas: int, stage: int) -> Array:
-        """Seconds of recomputation by the positions at which a stage starts and stops."""
-        key = replicas, stage
-        if key not in self._again:
-            memory = ScarceMemory(self.problem, self.reverse, replicas, self.cuts.size)
-            self._again[key] = memory.seconds(stage + 1)
-        return self._again[key]
+    @cached_property
+    def _memory(self) -> ScarceMemory:
+        return ScarceMemory(self.problem, self.reverse, self.cuts.width, self.cuts.size)
+
+    def _step(self, reach: Positions, extensions: Positions) -> tuple[Positions, Positions]:
+        """Add a stage: for every number of slots, how far it reaches, and with how many replicas."""
+        before = np.append(reach, -1)[self._before]
+        ends = np.where(before >= 0, extensions[self._rows, np.maximum(before, 0)], -1)
+        ends = np.where(ends > before, ends, -1)
+        choice = ends.argmax(axis=0)
+        return np.take_along_axis(ends, choice[None, :], axis=0)[0], choice
+
+    def _trace(self, choices: list[Positions], allowed: Callable[[int], Positions]) -> tuple[list[int], list[int]]:
+        """Ends and replicas of all stages, traced back through the choices."""
+        slots, rows = self.num_slots, []
+        for choice in reversed(choices):
+            rows.append(int(choice[slots]))
+            slots -= self.counts[rows[-1]]
+        ends, position = [], 0
+        for stage, row in enumerate(reversed(rows)):
+            position = int(allowed(stage)[row, position])
+            ends.append(position)
+        return ends, [self.counts[row] * self.cuts.width for row in reversed(rows)]
 
 
-def _slowest_kind(problem: Problem) -> int:
+def _extended(row: Array, messages: Array | None, limit: float) -> Positions:
+    """For every position of a row of prefix sums, the last end of a stage whose seconds are within the limit."""
+    if messages is not None:
+        return furthest(row, messages, row + limit)
+    return np.searchsorted(row, row + limit, side="right") - 1
+
+
+def slowest_kind(problem: Problem) -> int:
     """The kind of device on which the model takes longest."""
     size = problem.sizes[-1]
     return max(range(len(problem.cluster.kinds)), key=lambda kind: float(problem.seconds(size, kind).total.sum()))
 
 
-def borders_of(problem: Problem, order: Sequence[int]) -> Positions:
-    """For every position from the sink on, the last end of a stage of connected units that begins there."""
-    num_units, reverse = len(order), list(reversed(order))
-    neighbours = [{*problem.order.successors(unit), *problem.order.predecessors(unit)} for unit in reverse]
+def _borders(problem: Problem, reverse: Positions) -> Positions:
+    """For every position, the last end of a stage that begins there such that its units are connected."""
+    num_units = len(reverse)
+    neighbours = [{*problem.order.successors(unit), *problem.order.predecessors(unit)} for unit in map(int, reverse)]
     borders = np.full(num_units + 1, num_units, dtype=np.int64)
     for start in range(num_units):
-        inside = {reverse[start]}
+        inside = {int(reverse[start])}
         for stop in range(start + 1, num_units):
             if inside.isdisjoint(neighbours[stop]):
                 borders[start] = stop
                 break
-            inside.add(reverse[stop])
+            inside.add(int(reverse[stop]))
     return borders
 
 
-def _shape(problem: Problem, cuts: Cuts, ends: list[int]) -> Shape:
+def _shape(problem: Problem, cuts: Cuts, ends: list[int], replicas: list[int]) -> Shape:
     """The shape of these stages, with that of the user's step last even if the order ends with another sink."""
     reverse, step = list(reversed(cuts.order)), problem.num_units - 1
     starts = [0, *ends[:-1]]
     groups = [tuple(sorted(reverse[start:stop])) for start, stop in zip(starts, ends, strict=True)]
-    stages = sorted(zip(groups[::-1], cuts.replicas[::-1], strict=True), key=lambda stage: step in stage[0])
+    stages = sorted(zip(groups[::-1], replicas[::-1], strict=True), key=lambda stage: step in stage[0])
     return Shape(
         groups=tuple(group for group, _ in stages),
         replicas=tuple(count for _, count in stages),
         size=cuts.size,
         schedule=cuts.schedule,
     )
+
+
+MAX_SLOTS = 64
+"""Beyond this number, devices are assigned in groups of equal size."""

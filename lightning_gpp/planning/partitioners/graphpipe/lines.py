@@ -341,9 +341,10 @@ def orders_of(problem: Problem, line: Line) -> Iterator[Line]:
 
 
 def converted(problem: Problem) -> Conversion:
-    """The units in series-parallel order, with little delay."""
+    """The units in series-parallel order, with the least delay found. Units with parameters are not repeated."""
     seconds = problem.seconds(problem.sizes[-1]).total
-    return make_series_parallel(problem.order, dict(enumerate(seconds.tolist())))
+    keep = [unit for unit, num_bytes in enumerate(problem.parameter_bytes) if num_bytes]
+    return make_series_parallel(problem.order, dict(enumerate(seconds.tolist())), keep=[*keep, problem.num_units - 1])
 
 
 def head_member(shape: LineShape, end: LineCut) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf, sqrt
 from typing import TypeAlias
 
@@ -74,7 +74,7 @@ def graphpipe(problem: Problem, control: SearchControl) -> Answer:
     found: list[_Size] = []
     states = 0
     for line in orders_of(problem, line_of(conversion.tree)):
-        search = _GraphPipeSearch(problem=problem, control=control, line=line)
+        search = _GraphPipeSearch(problem=problem, control=control, line=line, inlined=conversion.inlined)
         found = sorted([*found, *search.run(found[0].seconds if found else inf)], key=lambda entry: entry.seconds)
         states += search.states
     best = found[0] if found else None
@@ -93,6 +93,7 @@ class _GraphPipeSearch:
     problem: Problem
     control: SearchControl
     line: Line
+    inlined: tuple[object, ...]
     states: int = 0
     stopped: bool = False
     likely: float = 1.0
@@ -175,7 +176,7 @@ class _GraphPipeSearch:
     def _drafts(self, entry: _Size) -> Iterator[Draft]:
         """Drafts of the strategy. The stage of the user's step comes last, which is where layouts put device 0."""
         step = self.problem.num_units - 1
-        pieces = sorted(entry.pieces, key=lambda piece: step in piece.units)
+        pieces = sorted(with_inlined(self.problem, entry.pieces, self.inlined), key=lambda piece: step in piece.units)
         for devices in layouts_of([piece.replicas for piece in pieces], self.problem.replicable):
             stages = tuple(
                 DraftStage(
@@ -200,6 +201,17 @@ def layouts_of(replicas: Sequence[int], copies: bool) -> Iterator[Devices]:
         yield [place for _, place in sorted(zip([*order, last], places, strict=True))]
 
 
+def with_inlined(problem: Problem, pieces: Sequence[Piece], inlined: Sequence[object]) -> list[Piece]:
+    """Put units that the tree lacks into the first stage that reads them, so that all edges lead forward."""
+    stage_of = {unit: index for index, piece in enumerate(pieces) for unit in piece.units}
+    added: dict[int, list[int]] = {}
+    for unit in reversed(inlined):
+        assert isinstance(unit, int)
+        stage_of[unit] = min(stage_of[reader] for reader in problem.order.successors(unit))
+        added.setdefault(stage_of[unit], []).append(unit)
+    return [replace(piece, units=piece.units + tuple(added.get(index, ()))) for index, piece in enumerate(pieces)]
+
+
 def _alternatives(found: Sequence[_Size]) -> Iterator[Alternative]:
     seen = [found[0].draft] if found else []
     for entry in found[1:]:
@@ -218,6 +230,8 @@ def _notes(conversion: Conversion, search: _GraphPipeSearch, found: bool) -> Ite
             f"The order of the units is not series-parallel: {len(conversion.added)} pairs without an order were put "
             f"in one, which makes the longest path {conversion.price - 1:.2%} longer."
         )
+    if conversion.inlined:
+        yield f"{len(conversion.inlined)} units of negligible cost that many others read were placed after the search."
     if search.stopped:
         yield "The search stopped before its end; the bottleneck may be improved."
     if not found:

@@ -2,6 +2,7 @@
 
 from lightning_gpp.planning.partitioners.series_parallel.convert import (
     Conversion,
+    inline_broadcasts,
     make_series_parallel,
 )
 from lightning_gpp.planning.partitioners.series_parallel.tree import (
@@ -32,6 +33,7 @@ __all__ = [
     "decompose",
     "describe",
     "evaluate",
+    "inline_broadcasts",
     "leaves",
     "make_series_parallel",
     "num_ordered",

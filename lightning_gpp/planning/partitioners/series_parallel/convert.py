@@ -1,21 +1,21 @@
-"""Makes any graph series-parallel, with little delay.
+"""Makes any graph series-parallel, with the least delay found.
 
-Nothing is computed twice, only order is added: next to nothing for what many read and costs next to nothing, as masks.
-The plainest conversion makes every depth of the graph wait for all nodes of the depth before (`_strata`). Here only the
-parts that are not series-parallel change: the lighter of their strata and of cuts in two (`_halves`) is taken. Series
+Broadcasts of negligible cost are left to their readers; everything else is computed once, and only order is added. The
+plainest conversion makes every depth of the graph wait for all nodes of the depth before (`strata`). Here only the
+parts that are not series-parallel change, and several conversions of each are tried (`cuts`), strata among them. Series
 and parallel parts need no choice: converting their pieces separately loses nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
-from typing import TypeVar
 
 import networkx as nx
 
+from lightning_gpp.planning.partitioners.series_parallel.cuts import Cut, cuts, longest_paths
+from lightning_gpp.planning.partitioners.series_parallel.search import SMALL, CutSearch
 from lightning_gpp.planning.partitioners.series_parallel.tree import (
     Leaf,
     Order,
@@ -24,14 +24,14 @@ from lightning_gpp.planning.partitioners.series_parallel.tree import (
     TreeNode,
     critical_path,
     expand,
-    mask_of,
-    num_ordered,
     order_from,
     order_of,
-    pairs_across,
     parallel,
     series,
 )
+
+NEGLIGIBLE = 0.01
+"""Below this share of the mean weight of all nodes, a node costs nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,22 +39,31 @@ class Conversion:
     """A series-parallel order that contains the order of a graph.
 
     Args:
-        tree: all nodes.
+        tree: all nodes that were not inlined.
         added: pairs of nodes that the graph leaves unordered; together with its edges they give the tree's order.
         price: the tree's critical path divided by the graph's, at least 1.
+        inlined: nodes that are computed again by each of their readers, in topological order.
     """
 
     tree: Tree
     added: tuple[tuple[TreeNode, TreeNode], ...]
     price: float
+    inlined: tuple[TreeNode, ...]
 
 
-def make_series_parallel(graph: nx.DiGraph, weights: Mapping[TreeNode, float] | None = None) -> Conversion:
-    """The graph's own tree if it has one; otherwise one with order added as needed.
+def make_series_parallel(
+    graph: nx.DiGraph,
+    weights: Mapping[TreeNode, float] | None = None,
+    *,
+    fraction: float = NEGLIGIBLE,
+    keep: Collection[TreeNode] = (),
+) -> Conversion:
+    """The graph's own tree if it has one; otherwise that of the graph without broadcasts, with order added as needed.
 
     Args:
         graph: an acyclic graph.
         weights: seconds of all nodes, not negative; 1 each by default.
+        fraction, keep: see `inline_broadcasts`.
 
     Raises:
         networkx.NetworkXUnfeasible: the graph has a cycle.
@@ -64,9 +73,55 @@ def make_series_parallel(graph: nx.DiGraph, weights: Mapping[TreeNode, float] | 
     order = order_from(graph)
     tree = expand(order, order.everything, lambda part: None)
     if tree is not None:
-        return Conversion(tree=tree, added=(), price=1.0)
+        return Conversion(tree=tree, added=(), price=1.0, inlined=())
+    graph, inlined = inline_broadcasts(graph, weights, fraction=fraction, keep=keep)
+    order = order_from(graph)
     tree = _convert(order, _integers([weights[node] for node in order.nodes]))
-    return Conversion(tree=tree, added=_added(order, tree), price=_price(order, tree, weights))
+    return Conversion(tree=tree, added=_added(order, tree), price=_price(order, tree, weights), inlined=inlined)
+
+
+def inline_broadcasts(
+    graph: nx.DiGraph,
+    weights: Mapping[TreeNode, float],
+    *,
+    fraction: float = NEGLIGIBLE,
+    keep: Collection[TreeNode] = (),
+) -> tuple[nx.DiGraph, tuple[TreeNode, ...]]:
+    """The graph without the nodes that each of their readers may compute again: masks, positions, constants.
+
+    They cost next to nothing, have no predecessors except such nodes, and are read by several other nodes, directly or
+    through each other. Nodes that cost next to nothing and have only inlined predecessors are inlined, too. All other
+    nodes keep their order, because no inlined node is between two of them.
+
+    Args:
+        graph: an acyclic graph.
+        weights: seconds of all nodes.
+        fraction: a node below this fraction of the mean weight costs next to nothing.
+        keep: nodes never to inline, such as those with parameters.
+
+    Returns:
+        The graph of the other nodes, and the inlined nodes in topological order.
+    """
+    limit = fraction * sum(weights[node] for node in graph) / max(1, len(graph))
+    light: dict[TreeNode, None] = {}
+    for node in nx.topological_sort(graph):
+        if weights[node] < limit and node not in keep and all(other in light for other in graph.pred[node]):
+            light[node] = None
+    readers = _readers(graph, light)
+    inlined: dict[TreeNode, None] = {}
+    for node in light:
+        sources = graph.pred[node]
+        if len(readers[node]) > 1 or (sources and all(other in inlined for other in sources)):
+            inlined[node] = None
+    return graph.subgraph([node for node in graph if node not in inlined]), tuple(inlined)
+
+
+def _readers(graph: nx.DiGraph, light: Mapping[TreeNode, None]) -> dict[TreeNode, set[TreeNode]]:
+    """The other nodes that read each light node, directly or through light nodes only."""
+    readers: dict[TreeNode, set[TreeNode]] = {}
+    for node in reversed(list(light)):
+        readers[node] = set().union(*(readers[other] if other in light else {other} for other in graph.succ[node]))
+    return readers
 
 
 def _integers(weights: Sequence[float]) -> list[int]:
@@ -76,69 +131,37 @@ def _integers(weights: Sequence[float]) -> list[int]:
 
 
 def _convert(order: Order, weights: Sequence[int]) -> Tree:
-    """A light tree that contains the order."""
-    by_node = dict(zip(order.nodes, weights, strict=True))
-
-    def lightest(part: OrderedPart) -> Tree:
-        found = expand(order, part, partial(_halves, order, weights))
-        assert found is not None
-        return min((found, _strata(order, part)), key=lambda tree: (critical_path(tree, by_node), num_ordered(tree)))
-
-    tree = expand(order, order.everything, lightest)
+    """The lightest tree found that contains the order."""
+    search = CutSearch(order, weights)
+    tree = expand(order, order.everything, lambda part: search.lightest(_trees(order, part, weights, search)))
     assert tree is not None
     return tree
 
 
-def _halves(order: Order, weights: Sequence[int], part: OrderedPart) -> tuple[OrderedPart, OrderedPart]:
-    """The part in two, of which the second then waits for all of the first: whose bound of the critical path is lowest,
-    and of those whose pairs across are new in the smallest share.
-
-    A connected part that is not series-parallel becomes so only by such a cut: neither half's own order changes, nor
-    that of the nodes around it. The bound is the sum of both halves' critical paths. Cuts are those after each position
-    of two orders, by earliest end and by latest start, so no cut of the part has a lower bound than the best of these.
-    """
-    heads, tails = longest_paths(order, part, weights)
-    mask, best = mask_of(part), None
-    for ordered in (
-        sorted(part, key=lambda number: (heads[number], number)),
-        sorted(part, key=lambda number: (-tails[number], number)),
-    ):
-        until = list(accumulate((heads[number] for number in ordered), max))
-        after = list(accumulate((tails[number] for number in reversed(ordered)), max))[::-1]
-        for size, across in enumerate(pairs_across(order, ordered, mask)[:-1], start=1):
-            pairs = size * (len(ordered) - size)
-            rank = until[size - 1] + after[size], (pairs - across) / pairs
-            if best is None or rank < best[0]:
-                best = rank, tuple(sorted(ordered[:size])), tuple(sorted(ordered[size:]))
-    assert best is not None
-    return best[1], best[2]
+def _trees(order: Order, part: OrderedPart, weights: Sequence[int], search: CutSearch) -> Iterator[Tree]:
+    """Trees of a prime part: as strata, and by cuts with different choices among equal bounds."""
+    yield strata(order, part)
+    for rule in (Cut.by_share, Cut.by_number, Cut.by_balance):
+        tree = expand(order, part, partial(_first_cut, order, weights, search, rule))
+        if tree is not None:
+            yield tree
 
 
-def _strata(order: Order, part: OrderedPart) -> Tree:
+def _first_cut(
+    order: Order, weights: Sequence[int], search: CutSearch, rule: Callable[[Cut], tuple[float, ...]], part: OrderedPart
+) -> Tree | tuple[OrderedPart, OrderedPart]:
+    if len(part) <= SMALL:
+        return search.tree(part)
+    return min(cuts(order, part, weights), key=rule).halves()
+
+
+def strata(order: Order, part: OrderedPart) -> Tree:
     """Nodes by their depth, with a full synchronisation between one depth and the next."""
     depths, _ = longest_paths(order, part, [1] * len(order.nodes))
     levels: dict[int, list[Tree]] = {}
     for number in part:
         levels.setdefault(depths[number], []).append(Leaf(order.nodes[number]))
     return series(parallel(levels[depth]) for depth in sorted(levels))
-
-
-W = TypeVar("W", int, float)
-
-
-def longest_paths(order: Order, part: OrderedPart, weights: Sequence[W]) -> tuple[dict[int, W], dict[int, W]]:
-    """Weights of the heaviest paths inside the part that end at, and that start at, every number, itself included."""
-    heads: dict[int, W] = {}
-    for number in part:
-        heads[number] = weights[number] + max(
-            (heads[other] for other in order.below[number] if other in heads), default=0
-        )
-    tails: dict[int, W] = {}
-    for number in reversed(part):
-        tails[number] = weights[number] + max(
-            (tails[other] for other in order.above[number] if other in tails), default=0
-        )
-    return heads, tails
 
 
 def _added(order: Order, tree: Tree) -> tuple[tuple[TreeNode, TreeNode], ...]:
