@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from typing import Any, NoReturn
 
 import torch
@@ -32,7 +32,10 @@ class Placeholder:
     """
 
     samples: Tensor
-    num_bytes: int = 0
+    num_bytes: InitVar[int] = 0  # no field, from which Lightning would take a number of samples
+
+    def __post_init__(self, num_bytes: int) -> None:
+        self._num_bytes = num_bytes
 
     def __getitem__(self, key: object) -> NoReturn:
         self._refuse(f"[{key!r}]")
@@ -46,15 +49,15 @@ class Placeholder:
         self._refuse(f".{name}")
 
     def _refuse(self, use: str) -> NoReturn:
-        what = "A tensor" if self.num_bytes else "A batch"
+        what = "A tensor" if self._num_bytes else "A batch"
         raise ConfigError(
             f"{what} was used here ({use.strip()}), on a rank that has none: only the ranks that run the user's step "
             f"have it{self._size()}. Guard this code with `if trainer.is_global_zero`, or move it into the step."
         )
 
     def _size(self) -> str:
-        large = f", and {size(self.num_bytes)} are too much to be sent to the others for hooks"
-        return large if self.num_bytes else ""
+        large = f", and {size(self._num_bytes)} are too much to be sent to the others for hooks"
+        return large if self._num_bytes else ""
 
 
 class ShadowLoader:
