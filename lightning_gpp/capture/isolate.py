@@ -115,7 +115,8 @@ def _close(fresh: types.FunctionType, function: types.FunctionType, memo: dict[i
         if owner is not None and id(owner) in memo:
             cell.cell_contents = types.MethodType(value.__func__, memo[id(owner)])
         else:
-            cell.cell_contents = memo.get(id(value), value)
+            small = type(value) in _CONTAINERS and len(value) <= MOST_NUMBERS
+            cell.cell_contents = memo.get(id(value), copy.copy(value) if small else value)
 
 
 def _uncompile(owner: nn.Module, memo: dict[int, Any]) -> None:

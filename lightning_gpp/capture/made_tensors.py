@@ -23,15 +23,29 @@ class MadeWatch:
         self._replica = replica
         self._before = {path: dict(buffers_of(part)) for path, part in replica.named_modules()}
         self._filled = {path: filled_attributes(part).keys() for path, part in replica.named_modules()}
+        self._scalars = {path: scalars_of(part) for path, part in replica.named_modules()}
 
     def note(self, recorder: Recorder) -> None:
-        """Note the buffers in the recording, and with the calls that made them: these hold what they replaced."""
+        """Note the buffers in the recording, and with the calls that made them: these hold what they replaced.
+
+        And the attributes of the same modules that the recording has changed, such as the length of a table.
+        """
         for path, part in self._replica.named_modules():
             buffers, before = buffers_of(part), self._before.get(path, {})
             made = {name for name, each in buffers.items() if each is not None and each is not before.get(name)}
             recorder.recording.made_buffers |= {dotted((path, name)) for name in made}
             for name in made:
                 _hold(recorder, before.get(name), buffers[name])
+            filled = filled_attributes(part).keys() - self._filled.get(path, set())
+            if path and (made or filled):
+                recorder.recording.made_attributes |= {
+                    dotted((path, name)) for name in filled | self._set_in(path, part)
+                }
+
+    def _set_in(self, path: str, part: nn.Module) -> set[str]:
+        """The numbers and texts of a module that the recording has changed."""
+        before = self._scalars.get(path, {})
+        return {name for name, value in scalars_of(part).items() if name not in before or before[name] != value}
 
     def filled(self) -> Iterator[Attribute]:
         """The attributes that have tensors since the recording ran, and had none before."""

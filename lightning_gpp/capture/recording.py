@@ -173,6 +173,8 @@ class Recording:
     """Numbers of the step on which its network depends."""
     changes_batch: bool = False
     """True if the step, or a forward, changes tensors of the mini-batch in place."""
+    made_attributes: set[str] = field(default_factory=set)
+    """Numbers, texts and tensors in attributes that the recording has set in modules with made buffers or tensors."""
     made_buffers: set[str] = field(default_factory=set)
     """Names of the buffers that forwards or the step make, or replace by other tensors."""
 

@@ -59,8 +59,9 @@ class StopFlag:
             raise
         self._listener = threading.Thread(target=self._listen, name="gpp-signals", daemon=True)
         self._listener.start()
+        self._previous = {each: signal.getsignal(each) for each in self.signals}  # known to the handler at once
         for each in self.signals:  # after the listener is there, which would not hear of an earlier one
-            self._previous[each] = signal.signal(each, self._receive)
+            signal.signal(each, self._receive)
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:

@@ -46,9 +46,22 @@ Forms = Mapping[str, BufferForm | None]
 _UNKNOWN: Final = object()
 
 
-def _scalars(module: nn.Module, paths: Set[str]) -> dict[str, Any]:
-    """The scalars in attributes of the modules at these paths, by name."""
-    parts = ((path, part) for path, part in module.named_modules() if path in paths)
+def _attribute(module: nn.Module, name: str) -> Any:
+    path, own = _split(name)
+    return vars(module.get_submodule(path)).get(own, _UNKNOWN)
+
+
+def _set(module: nn.Module, name: str, value: Any) -> None:
+    path, own = _split(name)
+    attributes = vars(module.get_submodule(path))
+    attributes.pop(own, None)
+    if value is not _UNKNOWN:
+        attributes[own] = value
+
+
+def _scalars(module: nn.Module, paths: Set[str] | None = None) -> dict[str, Any]:
+    """The scalars in attributes of modules, or of those at these paths, by name."""
+    parts = ((path, part) for path, part in module.named_modules() if paths is None or path in paths)
     return {dotted((path, name)): value for path, part in parts for name, value in scalars_of(part).items()}
 
 
@@ -63,6 +76,8 @@ class MadeBuffers:
     def __init__(self) -> None:
         self._first: Forms = {}
         self._names: set[str] = set()
+        self._first_attributes: dict[str, Any] = {}
+        self._attributes: set[str] = set()
 
     def begin(self, module: nn.Module, control: Control) -> None:
         """Begin a run; all ranks call this together, before the first capture.
@@ -78,27 +93,37 @@ class MadeBuffers:
             if _lacks(own.get(name), form):
                 _register(module, name, form, _beside(name, scalars[rank]))
         self._first, self._names = _forms(module), set()
+        self._first_attributes, self._attributes = _scalars(module), set()
 
     def note(self, captured: Any) -> None:
         """Note what a captured step makes."""
         if isinstance(captured, Capture):
             self._names |= captured.network.recording.made_buffers
+            self._attributes |= captured.network.recording.made_attributes
 
     @contextmanager
     def as_at_set_up(self, module: nn.Module) -> Iterator[None]:
-        """Inside, the module has these buffers as they were at set-up, without values where they are others now."""
+        """Inside, the module has these buffers as they were at set-up, without values where they are others now.
+
+        And so it has the attributes that forwards set together with them.
+        """
         now = _forms(module)
         changed = [name for name in sorted(self._names) if _differ(now.get(name, _UNKNOWN), self._before(name))]
         tables = {path: buffers_of(module.get_submodule(path)) for path in {_split(name)[0] for name in changed}}
         kept = {path: dict(table) for path, table in tables.items()}
         for path, name in map(_split, changed):
             _put(tables[path], name, self._before(dotted((path, name))))
+        set_since = {name: _attribute(module, name) for name in sorted(self._attributes)}
+        for name in set_since:
+            _set(module, name, self._first_attributes.get(name, _UNKNOWN))
         try:
             yield
         finally:
             for path, table in tables.items():
                 table.clear()
                 table.update(kept[path])
+            for name, value in set_since.items():
+                _set(module, name, value)
 
     def _before(self, name: str) -> Any:
         return self._first.get(name, _UNKNOWN)

@@ -152,7 +152,7 @@ def start_late(rank: int, world_size: int, port: int, timeout: float, patience: 
 
 
 def unseen(self: ProcessIdentity) -> str:
-    return ""
+    return "?"
 
 
 def start_late_on_other_hosts(rank: int, world_size: int, port: int, *more: Any) -> None:

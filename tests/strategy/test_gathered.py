@@ -52,7 +52,7 @@ class Samples(Plain):
 
 class SamplesOnRankZero(Plain):
     @torch.no_grad()
-    def on_validation_epoch_end(self) -> None:
+    def on_train_epoch_end(self) -> None:
         with summon_full_params(self):
             if self.trainer.is_global_zero:
                 self.seen.append(float(self(ONE).sum()) + float(self.body.weight.numpy().std()))
@@ -155,7 +155,7 @@ def fit(rank: int, gpp: bool, kinds: Sequence[type[Plain]]) -> list[Any]:
     found = []
     for kind in kinds:
         module, made = kind().double(), trainer(gpp)
-        made.fit(module, loader(), *([loader()] if issubclass(kind, Decodes | SamplesOnRankZero) else []))
+        made.fit(module, loader(), *([loader()] if issubclass(kind, Decodes) else []))
         found.append((module.seen, {name: float(value) for name, value in made.callback_metrics.items()}))
     return found
 

@@ -272,7 +272,7 @@ def test_batch_norm_over_replicas() -> None:
 
 @pytest.mark.parametrize("use", [lambda b: b[0], len, list, lambda b: b["x"], lambda b: b.size(0)])
 def test_a_batch_used_where_there_is_none(use: Callable[[Any], Any]) -> None:
-    with pytest.raises(ConfigError, match=r"a rank that has no data.*trainer.is_global_zero"):
+    with pytest.raises(ConfigError, match=r"a rank that has none.*trainer.is_global_zero"):
         use(Placeholder(torch.empty(3, 0)))
 
 
