@@ -46,9 +46,9 @@ if TYPE_CHECKING:
     from lightning_gpp.simulation import StageCost, StageCosts, Timeline, simulate, trace_of
     from lightning_gpp.strategy import GPPStrategy
     from lightning_gpp.training.engine import Engine
-    from lightning_gpp.training.gathered import summon_full_params
     from lightning_gpp.training.loop import initialize
     from lightning_gpp.training.options import Options
+    from lightning_gpp.training.tensors.gathered import summon_full_params
 
 __version__ = "0.1.0"
 
@@ -126,7 +126,7 @@ _ORIGINS: Final = {
     "simulation": ("StageCost", "StageCosts", "Timeline", "simulate", "trace_of"),
     "strategy": ("GPPStrategy",),
     "training.engine": ("Engine",),
-    "training.gathered": ("summon_full_params",),
+    "training.tensors.gathered": ("summon_full_params",),
     "training.loop": ("initialize",),
     "training.options": ("Options",),
 }

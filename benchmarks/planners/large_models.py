@@ -38,7 +38,7 @@ from lightning_gpp.planning import Draft, DraftStage, Prediction, Problem, Reque
 from lightning_gpp.planning.problem.draft import realise
 from lightning_gpp.planning.problem.evaluate import Evaluator
 from lightning_gpp.planning.problem.prediction import predicted
-from lightning_gpp.training.machine import Machine, of_groups
+from lightning_gpp.training.measured.machine import Machine, of_groups
 
 LENGTH, VOCABULARY = 2048, 51200
 REASON = "its layers are divided among the GPUs of a group"

@@ -206,7 +206,7 @@ class Changes:
     modes: list[FakeTensorMode] = field(default_factory=list)
     """Those of the recordings."""
     compared: bool = False
-    """Whether recordings were compared before."""
+    """True if recordings were compared before."""
 
     def mode(self) -> FakeTensorMode:
         """A mode for another recording."""

@@ -1,4 +1,4 @@
-"""What objects keep between calls: containers, attributes of the user's plain objects, and random generators.
+"""Finds what objects keep between calls: containers, attributes of plain objects, and random generators.
 
 A copy of a module has its own, and a run that does not count leaves them as they are. What is outside of the module
 (global variables, classes, closures, the trainer) is neither copied nor restored.
@@ -53,9 +53,9 @@ _TELLING: Final = (
     *("__getattr__", "__getattribute__", "__del__", "__slots__", "__new__"),
     *("__copy__", "__deepcopy__", "__reduce__", "__reduce_ex__", "__getstate__", "__setstate__"),
 )
-"""What classes have that say how their objects are made, read, copied or deleted."""
+"""Methods of classes that say how their objects are made, read, copied or deleted."""
 _ABSTRACT: Final = ("abc", "typing")
-"""Where bases of classes come from that change nothing about their objects."""
+"""Modules with bases of classes that change nothing about their objects."""
 
 
 def is_plain_object(value: Any) -> bool:
@@ -118,7 +118,7 @@ class Kept:
                 self._look_at(self._inside(value), depth + 1)
 
     def _inside(self, value: Any) -> Iterable[Any]:
-        """What is in a value, which is noted if it is a holder."""
+        """The contents of a value, which is noted if it is a holder."""
         kind = type(value)
         if kind in _DICTS or kind in _SEQUENCES:
             if kind not in (tuple, frozenset):
@@ -133,7 +133,7 @@ class Kept:
 
 
 def kept_by(modules: Iterable[nn.Module]) -> Kept:
-    """What the attributes of modules keep."""
+    """Find what the attributes of modules keep."""
     return Kept(value for part in modules for name, value in vars(part).items() if name not in OF_EVERY_MODULE)
 
 

@@ -15,7 +15,7 @@ from lightning_gpp.reports import graph_svg, prediction_text, terminal_width, ti
 from lightning_gpp.reports.page import report_html
 from lightning_gpp.reports.terminal import wrapped
 from lightning_gpp.simulation import trace_of
-from lightning_gpp.training.replicas import idle_sharding
+from lightning_gpp.training.tensors.replicas import idle_sharding
 
 OUTPUTS = ("output", "trace", "svg", "graph_svg", "report")
 """Settings that name a file to write."""

@@ -13,10 +13,10 @@ from lightning_gpp.plan import Plan
 from lightning_gpp.planning import SIZES, Prediction, SizesFound, best_sizes
 from lightning_gpp.reports import search_progress
 from lightning_gpp.reports.units import rate
-from lightning_gpp.training.machine import first
+from lightning_gpp.training.measured.machine import first
 from lightning_gpp.training.option_values import AUTO
 from lightning_gpp.training.planner import request_of
-from lightning_gpp.training.whole_step import noted_whole
+from lightning_gpp.training.whole.whole_step import noted_whole
 
 
 def best_of_sizes(config: DictConfig) -> tuple[Task, Prediction, list[str]]:

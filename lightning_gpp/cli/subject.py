@@ -35,15 +35,15 @@ from lightning_gpp.stages.declared import Declared
 from lightning_gpp.strategy.checks import runs_whole
 from lightning_gpp.strategy.data import peek
 from lightning_gpp.strategy.steps import CONTEXTS, stand_ins
-from lightning_gpp.training.batches import outline
-from lightning_gpp.training.costs import measured_costs
-from lightning_gpp.training.machine import footprint_of, present
-from lightning_gpp.training.optimizers import OptimizerIndex
+from lightning_gpp.training.data.batches import outline
+from lightning_gpp.training.divided.parallel_regions import captured_apart
+from lightning_gpp.training.divided.tensor_parallel import TensorParallel, check_divided, dividing
+from lightning_gpp.training.measured.costs import measured_costs
+from lightning_gpp.training.measured.machine import footprint_of, present
 from lightning_gpp.training.options import Context, Options
-from lightning_gpp.training.parallel_regions import captured_apart
 from lightning_gpp.training.planner import TRAINING, Subject, captured_step
-from lightning_gpp.training.tensor_parallel import TensorParallel, check_divided, dividing
-from lightning_gpp.training.whole_step import capture_found, check_whole, left_open, why_whole
+from lightning_gpp.training.updates.optimizers import OptimizerIndex
+from lightning_gpp.training.whole.whole_step import capture_found, check_whole, left_open, why_whole
 
 CPU = torch.device("cpu")
 

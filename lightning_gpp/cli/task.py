@@ -22,8 +22,9 @@ from lightning_gpp.planning.problem.prediction import memory_limits
 from lightning_gpp.reports import search_progress
 from lightning_gpp.slices import unsliced
 from lightning_gpp.strategy import GPPStrategy
-from lightning_gpp.training.eight_bit import check_patterns
-from lightning_gpp.training.machine import Machine, of_groups, resolved
+from lightning_gpp.training.measured.eight_bit import check_patterns
+from lightning_gpp.training.measured.machine import Machine, of_groups, resolved
+from lightning_gpp.training.measured.predicted import simulated, without_flush
 from lightning_gpp.training.options import Options
 from lightning_gpp.training.planner import (
     TRAINING,
@@ -33,8 +34,7 @@ from lightning_gpp.training.planner import (
     part_of_member,
     planned,
 )
-from lightning_gpp.training.predicted import simulated, without_flush
-from lightning_gpp.training.whole_step import noted_whole
+from lightning_gpp.training.whole.whole_step import noted_whole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

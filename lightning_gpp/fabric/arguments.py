@@ -11,7 +11,7 @@ from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, Precision
 
 from lightning_gpp.errors import ConfigError
 from lightning_gpp.training.options import Options
-from lightning_gpp.training.whole_step import check_whole
+from lightning_gpp.training.whole.whole_step import check_whole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from lightning_gpp.training.control import Control
-from lightning_gpp.training.data_parallel import data_parallel_world, read_in_world
-from lightning_gpp.training.mirror import Mirror
+from lightning_gpp.training.data.data_parallel import data_parallel_world, read_in_world
+from lightning_gpp.training.whole.mirror import Mirror
 
 
 class MirroredLoader:

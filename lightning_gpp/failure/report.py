@@ -30,7 +30,12 @@ _COMMUNICATION: Final = (
     str(Path(torch.__file__).parent / "distributed"),
     *(
         str(_HERE / part)
-        for part in ("runtime", "training/control.py", "training/gradients.py", "training/gradient_norms.py")
+        for part in (
+            "runtime",
+            "training/control.py",
+            "training/updates/gradients.py",
+            "training/updates/gradient_norms.py",
+        )
     ),
 )
 """The code that sends, receives and waits; errors of connections come out of it."""

@@ -21,13 +21,13 @@ from lightning_gpp.checkpoints.saver import Saver
 from lightning_gpp.checkpoints.stored import Folder
 from lightning_gpp.errors import CheckpointError, ConfigError
 from lightning_gpp.reports import plan_table
-from lightning_gpp.training.checkpoint import fill
 from lightning_gpp.training.control import Control
+from lightning_gpp.training.data.loaders import mini_batches_of
 from lightning_gpp.training.engine import Engine
-from lightning_gpp.training.foreign import pickled_as
-from lightning_gpp.training.loaders import mini_batches_of
 from lightning_gpp.training.options import Options
-from lightning_gpp.training.parameters import tensors_of
+from lightning_gpp.training.tensors.checkpoint import fill
+from lightning_gpp.training.tensors.foreign import pickled_as
+from lightning_gpp.training.tensors.parameters import tensors_of
 
 SHARDED_ABOVE: Final = 4 * 2**30
 """Bytes of parameters and buffers of the largest model that is saved as one file, unless the user chooses. With Adam

@@ -18,8 +18,8 @@ from lightning_gpp.errors import ConfigError
 from lightning_gpp.reports.units import size
 from lightning_gpp.strategy.data_state import as_before
 from lightning_gpp.training.control import Control
-from lightning_gpp.training.data_parallel import data_parallel_world, divide_samples, read_in_world
-from lightning_gpp.training.loaders import SharedLoader
+from lightning_gpp.training.data.data_parallel import data_parallel_world, divide_samples, read_in_world
+from lightning_gpp.training.data.loaders import SharedLoader
 from lightning_gpp.user_code import UNKNOWN, line_of
 from lightning_gpp.wording import described
 

@@ -28,7 +28,7 @@ class MetricStates:
     def __init__(self, module: pl.LightningModule, control: Control, device: torch.device) -> None:
         self.module, self.control, self.device = module, control, device
         self.behind = False
-        """Whether steps have run elsewhere since the states were shared."""
+        """True if steps have run elsewhere since the states were shared."""
         self._counts: dict[int, int] = {}
         """The number of updates of each metric when its state was shared, by its identity."""
 
@@ -50,7 +50,7 @@ class MetricStates:
             metric.dist_sync_fn = _InRun.of(partial(self._gather, gather or gather_all_tensors), gather)
 
     def _is_available(self, path: str, metric: Metric, own: Callable[[], bool]) -> bool:
-        """Whether other pipelines have states of a metric, whose value is asked for.
+        """True if other pipelines have states of a metric, whose value is asked for.
 
         Raises:
             ForeignTensorError: this rank has not the state of now.

@@ -33,10 +33,10 @@ from lightning_gpp.runtime.queues import open_queues
 from lightning_gpp.strategy.collectives import gather_over, reduce_over
 from lightning_gpp.strategy.meeting import meeting_point
 from lightning_gpp.training.control import Control
-from lightning_gpp.training.data_parallel import WorldSizeReads
+from lightning_gpp.training.data.data_parallel import WorldSizeReads
 from lightning_gpp.training.engine import Engine
-from lightning_gpp.training.joining import join, pipelines_of
 from lightning_gpp.training.options import Options
+from lightning_gpp.training.tensors.joining import join, pipelines_of
 
 _connected: Final = Event()
 """Set once this process hears of the end of others."""

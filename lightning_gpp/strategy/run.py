@@ -37,22 +37,22 @@ from lightning_gpp.strategy.hooks.saving import SavingHooks
 from lightning_gpp.strategy.metrics import MetricStates
 from lightning_gpp.strategy.processes import given_seed
 from lightning_gpp.strategy.steps import LightningHost, Steps, step_of
-from lightning_gpp.training.agreement import check_alike, facts_of_schedules
+from lightning_gpp.training.checks.agreement import check_alike, facts_of_schedules
 from lightning_gpp.training.control import Control
+from lightning_gpp.training.data.incoming import Incoming
+from lightning_gpp.training.data.loaders import mini_batches_of, warn_of_others
+from lightning_gpp.training.divided.tensor_parallel import TensorParallel, check_copies, check_divided
 from lightning_gpp.training.engine import CPU, Engine
 from lightning_gpp.training.host import Job
-from lightning_gpp.training.incoming import Incoming
-from lightning_gpp.training.loaders import mini_batches_of, warn_of_others
-from lightning_gpp.training.loss_scale import check_scaled
-from lightning_gpp.training.machine import footprint_of
+from lightning_gpp.training.measured.machine import footprint_of
+from lightning_gpp.training.measured.trace import TraceFile
 from lightning_gpp.training.option_values import SYNCHRONOUS
 from lightning_gpp.training.options import Options
-from lightning_gpp.training.parameters import move
 from lightning_gpp.training.planner import TRAINING
 from lightning_gpp.training.setup import agreed_seed, set_up
-from lightning_gpp.training.tensor_parallel import TensorParallel, check_copies, check_divided
-from lightning_gpp.training.trace import TraceFile
-from lightning_gpp.training.whole_step import check_whole
+from lightning_gpp.training.tensors.parameters import move
+from lightning_gpp.training.updates.loss_scale import check_scaled
+from lightning_gpp.training.whole.whole_step import check_whole
 
 
 class Run:

@@ -24,14 +24,14 @@ from lightning_gpp.strategy.logs import LogExchange, LogRecorder
 from lightning_gpp.strategy.messages import inform
 from lightning_gpp.strategy.metrics import MetricStates
 from lightning_gpp.training.control import Control
+from lightning_gpp.training.data.incoming import Incoming
 from lightning_gpp.training.engine import Engine
 from lightning_gpp.training.host import Host
-from lightning_gpp.training.incoming import Incoming
-from lightning_gpp.training.loss_scale import LossScale
+from lightning_gpp.training.measured.trace import TraceFile
 from lightning_gpp.training.mirrored_state import MirroredState
 from lightning_gpp.training.options import Context
 from lightning_gpp.training.planner import TRAINING
-from lightning_gpp.training.trace import TraceFile
+from lightning_gpp.training.updates.loss_scale import LossScale
 from lightning_gpp.wording import some
 
 CONTEXTS: Final = {

@@ -13,11 +13,11 @@ from lightning_gpp.capture.calls import StepCalls
 from lightning_gpp.errors import CaptureError, ShapeError
 from lightning_gpp.stages.undivided import Captured, Undivided, undivided
 from lightning_gpp.training.host import Job
-from lightning_gpp.training.optimizers import is_first_order
 from lightning_gpp.training.option_values import SYNCHRONOUS
 from lightning_gpp.training.planner import TRAINING
 from lightning_gpp.training.sessions import capture_of, uncaptured
-from lightning_gpp.training.whole_step import can_run_whole, capture_whole
+from lightning_gpp.training.updates.optimizers import is_first_order
+from lightning_gpp.training.whole.whole_step import can_run_whole, capture_whole
 
 VALIDATION: Final = "validation_step"
 STEPS: Final = TRAINING, VALIDATION, "test_step", "predict_step"

@@ -21,7 +21,7 @@ from torch import Tensor
 from lightning_gpp._compat.torch import pytree
 from lightning_gpp.failure.hangs import Wait
 from lightning_gpp.runtime.mesh import Mesh
-from lightning_gpp.training.pickled import pickled
+from lightning_gpp.training.tensors.pickled import pickled
 
 UNDERWAY: Final = 256
 """The most outstanding messages from the step's rank to each other rank. Ranks of a pipeline that does not flush are a

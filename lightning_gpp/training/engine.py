@@ -19,7 +19,15 @@ from lightning_gpp.graph import OperatorGraph
 from lightning_gpp.plan import Plan
 from lightning_gpp.reports.ranks import MeasuredRanks
 from lightning_gpp.training.asynchronous import Asynchronous
-from lightning_gpp.training.checkpoint import (
+from lightning_gpp.training.checks.stragglers import Stragglers
+from lightning_gpp.training.data.feed import Feed
+from lightning_gpp.training.evaluation import EvaluationSteps
+from lightning_gpp.training.measured.machine import Machine
+from lightning_gpp.training.planner import TRAINING
+from lightning_gpp.training.runner import Outputs, Runner, loss_and_rest, losses_of
+from lightning_gpp.training.session import Session
+from lightning_gpp.training.sessions import Sessions
+from lightning_gpp.training.tensors.checkpoint import (
     check_held,
     load_state,
     make_whole,
@@ -30,22 +38,14 @@ from lightning_gpp.training.checkpoint import (
     whole_optimizer_state,
     whole_state,
 )
-from lightning_gpp.training.evaluation import EvaluationSteps
-from lightning_gpp.training.feed import Feed
-from lightning_gpp.training.gathered import Door, install, remove
-from lightning_gpp.training.gradient_norms import KnownNorms
-from lightning_gpp.training.gradients import StageGradients
-from lightning_gpp.training.machine import Machine
-from lightning_gpp.training.nonfinite import FiniteCheck
-from lightning_gpp.training.optimizers import OptimizerIndex, all_divided, all_undivided
-from lightning_gpp.training.parameters import drop, move, tensors_of
-from lightning_gpp.training.planner import TRAINING
-from lightning_gpp.training.replicas import Replicas
-from lightning_gpp.training.runner import Outputs, Runner, loss_and_rest, losses_of
-from lightning_gpp.training.session import Session
-from lightning_gpp.training.sessions import Sessions
-from lightning_gpp.training.stragglers import Stragglers
-from lightning_gpp.training.whole_step import WholeStep
+from lightning_gpp.training.tensors.gathered import Door, install, remove
+from lightning_gpp.training.tensors.parameters import drop, move, tensors_of
+from lightning_gpp.training.tensors.replicas import Replicas
+from lightning_gpp.training.updates.gradient_norms import KnownNorms
+from lightning_gpp.training.updates.gradients import StageGradients
+from lightning_gpp.training.updates.nonfinite import FiniteCheck
+from lightning_gpp.training.updates.optimizers import OptimizerIndex, all_divided, all_undivided
+from lightning_gpp.training.whole.whole_step import WholeStep
 
 CPU: Final = torch.device("cpu")
 

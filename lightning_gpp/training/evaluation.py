@@ -7,15 +7,15 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from lightning_gpp.errors import CaptureError, GPPError, NoNetworkError, PlanError, ShapeError
-from lightning_gpp.training.batches import outline
-from lightning_gpp.training.feed import Feed
-from lightning_gpp.training.gathered import Door
-from lightning_gpp.training.incoming import Incoming
+from lightning_gpp.training.data.batches import outline
+from lightning_gpp.training.data.feed import Feed
+from lightning_gpp.training.data.incoming import Incoming
+from lightning_gpp.training.data.segments import Segments
 from lightning_gpp.training.runner import Runner, combined, on_one_rank
-from lightning_gpp.training.segments import Segments
 from lightning_gpp.training.session import Session
 from lightning_gpp.training.sessions import Sessions
-from lightning_gpp.training.whole_step import WholeStep, capture_whole, may_evaluate_whole, why_whole
+from lightning_gpp.training.tensors.gathered import Door
+from lightning_gpp.training.whole.whole_step import WholeStep, capture_whole, may_evaluate_whole, why_whole
 from lightning_gpp.wording import sentence
 
 log = logging.getLogger(__name__)

@@ -19,7 +19,7 @@ from lightning_gpp.planning.assignment.rebuild import separated
 from lightning_gpp.slices import unsliced
 from lightning_gpp.stages.declared import Declared
 from lightning_gpp.stages.undivided import Captured, Undivided
-from lightning_gpp.training.other_modules import NOWHERE, Held, with_others
+from lightning_gpp.training.tensors.other_modules import NOWHERE, Held, with_others
 
 
 def evaluation_plan(captured: Captured, plan: Plan, held: Held = NOWHERE, *, all_cut: bool = False) -> Plan:

@@ -14,10 +14,10 @@ from torch import nn
 from lightning_gpp.checkpoints.stored import StoredValues
 from lightning_gpp.plan import Plan
 from lightning_gpp.training.control import Control
-from lightning_gpp.training.made_tensors import MadeBuffers
-from lightning_gpp.training.mirror import Mirror
+from lightning_gpp.training.dependencies.made_tensors import MadeBuffers
+from lightning_gpp.training.divided.tensor_parallel import TensorParallel
 from lightning_gpp.training.options import Context, Options
-from lightning_gpp.training.tensor_parallel import TensorParallel
+from lightning_gpp.training.whole.mirror import Mirror
 
 log = logging.getLogger(__name__)
 

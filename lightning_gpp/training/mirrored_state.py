@@ -50,7 +50,7 @@ Attributes = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class _Tail:
-    """What a step has appended to a long list that had `start` items before."""
+    """Items that a step has appended to a long list, which had `start` items before."""
 
     start: int
     items: list[Any]

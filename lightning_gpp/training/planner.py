@@ -29,12 +29,12 @@ from lightning_gpp.slices import unsliced
 from lightning_gpp.stages.declared import Declared, declare, is_declared
 from lightning_gpp.stages.undivided import Captured, Undivided
 from lightning_gpp.stages.whole_inputs import with_whole_inputs
-from lightning_gpp.training.eight_bit import check_patterns
-from lightning_gpp.training.loaders import mini_batches_of
-from lightning_gpp.training.machine import Machine, first, resolved
+from lightning_gpp.training.data.loaders import mini_batches_of
+from lightning_gpp.training.measured.eight_bit import check_patterns
+from lightning_gpp.training.measured.machine import Machine, first, resolved
 from lightning_gpp.training.option_values import AUTO, weight_copies_of, without_inputs
 from lightning_gpp.training.options import DEFAULT, Context, Options, StageSpec, schedules_of
-from lightning_gpp.training.other_modules import NOWHERE, Held, with_others
+from lightning_gpp.training.tensors.other_modules import NOWHERE, Held, with_others
 
 TRAINING = "training_step"
 

@@ -12,8 +12,8 @@ from lightning_gpp.reports.page import report_html
 from lightning_gpp.reports.ranks import ranks_text
 from lightning_gpp.simulation import Period
 from lightning_gpp.training.engine import Engine
-from lightning_gpp.training.predicted import simulated, without_flush
-from lightning_gpp.training.trace import TraceFile
+from lightning_gpp.training.measured.predicted import simulated, without_flush
+from lightning_gpp.training.measured.trace import TraceFile
 
 
 def write_report(path: str | Path, engine: Engine, num_pipelines: int, trace: TraceFile | None) -> None:

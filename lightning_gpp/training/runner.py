@@ -21,13 +21,13 @@ from lightning_gpp.errors import GPPError
 from lightning_gpp.runtime.stage import MicroBatch
 from lightning_gpp.stages.step import Invocation
 from lightning_gpp.training.asynchronous import Asynchronous
-from lightning_gpp.training.captured_anew import SessionCache
-from lightning_gpp.training.foreign import alone
-from lightning_gpp.training.global_values import GlobalValues
+from lightning_gpp.training.data.segments import later
+from lightning_gpp.training.dependencies.captured_anew import SessionCache
+from lightning_gpp.training.dependencies.global_values import GlobalValues
 from lightning_gpp.training.planner import TRAINING
-from lightning_gpp.training.segments import later
 from lightning_gpp.training.session import Session
 from lightning_gpp.training.sessions import Sessions
+from lightning_gpp.training.tensors.foreign import alone
 
 Outputs = Sequence[tuple[MicroBatch, Any]]
 """The results of the user's step for each micro-batch, in order."""

@@ -28,15 +28,15 @@ from lightning_gpp.stages import Pipeline, build
 from lightning_gpp.stages.step import Invocation, StepRunner
 from lightning_gpp.stages.undivided import Captured
 from lightning_gpp.training.asynchronous import Asynchronous
-from lightning_gpp.training.eight_bit import with_eight_bits
+from lightning_gpp.training.checks.slice_check import checked_slices
+from lightning_gpp.training.checks.tolerances import rounded_to
+from lightning_gpp.training.data.segments import flushed_if_need_be
 from lightning_gpp.training.host import Job
+from lightning_gpp.training.measured.eight_bit import with_eight_bits
 from lightning_gpp.training.options import Context
-from lightning_gpp.training.parameters import Placement
 from lightning_gpp.training.planner import TRAINING
-from lightning_gpp.training.replicas import Forwarded, Replicas, counterparts
-from lightning_gpp.training.segments import flushed_if_need_be
-from lightning_gpp.training.slice_check import checked_slices
-from lightning_gpp.training.tolerances import rounded_to
+from lightning_gpp.training.tensors.parameters import Placement
+from lightning_gpp.training.tensors.replicas import Forwarded, Replicas, counterparts
 
 log = logging.getLogger(__name__)
 

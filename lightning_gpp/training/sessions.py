@@ -19,22 +19,22 @@ from lightning_gpp.schedules.continuous import check_continuous
 from lightning_gpp.stages.step import UserStep
 from lightning_gpp.stages.undivided import Captured, Undivided, undivided
 from lightning_gpp.training.asynchronous import Asynchronous
-from lightning_gpp.training.batches import outline
-from lightning_gpp.training.eight_bit import patterns_of
-from lightning_gpp.training.eight_bit_error import tell_error
-from lightning_gpp.training.evaluation_checks import check_decisions, check_positions
+from lightning_gpp.training.checks.eight_bit_error import tell_error
+from lightning_gpp.training.checks.evaluation_checks import check_decisions, check_positions
+from lightning_gpp.training.data.batches import outline
+from lightning_gpp.training.data.incoming import Incoming
+from lightning_gpp.training.dependencies.frozen_attributes import FrozenAttributes, adopt
+from lightning_gpp.training.divided.members import agreed_regions
+from lightning_gpp.training.divided.parallel_regions import captured_apart
 from lightning_gpp.training.evaluation_plan import evaluation_plan
-from lightning_gpp.training.frozen_attributes import FrozenAttributes, adopt
 from lightning_gpp.training.host import Job
-from lightning_gpp.training.incoming import Incoming
-from lightning_gpp.training.members import agreed_regions
-from lightning_gpp.training.parallel_regions import captured_apart
+from lightning_gpp.training.measured.eight_bit import patterns_of
 from lightning_gpp.training.planner import TRAINING, captured_step, refitted
-from lightning_gpp.training.reductions import with_reductions_in_step
-from lightning_gpp.training.replicas import Layout, Replicas
 from lightning_gpp.training.session import Session
-from lightning_gpp.training.shards import without_shards
-from lightning_gpp.training.whole_step import made_for_whole, may_evaluate_whole
+from lightning_gpp.training.tensors.replicas import Layout, Replicas
+from lightning_gpp.training.tensors.shards import without_shards
+from lightning_gpp.training.updates.reductions import with_reductions_in_step
+from lightning_gpp.training.whole.whole_step import made_for_whole, may_evaluate_whole
 
 
 class Sessions:

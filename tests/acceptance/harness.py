@@ -26,12 +26,12 @@ from torch import Tensor, nn
 from lightning_gpp.capture import batch_size_of, slice_batch
 from lightning_gpp.capture.batch import GUESSED, BatchDims
 from lightning_gpp.errors import GPPError
+from lightning_gpp.training.data.incoming import Incoming
 from lightning_gpp.training.host import Host, Job
-from lightning_gpp.training.incoming import Incoming
-from lightning_gpp.training.joining import join
-from lightning_gpp.training.machine import footprint_of
+from lightning_gpp.training.measured.machine import footprint_of
 from lightning_gpp.training.options import Options
 from lightning_gpp.training.setup import set_up
+from lightning_gpp.training.tensors.joining import join
 from tests import distributed
 from tests.acceptance.models import zoo
 from tests.distributed import run_distributed

@@ -10,7 +10,7 @@ from lightning_gpp import Affine, Cluster, Device, Link, OperatorGraph, PlanErro
 from lightning_gpp.costs.model import Roofline
 from lightning_gpp.costs.tensor_parallel import num_sums
 from lightning_gpp.graph import Operator, TensorSpec
-from lightning_gpp.training.machine import Machine, of_groups
+from lightning_gpp.training.measured.machine import Machine, of_groups
 
 LAYERS = ("first", "second")
 VALUE = TensorSpec(shape=(Affine(1, 0), Affine(0, 250)), dtype="float32", requires_grad=True)

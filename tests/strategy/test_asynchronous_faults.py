@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_gpp import GPPStrategy
-from lightning_gpp.training import replicas
+from lightning_gpp.training.tensors import replicas
 from tests.failure.pipeline_rank import processes_running
 from tests.strategy import harness
 from tests.strategy.test_asynchronous import CHAIN, Towers, samples

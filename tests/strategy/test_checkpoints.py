@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_gpp import CheckpointError
-from lightning_gpp.training.optimizers import OptimizerIndex
+from lightning_gpp.training.updates.optimizers import OptimizerIndex
 from tests.strategy import harness
 from tests.strategy.harness import TwoTowers, loader, make_module
 from tests.strategy.test_training import EXACT, plain

@@ -11,7 +11,7 @@ import torch
 
 from lightning_gpp.errors import ConfigError, GPPError
 from lightning_gpp.failure.monitor import FailureMonitor
-from lightning_gpp.training import replicas
+from lightning_gpp.training.tensors import replicas
 from tests.strategy import harness
 from tests.strategy.harness import TwoTowers
 

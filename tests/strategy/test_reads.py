@@ -67,7 +67,7 @@ def fitted(rank: int, options: dict[str, Any]) -> tuple[Counter[str], Counter[st
     return counting.counts.reads, counting.counts.messages
 
 
-FINITE = "training/nonfinite.py: _rank_of_worst"
+FINITE = "training/updates/nonfinite.py: _rank_of_worst"
 ARRIVED = "strategy/logs.py: _shared"
 """A read of what arrived through the side channel, which is on the CPU."""
 LIGHTNING = "Lightning, apply_func.py: to_item"
@@ -80,8 +80,8 @@ def test_a_trainer_reads_what_is_logged_in_one_transfer(options: dict[str, Any])
     logged, checked = Counter({ARRIVED: STEPS, LIGHTNING: STEPS}), Counter({FINITE: STEPS} if options else {})
     assert reads == logged + checked + Counter({"strategy/logs.py: _read": STEPS})
     assert others_reads == logged + checked
-    agreed = Counter({"all_reduce in training/nonfinite.py: _agreed": STEPS} if options else {})
-    told = {"strategy/logs.py: _shared": 1, "strategy/preemption.py: said": 1, "training/incoming.py: announce": 1}
+    agreed = Counter({"all_reduce in training/updates/nonfinite.py: _agreed": STEPS} if options else {})
+    told = {"strategy/logs.py: _shared": 1, "strategy/preemption.py: said": 1, "training/data/incoming.py: announce": 1}
     assert messages == agreed + Counter({f"isend in {place}": STEPS * count for place, count in told.items()})
     assert others_messages == agreed + Counter({f"recv in {place}": STEPS * count for place, count in told.items()})
 
@@ -117,11 +117,11 @@ SUMS = "all_reduce in runtime/buckets.py: start"
     ("ranks", "options", "collectives"),
     [
         (2, {}, []),
-        (4, {"num_pipelines": 2}, ["all_reduce in training/replicas.py: agree", SUMS]),
+        (4, {"num_pipelines": 2}, ["all_reduce in training/tensors/replicas.py: agree", SUMS]),
         pytest.param(
             *(4, {"num_pipelines": 2, "sharding": "zero1"}),
             [
-                "all_reduce in training/replicas.py: agree",
+                "all_reduce in training/tensors/replicas.py: agree",
                 SUMS,
                 *["broadcast in runtime/sharding/owners.py: __init__"] * 2,
             ],
@@ -134,7 +134,9 @@ def test_a_loop_reads_nothing_but_the_loss(ranks: int, options: dict[str, Any], 
     for rank, (reads, messages) in enumerate(run_distributed(ranks, looped, options)):
         runs_step = rank % 2 == 0
         assert reads == Counter({LOSS: STEPS} if runs_step else {})
-        told = [f"{'isend' if runs_step else 'recv'} in {place}" for place in (LOSS, "training/incoming.py: announce")]
+        told = [
+            f"{'isend' if runs_step else 'recv'} in {place}" for place in (LOSS, "training/data/incoming.py: announce")
+        ]
         expected = Counter([*told, "all_reduce in runtime/norms.py: norm_over_ranks", *collectives] * STEPS)
         assert messages == expected
 

@@ -19,9 +19,9 @@ from lightning_gpp import ConfigError
 from lightning_gpp.runtime.buckets import Bucket
 from lightning_gpp.runtime.operations import ComputeBackward
 from lightning_gpp.runtime.sharding.shards import StageShards, local
-from lightning_gpp.training.optimizers import state_bytes
-from lightning_gpp.training.parameters import bytes_of
-from lightning_gpp.training.replicas import ELEMENTWISE, Replicas, check_elementwise, idle_sharding
+from lightning_gpp.training.tensors.parameters import bytes_of
+from lightning_gpp.training.tensors.replicas import ELEMENTWISE, Replicas, check_elementwise, idle_sharding
+from lightning_gpp.training.updates.optimizers import state_bytes
 from tests.strategies import chain
 from tests.strategy import harness
 from tests.strategy.harness import TwoTowers, loader, make_data, make_module

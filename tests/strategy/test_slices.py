@@ -18,9 +18,9 @@ from lightning_gpp.errors import SelfCheckError
 from lightning_gpp.plan import STEP, Plan
 from lightning_gpp.sequence import causal_attention, positions
 from lightning_gpp.slices import unsliced
+from lightning_gpp.training.checks.slice_check import checked_slices
 from lightning_gpp.training.evaluation_plan import evaluation_plan
 from lightning_gpp.training.planner import captured_step, plan_for, refitted
-from lightning_gpp.training.slice_check import checked_slices
 from tests.stages.inprocess import split_gradients
 from tests.strategy import harness
 

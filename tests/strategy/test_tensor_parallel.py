@@ -16,8 +16,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel
 from lightning_gpp import ConfigError, GPPStrategy, capture_step
 from lightning_gpp._compat.lightning_module import set_device_mesh
 from lightning_gpp._compat.torch import imitated_processes
-from lightning_gpp.training.parallel_regions import captured_apart
-from lightning_gpp.training.tensor_parallel import (
+from lightning_gpp.training.divided.parallel_regions import captured_apart
+from lightning_gpp.training.divided.tensor_parallel import (
     TensorParallel,
     check_copies,
     check_divided,

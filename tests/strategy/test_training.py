@@ -14,8 +14,8 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from lightning_gpp import GPPStrategy
-from lightning_gpp.training.optimizers import state_bytes
-from lightning_gpp.training.parameters import bytes_of
+from lightning_gpp.training.tensors.parameters import bytes_of
+from lightning_gpp.training.updates.optimizers import state_bytes
 from tests.strategy import harness
 from tests.strategy.harness import TwoTowers, loader, make_data, make_module
 

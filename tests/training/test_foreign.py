@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_gpp import ForeignTensorError
-from lightning_gpp.training.foreign import Foreign, Whereabouts, foreign_like, pickled_as
 from lightning_gpp.training.runner import on_one_rank
+from lightning_gpp.training.tensors.foreign import Foreign, Whereabouts, foreign_like, pickled_as
 
 CPU = torch.device("cpu")
 LEFT, RIGHT = Whereabouts("left.weight", "towers", frozenset({1})), Whereabouts("right.weight", "other", frozenset({2}))

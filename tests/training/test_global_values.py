@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from torch import nn
 
-from lightning_gpp.training.global_values import GlobalValues
+from lightning_gpp.training.dependencies.global_values import GlobalValues
 
 SCALE = 1.0
 

@@ -7,7 +7,7 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lightning_gpp.errors import ConfigError
-from lightning_gpp.training.loaders import SharedLoader, warn_of_others
+from lightning_gpp.training.data.loaders import SharedLoader, warn_of_others
 
 SAMPLES = torch.arange(24)
 

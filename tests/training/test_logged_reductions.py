@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_gpp.training.logged_reductions import LoggedReductions, averaged_values
+from lightning_gpp.training.checks.logged_reductions import LoggedReductions, averaged_values
 
 
 def logged(reduction: str, *values: torch.Tensor | float) -> LoggedReductions:

@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import SGD, Adam
 
 from lightning_gpp.errors import ConfigError
-from lightning_gpp.training.optimizers import OptimizerIndex, warning_of_others
+from lightning_gpp.training.updates.optimizers import OptimizerIndex, warning_of_others
 
 
 class NormalisedSGD(SGD):

@@ -16,15 +16,15 @@ from lightning_gpp import CheckpointError, ConfigError, GPPError, Options
 from lightning_gpp._compat.lightning_module import set_device
 from lightning_gpp.plan import STEP, Plan, Stage
 from lightning_gpp.runtime.mesh import Mesh
-from lightning_gpp.training.checkpoint import load_state, whole_state
 from lightning_gpp.training.control import Control
-from lightning_gpp.training.foreign import Whereabouts
+from lightning_gpp.training.data.incoming import Incoming
 from lightning_gpp.training.host import Job
-from lightning_gpp.training.incoming import Incoming
-from lightning_gpp.training.optimizers import OptimizerIndex
-from lightning_gpp.training.parameters import Placement, drop, move, settle, tensors_of
 from lightning_gpp.training.planner import check_step_device
 from lightning_gpp.training.setup import set_up
+from lightning_gpp.training.tensors.checkpoint import load_state, whole_state
+from lightning_gpp.training.tensors.foreign import Whereabouts
+from lightning_gpp.training.tensors.parameters import Placement, drop, move, settle, tensors_of
+from lightning_gpp.training.updates.optimizers import OptimizerIndex
 from tests.distributed import run_distributed
 
 

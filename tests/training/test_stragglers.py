@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_gpp import Options, initialize
 from lightning_gpp.reports.ranks import MeasuredRanks, RankTimes, ranks_text
-from lightning_gpp.training.stragglers import FEWEST
+from lightning_gpp.training.checks.stragglers import FEWEST
 from tests.distributed import run_distributed
 
 STAGES = {"first": 0, "second": 1, "third": 2}

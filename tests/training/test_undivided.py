@@ -18,7 +18,7 @@ from lightning_gpp.runtime.neutral import Neutral
 from lightning_gpp.runtime.random import undisturbed
 from lightning_gpp.stages import build
 from lightning_gpp.stages.step import Invocation
-from lightning_gpp.training.undivided import CutComparison, difference, few_samples
+from lightning_gpp.training.checks.undivided import CutComparison, difference, few_samples
 
 
 class Base(nn.Module):

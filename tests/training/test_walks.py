@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 from torch import nn
 
-from lightning_gpp.training.walks import ParameterWalk
+from lightning_gpp.training.tensors.walks import ParameterWalk
 
 
 def _module() -> nn.Module:

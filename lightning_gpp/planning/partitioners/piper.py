@@ -156,7 +156,7 @@ class ChainCosts:
             yield Fitting(degree, *self._with_memory(index, rests, degree, added, crossing.received))
 
     def _alone(self, index: int, rests: NDArray[np.intp], crossing: Crossing) -> NDArray[np.bool_]:
-        """Whether stages have one replica: something cannot be cut into shares, or it would be a pipeline replica."""
+        """True if stages have one replica: something cannot be cut into shares, or it would be a pipeline replica."""
         whole = (rests == 0) & (index == len(self.members) - 1 and not self.problem.replicable)
         alone: NDArray[np.bool_] = crossing.uncut | (self.rigid[index] - self.rigid[rests] > 0) | whole
         return alone

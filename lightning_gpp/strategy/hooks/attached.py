@@ -15,7 +15,7 @@ from lightning_gpp.strategy.hooks.shared import SharedHooks, SharedToggles
 from lightning_gpp.strategy.steps import Steps
 from lightning_gpp.training.control import Control
 from lightning_gpp.training.engine import Engine
-from lightning_gpp.training.mirror import Mirror
+from lightning_gpp.training.whole.mirror import Mirror
 
 
 class _AroundHooks(Protocol):

@@ -12,7 +12,7 @@ from lightning_gpp._compat.lightning import accumulates
 from lightning_gpp.replaced import Replaced
 from lightning_gpp.strategy.hooks.found import GRADIENTS, owners_of
 from lightning_gpp.training.engine import Engine
-from lightning_gpp.training.gradient_norms import known
+from lightning_gpp.training.updates.gradient_norms import known
 
 
 class OptimizerHooks:

@@ -30,8 +30,8 @@ from torch import Tensor
 
 from lightning_gpp import GPPStrategy
 from lightning_gpp.errors import GPPError
-from lightning_gpp.training.gathered import Door
-from lightning_gpp.training.whole_step import WholeStep
+from lightning_gpp.training.tensors.gathered import Door
+from lightning_gpp.training.whole.whole_step import WholeStep
 from tests import distributed
 from tests.acceptance.scenarios import scenarios
 from tests.acceptance.scenarios.base import Chain, Facts, staged

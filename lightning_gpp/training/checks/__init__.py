@@ -1,0 +1,1 @@
+"""Comparisons of what stages compute with what one device computes, and of ranks with each other."""

@@ -1,0 +1,313 @@
+"""The self-check before training: the split and the unsplit model must give the same loss and gradient for a
+micro-batch.
+
+It catches errors that no shape check can: a model that a cut changed, a value sent to the wrong stage, a weight that is
+no longer tied. It works on copies, so that the user's module, metrics and random numbers do not change.
+
+Gradients are compared by random projections: each rank projects its part, and the projections of parts add up to that
+of the full gradient. The first device needs memory for the undivided model and its gradient, other devices for their
+stages; the time is that of a micro-batch on the pipeline, and of one and two small ones on the first device.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.random import fork_rng
+
+from lightning_gpp._compat.torch import BatchNorm
+from lightning_gpp.capture import Capture, slice_batch
+from lightning_gpp.capture.batch import cut_note, cut_of
+from lightning_gpp.capture.calls import joint_batch
+from lightning_gpp.capture.loss import loss_of, trained_loss
+from lightning_gpp.errors import GPPError, IndivisibleError, SelfCheckError
+from lightning_gpp.measure.memory import free_bytes
+from lightning_gpp.plan import Plan
+from lightning_gpp.runtime.neutral import Neutral
+from lightning_gpp.runtime.random import RandomStreams, undisturbed
+from lightning_gpp.runtime.stage import MicroBatch
+from lightning_gpp.runtime.transport import Transport
+from lightning_gpp.stages import build
+from lightning_gpp.stages.declared import Declared
+from lightning_gpp.stages.step import Invocation, StepRunner
+from lightning_gpp.stages.undivided import Captured, Undivided
+from lightning_gpp.training.checks.projections import differing, forget_vectors, norms, projections
+from lightning_gpp.training.checks.remedies import tried
+from lightning_gpp.training.checks.tolerances import TOLERANCES, least_precise
+from lightning_gpp.training.checks.undivided import CutComparison, difference, few_samples
+from lightning_gpp.training.checks.unnoticed import unnoticed
+from lightning_gpp.training.checks.whole_check import given_arguments
+from lightning_gpp.training.control import Control
+from lightning_gpp.training.data.batches import outline
+from lightning_gpp.training.host import Job
+from lightning_gpp.training.planner import TRAINING
+from lightning_gpp.training.session import DATA_STREAM, Session
+from lightning_gpp.training.tensors.copies import silent_copy
+from lightning_gpp.training.tensors.parameters import Placement, bytes_of, place, tensors_of
+from lightning_gpp.training.whole.whole_step import capture_whole, check_whole
+from lightning_gpp.user_code import line_of
+
+log = logging.getLogger(__name__)
+
+
+def refuses_check(job: Job, plan: Plan) -> str:
+    """Why this rank cannot compare; empty if it can."""
+    if any(tensor.is_meta for tensor in tensors_of(job.module).values()):
+        return (
+            "this rank does not have all parameters and buffers (they are on the meta device, or were given to others)"
+        )
+    if not job.control.runs_step or job.options.self_check is True:
+        return ""
+    needed, free = 2 * bytes_of(job.module), free_bytes(job.device)
+    if needed > free:
+        return f"the undivided model and its gradient take {needed / 1e9:.1f} GB, and {job.device} has {free / 1e9:.1f}"
+    return ""
+
+
+def check_first(job: Job, captured: Captured, plan: Plan, batch: Any, transport: Transport) -> None:
+    """Compare split and unsplit model on the first pipeline if the user wants it and it is possible. All ranks call
+    this.
+
+    Raises:
+        IndivisibleError: on all ranks of all pipelines.
+        SelfCheckError: see `self_check`.
+    """
+    if captured.step != TRAINING or isinstance(captured, Undivided) or not _wanted(job, plan):
+        return
+    outcome: Mapping[str, str] | IndivisibleError = {}
+    if job.control.pipeline == 0:
+        with undisturbed(), fork_rng([] if job.device.type == "cpu" else [job.device]):
+            try:
+                outcome = self_check(job, captured, _comparable(job, captured, plan), batch, transport)
+            except IndivisibleError as error:
+                outcome = error
+        forget_vectors()
+    outcome = job.control.broadcast(outcome)
+    if isinstance(outcome, IndivisibleError):
+        raise outcome
+    job.host.combine(outcome)
+
+
+def _wanted(job: Job, plan: Plan) -> bool:
+    wanted = job.options.self_check is not False
+    reasons = [reason for reason in job.control.gather_all(refuses_check(job, plan)) if reason]
+    if wanted and reasons and job.control.first:
+        job.host.inform(f"The self-check (strategy.self_check) is skipped: {reasons[0]}.")
+    return wanted and not reasons
+
+
+def _comparable(job: Job, captured: Capture | Declared, plan: Plan) -> Plan:
+    """The plan without stage replicas if there is BatchNorm, which normalises each replica's share by itself; and
+    without micro-batches if network calls of a step as a whole are not cut, as they mix samples.
+    """
+    replicated = any(len(stage.devices) > 1 for stage in plan.stages)
+    normalised = replicated and any(isinstance(part, BatchNorm) for part in job.module.modules())
+    uncut = job.whole and captured.graph.mixes_samples
+    if not normalised and not uncut:
+        return plan
+    sizes: dict[str, Any] = {"micro_batch_size": captured.batch_size} if uncut else {}
+    stages = tuple(replace(stage, devices=stage.devices[:1], round_robin=False, **sizes) for stage in plan.stages)
+    unused = set(range(plan.num_devices)) - {stage.devices[0] for stage in stages}
+    return replace(plan, stages=stages, schedule="gpipe", unused=tuple(sorted(unused)), sharding="none", period=0)
+
+
+def samples_of(plan: Plan, batch_size: int) -> int:
+    """Number of samples of the micro-batch to compare; every stage takes it undivided."""
+    return min(batch_size, *(stage.micro_batch_size for stage in plan.stages))
+
+
+def self_check(
+    job: Job, captured: Capture | Declared, plan: Plan, batch: Any, transport: Transport
+) -> Mapping[str, str]:
+    """Compare split and unsplit model on the first samples of `batch`. All ranks of one pipeline call this together.
+
+    Warns if the same samples, undivided, have another loss than in micro-batches.
+
+    Args:
+        job: the job, while every rank still has all parameters.
+        captured: the training step.
+        plan: the step's stages.
+        batch: a mini-batch; used only on the rank that runs the step.
+        transport: transport to the other devices.
+
+    Returns:
+        How logged values follow from those of micro-batches, if not as those of batches do, by name; found on the rank
+            that runs the step.
+
+    Raises:
+        IndivisibleError: on all ranks: the step cannot run on these samples.
+        SelfCheckError: on all ranks, naming what differs.
+    """
+    control, samples = job.control, samples_of(plan, captured.batch_size)
+    part = slice_batch(batch, 0, samples, captured.batch_size, captured.dims) if control.runs_step else None
+    expected, warning, failure = Expected(), "", ""
+    combined: Mapping[str, str] = {}
+    told: list[str] = []
+    # torch.compile does not work under a dispatch mode, and remembers that for functions compiled there
+    with torch.compiler.set_stance("force_eager"), Neutral():  # type: ignore[no-untyped-call]
+        if control.runs_step:
+            whole = silent_copy(job.module, job.device)
+            expected, failure = _unsplit_or_failure(job, whole, captured, plan, part, samples)
+            if not failure:
+                step = build(captured, plan, whole).step
+                if (comparison := _comparison(job, step, captured, plan, batch, expected.dtype)) is not None:
+                    warning = difference(comparison, told.append)
+                    combined = comparison.combined
+            del whole
+        if failure := _anywhere(control, failure):
+            raise IndivisibleError(failure)
+        actual, stages = _split(job, captured, plan, transport, part, samples)
+    found = _compare(job, stages, expected, actual, TOLERANCES[least_precise(job, captured, expected.dtype)])
+    works = partial(_whole_works, job, plan, batch, expected.dtype)
+    if warning and not found:
+        control.warn(tried(warning, works))
+    for text in told:
+        (job.host.inform if control.first else log.info)(tried(text, works))
+    if verdict := _anywhere(control, tried(found, works)):
+        raise SelfCheckError(verdict)
+    return combined
+
+
+def _anywhere(control: Control, found: str) -> str:
+    """A difference that a rank which runs the step found, on all ranks of the pipeline; empty if there is none."""
+    shared: str = control.share_object(found if control.runs_step else None)
+    return next(filter(None, control.gather_in_device(shared)), "")
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """Loss and gradient of one side of the comparison; `norms`, and `dtype` of the loss, of the unsplit one only."""
+
+    loss: float = 0.0
+    projections: Tensor = field(default_factory=lambda: torch.zeros(0))
+    norms: list[float] = field(default_factory=list)
+    dtype: torch.dtype = torch.float64
+
+
+def _invocation(job: Job, captured: Capture | Declared, module: nn.Module) -> Invocation:
+    function, rest = captured.called_on(module)
+    return Invocation(function=function, rest=rest, around=job.host.around(TRAINING))
+
+
+def _unsplit_or_failure(
+    job: Job, whole: nn.Module, captured: Capture | Declared, plan: Plan, part: Any, samples: int
+) -> tuple[Expected, str]:
+    try:
+        return _unsplit(job, whole, captured, plan, part, samples), ""
+    except GPPError:
+        raise
+    except Exception as error:  # user code, which may fail on fewer samples than it is written for
+        cut = cut_note(*cut_of(part, captured.dims))
+        return Expected(), (
+            f"The training step fails on a micro-batch, the first {samples} of {captured.batch_size} samples, in one "
+            f"process, too: {type(error).__name__}: {error} ({line_of(error)}). {cut} If that is wrong, say it by "
+            "strategy.batch_dims; a step that needs all samples gets them by strategy.num_micro_batches=1."
+        )
+
+
+def _unsplit(job: Job, whole: nn.Module, captured: Capture | Declared, plan: Plan, part: Any, samples: int) -> Expected:
+    step = build(captured, plan, whole).step
+    streams = RandomStreams(job.seed)  # what the step draws from Python and NumPy is what it draws in stages
+    step.begin(part, _invocation(job, captured, whole), streams.key(DATA_STREAM, job.control.pipeline, 0, 0))
+    with torch.enable_grad():
+        loss = trained_loss(step.whole(MicroBatch(0, 0, samples, samples)))
+    step.end()
+    loss.backward()
+    return Expected(loss.item(), projections(whole), norms(whole), loss.dtype)
+
+
+def _comparison(
+    job: Job, step: StepRunner, captured: Capture | Declared, plan: Plan, batch: Any, dtype: torch.dtype
+) -> CutComparison | None:
+    if job.whole and captured.graph.mixes_samples:  # then network calls are not cut
+        return None
+    samples, total, size = few_samples(plan, batch, captured.batch_size, captured.dims)
+    precision = least_precise(job, captured, dtype)
+    return CutComparison(
+        module=step.module,
+        step=step,
+        invocation=_invocation(job, captured, step.module),
+        batch=samples,
+        total=total,
+        size=size,
+        sums=job.options.loss_reduction == "sum" and not job.whole,
+        tolerance=TOLERANCES[precision],
+        epsilon=torch.finfo(precision).eps,
+        of_calls=job.whole,
+    )
+
+
+def _whole_works(job: Job, plan: Plan, batch: Any, dtype: torch.dtype) -> bool:
+    """True if the step can run as a whole, and its network calls compute the same on micro-batches."""
+    if job.whole:
+        return False
+    job = replace(job, whole=True)
+    try:
+        check_whole(job.options)
+        with job.made.as_at_set_up(job.module):
+            captured, found = capture_whole(job, outline(batch))
+        used = {name for operator in captured.graph for name in (*operator.parameters, *operator.buffers)}
+        if job.control.num_devices > 1 and found.states & used:  # see check_states
+            return False
+        given = joint_batch(given_arguments(job, found, batch), captured.batch_size)
+        step = StepRunner(module=silent_copy(job.module, job.device), returns_loss=True, dims=captured.dims)
+        compared = _comparison(job, step, captured, plan, given, dtype)
+        with unnoticed(job):
+            return compared is None or compared.total <= compared.size or not compared.warning()
+    except Exception as error:  # refused, or user code on copies
+        log.info("strategy.step=whole was tried, and refused: %s", error)
+        return False
+
+
+def _split(
+    job: Job, captured: Capture | Declared, plan: Plan, transport: Transport, part: Any, samples: int
+) -> tuple[Expected, dict[str, set[str]]]:
+    """Loss and gradient of this rank's stages; and the parameters of all stages, by stage."""
+    control = job.control
+    built = build(captured, plan, job.module)
+    used = [{*p, *b} for p, b in zip(built.parameters, built.buffers, strict=True)]
+    split = silent_copy(job.module, job.device, place(job.module, plan, used).elsewhere(control))
+    placement = Placement({name: tuple(range(control.num_devices)) for name in tensors_of(job.module)})
+    if job.parallel is not None:
+        job.parallel.divide(split)
+    session = Session(job, capture=captured, plan=plan, module=split, placement=placement, transport=transport)
+    outputs = session.run(part, _invocation(job, captured, split), samples, loss_weight=1.0 / samples, step=0)
+    loss = loss_of(outputs[0][1]).item() if outputs else 0.0
+    if job.parallel is not None:
+        job.parallel.undivide(split)
+    return Expected(loss, projections(split)), {s.name: names for s, names in zip(plan.stages, used, strict=True)}
+
+
+def _compare(job: Job, stages: Mapping[str, set[str]], expected: Expected, actual: Expected, tolerance: float) -> str:
+    """A description of the differences on the rank that runs the step; empty elsewhere, and if there are none."""
+    total = actual.projections.to(job.device) * (job.control.member == 0)  # every device counts once
+    dist.all_reduce(total, group=job.control.mesh.pipeline_group)
+    if not job.control.runs_step:
+        return ""
+    if abs(actual.loss - expected.loss) > tolerance * max(abs(expected.loss), 1.0):
+        return _message(f"the loss is {actual.loss:.9g} split and {expected.loss:.9g} unsplit")
+    names = [name for name, _ in job.module.named_parameters()]
+    places = differing(total.cpu(), expected.projections, expected.norms, tolerance)
+    wrong = [names[place] for place in places]
+    where = [stage for stage, used in stages.items() if used & set(wrong)]
+    if not wrong:
+        return ""
+    return _message(f"the gradients of {len(wrong)} parameters differ, in stages {where}, first {wrong[:5]}")
+
+
+def _message(what: str) -> str:
+    return (
+        f"The split model does not compute the same as the unsplit model: {what}, for one micro-batch and the same "
+        "weights. A wrong model would be trained, so training was not started. Likely causes: a forward that keeps "
+        "state between calls, or draws random numbers by other means than torch: put the module that does it into one "
+        "stage (strategy.stages). Or a step that depends on what it changes outside of the module, such as a global "
+        "variable: keep that in an attribute of the module, or use strategy.step=whole. If the difference is intended, "
+        "switch the check off with strategy.self_check=false."
+    )

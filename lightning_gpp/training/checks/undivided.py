@@ -1,0 +1,261 @@
+"""Compares the loss of undivided samples with that of the same samples in micro-batches, on one device.
+
+A pipeline averages (or sums) the losses of micro-batches. That is the loss of the mini-batch only if no sample depends
+on another and all count the same. It is not for contrastive losses, means over unmasked tokens, BatchNorm, batches that
+are cut along another dimension, ...
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from lightning_gpp._compat.torch import BatchNorm
+from lightning_gpp.capture.batch import GUESSED, BatchDims, slice_batch
+from lightning_gpp.capture.loss import loss_of
+from lightning_gpp.plan import Plan
+from lightning_gpp.plan_parts import even_parts
+from lightning_gpp.runtime.draws import Draws, NoShare
+from lightning_gpp.runtime.random import python_streams
+from lightning_gpp.runtime.stage import MicroBatch
+from lightning_gpp.stages.step import Invocation, StepRunner
+from lightning_gpp.training.checks.logged_reductions import (
+    LoggedReductions,
+    averaged_values,
+    summed_values,
+    unlike_means,
+)
+from lightning_gpp.training.checks.projections import differing, distance, norms, projections
+from lightning_gpp.training.checks.remedies import (
+    DEPENDENT,
+    MIXED_DRAWS,
+    OFF,
+    UNLIKE_ONE_DEVICE,
+    calls_differ,
+    changed,
+    kept_state,
+    logged_otherwise,
+    other_reduction,
+    small_state,
+)
+
+log = logging.getLogger(__name__)
+
+SAMPLES: Final = 2
+"""Samples of each of the two micro-batches, at most."""
+
+_ROUNDINGS: Final = 100.0
+"""Machine epsilons by which rounding changes a gradient, relative to the largest, as other sums have other orders."""
+_FAR: Final = 10.0
+"""A gradient is named that differs by so many times more than all gradients together."""
+_ABSURD: Final = 10.0
+"""A relative difference above which the gradient is near zero."""
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """The losses of micro-batches, the sizes of these, the projections and norms of the gradients of their loss, and
+    the values that were logged with another reduction than the mean. `drawn`: the states of Python's and NumPy's random
+    streams after the runs, which began alike.
+    """
+
+    losses: list[float]
+    sizes: list[int]
+    gradients: Tensor
+    norms: list[float]
+    logged: LoggedReductions
+    drawn: set[tuple[object, ...]]
+
+    @property
+    def sum(self) -> float:
+        return sum(self.losses)
+
+    @property
+    def mean(self) -> float:
+        return sum(loss * size for loss, size in zip(self.losses, self.sizes, strict=True)) / sum(self.sizes)
+
+    @property
+    def norm(self) -> float:
+        """The norm of all gradients together."""
+        return math.hypot(*self.norms)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CutComparison:
+    """A few samples, undivided and in micro-batches.
+
+    Args:
+        module: a copy of the module, with its parameters.
+        step: the unsplit step of the module.
+        invocation: the call of the user's step.
+        batch: the samples.
+        total: their number.
+        size: samples of a micro-batch.
+        sums: whether losses of micro-batches are added instead of averaged.
+        tolerance: relative difference of the losses that rounding explains.
+        epsilon: machine epsilon of the least precise type that gradients pass through.
+        of_calls: whether the step is the network calls of one that runs as a whole.
+
+    Attributes:
+        combined: how logged values follow from those of micro-batches, if not as those of batches do (found by
+            `warning`).
+    """
+
+    module: nn.Module
+    step: StepRunner
+    invocation: Invocation
+    batch: Any
+    total: int
+    size: int
+    sums: bool
+    tolerance: float
+    epsilon: float
+    of_calls: bool = False
+    combined: dict[str, str] = field(default_factory=dict)
+
+    def warning(self) -> str:
+        """A warning with the difference and the remedy; empty if there is none."""
+        whole, parts = self._both()
+        self.combined.update(dict.fromkeys(averaged_values(whole.logged, parts.logged, self._near), "mean"))
+        self.combined.update(dict.fromkeys(summed_values(whole.logged, parts.logged, self._near), "sum"))
+        if self._same(whole, parts):
+            return self._logged_otherwise(whole, parts)
+        cause = self._cause(whole, parts)
+        if self.of_calls and cause == DEPENDENT:
+            return calls_differ(self.total, self.size)
+        rate = distance(parts.gradients, whole.gradients) / max(whole.norm, 1e-30)
+        kind = "sum" if self.sums else "mean"
+        return (
+            f"The loss of the first {self.total} samples is {whole.sum:.6g} undivided, and {self._loss(parts):.6g} as "
+            f"the {kind} over micro-batches of {self.size}; their gradients differ{_by(rate)}"
+            f"{self._most(whole, parts, rate)}. {UNLIKE_ONE_DEVICE} {cause} {OFF}"
+        )
+
+    def _logged_otherwise(self, whole: Result, parts: Result) -> str:
+        """A warning of logged values that are no means over samples; those that differ anyway (times) do not count."""
+        unlike = unlike_means(whole.logged, parts.logged, parts.sizes, self._near)
+        names = [name for name in unlike if name not in self.combined]
+        again = self._again().logged if names else whole.logged
+        steady = [name for name in names if self._near(again.means[name][0], whole.logged.means[name][0])]
+        return logged_otherwise(steady) if steady else ""
+
+    def _loss(self, parts: Result) -> float:
+        return parts.sum if self.sums else parts.mean
+
+    def _same(self, whole: Result, parts: Result) -> bool:
+        near = self._near(self._loss(parts), whole.sum)
+        as_a_whole = distance(parts.gradients, whole.gradients) <= 5 * self.tolerance * max(whole.norm, 1e-12)
+        return near and as_a_whole and not self._differing(whole, parts)
+
+    def _differing(self, whole: Result, parts: Result) -> list[int]:
+        """Positions of parameters whose own gradients differ, if only those of a small term of the loss do."""
+        noise = _ROUNDINGS * self.epsilon
+        return differing(parts.gradients, whole.gradients, whole.norms, self.tolerance, noise)
+
+    def _most(self, whole: Result, parts: Result, rate: float) -> str:
+        """The parameter whose gradient differs most, if by far more than all together."""
+        rates = {
+            position: distance(parts.gradients[[position]], whole.gradients[[position]])
+            / max(whole.norms[position], 1e-30)
+            for position in self._differing(whole, parts)
+        }
+        most = max(rates, key=rates.__getitem__, default=-1)
+        if most < 0 or rates[most] < _FAR * rate:
+            return ""
+        names = [name for name, _ in self.module.named_parameters()]
+        return f", and that of {names[most]}{_by(rates[most])}"
+
+    def _near(self, actual: float, expected: float) -> bool:
+        return abs(actual - expected) <= self.tolerance * max(abs(actual), abs(expected))
+
+    def _cause(self, whole: Result, parts: Result) -> str:
+        before = small_state(self.module)
+        if math.isfinite(whole.sum) and not self._same(whole, self._again()):
+            return kept_state(changed(before, small_state(self.module)))
+        if self._near(parts.mean if self.sums else parts.sum, whole.sum):
+            return other_reduction(self.sums)
+        if self._differs_by_batch_norm():
+            return (
+                "BatchNorm normalises each micro-batch by itself: use larger micro-batches "
+                "(strategy.micro_batch_size), or a norm within samples. This compares the module before hooks of "
+                "training run: what one of them puts into eval() will not differ, nor what setup() puts into it."
+            )
+        return DEPENDENT
+
+    def _differs_by_batch_norm(self) -> bool:
+        parts = [part for part in self.module.modules() if isinstance(part, BatchNorm) and part.training]
+        for part in parts:
+            part.eval()
+        try:
+            return bool(parts) and self._same(*self._both())
+        finally:
+            for part in parts:
+                part.train()
+
+    def _both(self) -> tuple[Result, Result]:
+        draws = Draws(self.total)
+        with draws:
+            whole, parts = self._run(draws, [(0, self.total)]), self._run(draws, even_parts(self.total, self.size))
+        if len(whole.drawn | parts.drawn) > 1:
+            raise NoShare("the number of draws from Python's or NumPy's stream depends on the samples")
+        return whole, parts
+
+    def _again(self) -> Result:
+        """The undivided samples, with the state that the runs before have left in the module."""
+        draws = Draws(self.total)
+        with draws:
+            return self._run(draws, [(0, self.total)])
+
+    def _run(self, draws: Draws, parts: Sequence[tuple[int, int]]) -> Result:
+        self.module.zero_grad()
+        losses, logged, drawn = [], LoggedReductions(), set[tuple[object, ...]]()
+        for start, stop in parts:
+            with ExitStack() as stack, torch.enable_grad(), logged.recorded(self.module):
+                if len(parts) > 1:
+                    stack.enter_context(draws.share(start, stop))
+                losses.append(self._loss_of(start, stop, 1.0 if self.sums else (stop - start) / self.total, drawn))
+        sizes = [stop - start for start, stop in parts]
+        return Result(losses, sizes, projections(self.module), norms(self.module), logged, drawn)
+
+    def _loss_of(self, start: int, stop: int, weight: float, drawn: set[tuple[object, ...]]) -> float:
+        self.step.begin(self.batch, self.invocation, seed=0)
+        loss = loss_of(self.step.whole(MicroBatch(0, start, stop, self.total)))
+        drawn.add(python_streams())
+        self.step.end()
+        (loss * weight).backward()
+        return loss.item()
+
+
+def few_samples(plan: Plan, batch: Any, batch_size: int, dims: BatchDims = GUESSED) -> tuple[Any, int, int]:
+    """The samples to compare, their number, and that of a micro-batch; as many if the step's stage does not cut any."""
+    size = min(SAMPLES, plan.stages[plan.step_stage].micro_batch_size)
+    total = min(2 * size, batch_size) if plan.stages[plan.step_stage].micro_batch_size < batch_size else size
+    return slice_batch(batch, 0, total, batch_size, dims), total, size
+
+
+def difference(comparison: CutComparison, inform: Callable[[str], None] = log.info) -> str:
+    """The warning of a comparison; empty if there is nothing to compare, or the step fails on few samples.
+
+    `inform`: told of steps that cannot be compared because of what they draw.
+    """
+    if comparison.total <= comparison.size:
+        return ""
+    try:
+        return comparison.warning()
+    except NoShare:
+        inform(MIXED_DRAWS)
+    except Exception as error:  # user code on fewer samples than it is written for
+        log.info("The step was not compared with itself in micro-batches: %s: %s", type(error).__name__, error)
+    return ""
+
+
+def _by(rate: float) -> str:
+    """A relative difference in words; one of a gradient near zero says nothing as a number."""
+    return f" by {100 * rate:.3g} %" if rate < _ABSURD else f" by more than {100 * _ABSURD:.0f} % (it is near zero)"

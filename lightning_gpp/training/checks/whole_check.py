@@ -1,0 +1,78 @@
+"""The self-check of a step as a whole: its network calls, on the arguments that it gives them for a mini-batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_gpp._compat.torch import pytree
+from lightning_gpp.capture.batch import known_to_pytree
+from lightning_gpp.capture.calls import StepCalls, joint_batch
+from lightning_gpp.capture.fillings import CallArguments
+from lightning_gpp.capture.isolate import private_copy
+from lightning_gpp.capture.record import step_arguments, step_input
+from lightning_gpp.errors import CaptureError, ShapeError
+from lightning_gpp.stages.answers import Answers
+from lightning_gpp.training.checks.unnoticed import unnoticed
+from lightning_gpp.training.host import Job
+from lightning_gpp.training.planner import TRAINING
+from lightning_gpp.training.tensors.copies import silenced
+
+
+def comparison(job: Job, found: StepCalls, batch: Any, num_samples: int) -> Any:
+    """The arguments of all network calls of a step on a mini-batch, on the first rank. All ranks call this.
+
+    None on all ranks if there is nothing to compare, or the step does not run on a copy of the module.
+    """
+    given, failure = None, ""
+    if job.control.first and job.options.self_check is not False and not _is_meta(job.module):
+        try:
+            given = joint_batch(given_arguments(job, found, batch), num_samples)
+        except Exception as error:  # user code, without what training makes for it
+            failure = f"{type(error).__name__}: {error}"
+            job.host.inform(f"The self-check (strategy.self_check) is skipped: on a copy of the module, {failure}.")
+    return None if job.control.broadcast(given is None) else given or {}
+
+
+def _is_meta(module: nn.Module) -> bool:
+    return any(parameter.is_meta for parameter in module.parameters())
+
+
+def given_arguments(job: Job, found: StepCalls, batch: Any) -> dict[str, CallArguments]:
+    """The arguments of the first call of each module, from a run of the step on a copy of the user's module.
+
+    Raises:
+        CaptureError: the step does not call a module as it did on fake tensors.
+        ShapeError: tensors have other shapes than there.
+    """
+    copied, given = silenced(private_copy(job.module).to(job.device), job.module), dict[str, CallArguments]()
+    vars(copied).update(job.host.stand_ins(copied))
+    paths = {id(copied.get_submodule(path)): path for path in found.arguments}
+
+    def answer(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        given.setdefault(paths[id(module)], _kept((args, kwargs)))
+        with answers.suspended():
+            return module(*args, **kwargs)
+
+    answers, method = Answers(map(copied.get_submodule, found.arguments), answer), getattr(copied, TRAINING)
+    with unnoticed(job), torch.enable_grad(), answers.given(), job.host.context(TRAINING)():
+        method(step_input(method, _kept(known_to_pytree(batch))), *step_arguments(method, 0))
+    if missing := found.arguments.keys() - given.keys():
+        raise CaptureError(f"the step does not call {sorted(missing)} for this mini-batch")
+    return {path: pytree.tree_map(_checked, known, given[path]) for path, known in found.arguments.items()}
+
+
+def _kept(tree: Any) -> Any:
+    """The same with copies of tensors, for values that the step may change."""
+    return pytree.tree_map_only(Tensor, lambda each: each.detach().clone().requires_grad_(each.requires_grad), tree)
+
+
+def _checked(known: Any, given: Any) -> Any:
+    """The tensor that a call gets where it got one on fake tensors; other values are those of then."""
+    if not isinstance(known, Tensor):
+        return known
+    if not isinstance(given, Tensor) or given.shape != known.shape:
+        raise ShapeError(f"an argument of shape {tuple(known.shape)} is now {getattr(given, 'shape', given)}")
+    return given

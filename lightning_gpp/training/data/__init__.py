@@ -1,0 +1,1 @@
+"""Mini-batches on their way from the loader to the stages."""

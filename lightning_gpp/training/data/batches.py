@@ -1,0 +1,69 @@
+"""The form of a mini-batch: its fingerprint, and an outline of it for all ranks."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Hashable
+from typing import Any, Final
+
+from torch import Tensor
+
+from lightning_gpp._compat.torch import pytree
+from lightning_gpp.capture.batch import GUESSED, BatchDims, known_to_pytree, map_samples, samples_in
+from lightning_gpp.training.tensors.pickled import UNREADABLE
+
+
+def signature(batch: Any, dims: BatchDims = GUESSED, total: int | None = None) -> int:
+    """A 63-bit fingerprint of a batch's structure, dtypes and shapes, whatever the samples and their number.
+
+    `total`: the number of samples, if it is known.
+    """
+    total = samples_in(batch, dims) if total is None else total
+    one = map_samples(batch, total, lambda tensor, dim: tensor.narrow(dim, 0, 1), lambda items: items[:1], dims)
+    leaves, spec = pytree.tree_flatten(one)
+    text = repr([str(spec), *map(_describe, leaves)])
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
+
+
+def outer_form(batch: Any) -> Hashable | None:
+    """A key that determines the samples and the signature of a batch; None unless it has plain tensors in plain
+    containers. It is found many times faster than these.
+    """
+    kind = type(batch)
+    if kind is Tensor:
+        return batch.dtype, batch.shape
+    if kind is dict:
+        parts, keys = batch.values(), tuple(batch)
+    elif kind is list or kind is tuple:
+        parts, keys = batch, ()
+    else:
+        return None
+    forms = tuple(map(outer_form, parts))
+    return None if None in forms else (kind, keys, forms)
+
+
+def _describe(leaf: Any) -> str:
+    return f"{leaf.dtype}{tuple(leaf.shape)}" if isinstance(leaf, Tensor) else type(leaf).__qualname__
+
+
+def outline(batch: Any) -> Any:
+    """The batch as all ranks get it to capture the step: large tensors are replaced by ones without memory.
+
+    Small ones, and tokens, keep their values, on which the shapes in a module may depend.
+    """
+
+    def outlined(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        limit = _FEW_NUMBERS if leaf.is_floating_point() else _MANY_NUMBERS
+        if leaf.is_meta or leaf.numel() > limit or leaf.dtype in UNREADABLE:
+            return leaf.to("meta")
+        return leaf.detach().cpu().requires_grad_(leaf.requires_grad)
+
+    return pytree.tree_map(outlined, known_to_pytree(batch))
+
+
+_FEW_NUMBERS: Final = 1 << 14
+"""Elements of a tensor of floating-point numbers that is sent to all ranks with its values, such as boxes."""
+_MANY_NUMBERS: Final = 1 << 20
+"""The same for whole numbers: a mini-batch of tokens."""

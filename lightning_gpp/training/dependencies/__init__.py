@@ -1,0 +1,1 @@
+"""Values that the captures of a run depend on: attributes, variables, and tensors that forwards make."""

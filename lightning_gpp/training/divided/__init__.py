@@ -1,0 +1,1 @@
+"""Devices of several processes, which divide their layers."""

@@ -1,0 +1,1 @@
+"""The machine, and the times of a job on it."""

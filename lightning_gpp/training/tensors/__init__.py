@@ -1,0 +1,1 @@
+"""The tensors of the module that this rank holds, and the ways to those of others."""

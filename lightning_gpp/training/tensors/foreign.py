@@ -1,0 +1,308 @@
+"""Foreign tensors: the parameters and buffers of other ranks' stages, as they stand in this rank's module.
+
+A foreign tensor has shape, dtype, device and attributes of the real one, and no values. Hooks run on every rank, each
+on what the rank holds. So an operation that only has foreign operands is done by the rank that holds them, and here it
+gives another foreign tensor:
+
+    hook        for t, s in zip(teacher.parameters(), student.parameters()): t.mul_(0.9).add_(s, alpha=0.1)
+    rank 1      holds both: computes
+    rank 0      holds neither: nothing to do
+
+Of gradients the norms may be known here (`gradient_norms`). Whatever else would need its values here raises an error
+that names the tensor, and the door to its values (`gathered.summon_full_params`): to read one, or to combine it with a
+tensor of this rank, except to change the foreign one by it. In user code that only one rank runs, that does, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, Final, cast
+
+import torch
+from torch import Tensor, nn
+
+from lightning_gpp._compat.torch import pytree, schema_arguments, without_torch_function, wrapper
+from lightning_gpp.errors import ForeignTensorError
+from lightning_gpp.training.updates import gradient_norms
+from lightning_gpp.wording import some
+
+alone: ContextVar[bool] = ContextVar("alone", default=False)
+"""True where user code runs that the other ranks do not run: they would not do what is left to them."""
+_values: ContextVar[Mapping[str, Any] | None] = ContextVar("values", default=None)
+
+_READS: Final = {
+    *("item", "tolist", "numpy", "is_nonzero", "__bool__", "__int__", "__float__", "__index__", "__complex__"),
+    *("__array__", "__dlpack__", "data_ptr", "untyped_storage", "storage"),
+}
+_DEPENDS_ON_VALUES: Final = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+
+
+@dataclass(frozen=True, slots=True)
+class Whereabouts:
+    """A parameter or buffer that is not here: its name, the stage that uses it, and the ranks that hold it."""
+
+    name: str
+    stage: str
+    ranks: frozenset[int]
+
+    def __str__(self) -> str:
+        ranks = ", ".join(map(str, sorted(self.ranks)))
+        return f"{self.name!r} (stage {self.stage!r}, rank {ranks})"
+
+
+class Foreign(Tensor):
+    """A tensor whose values are on other ranks.
+
+    Args:
+        outline: a tensor of the same shape and dtype; its values are not kept.
+        device: the device that it seems to be on.
+        origins: the parameters and buffers that it is, or was computed from.
+    """
+
+    origins: tuple[Whereabouts, ...]
+    gradient_of = ""
+    """The parameter whose gradient it is; empty if it is something else."""
+    is_meta = property(lambda self: True)
+
+    def __new__(cls, outline: Tensor, device: torch.device, origins: Sequence[Whereabouts]) -> Foreign:
+        tensor: Foreign = wrapper(cls, outline, device)
+        tensor.origins = tuple(dict.fromkeys(origins))
+        return tensor
+
+    @property
+    def ranks(self) -> frozenset[int]:
+        """The ranks that hold all of its origins."""
+        return frozenset.intersection(*(origin.ranks for origin in self.origins))
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        origins = ", ".join(map(str, self.origins[:3]))
+        return f"foreign(shape={tuple(self.shape)}, dtype={self.dtype}, of {origins})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Foreign:
+        copied = foreign_like(self, self.device, self.origins)
+        memo[id(self)] = copied
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        value = (_values.get() or {}).get(self.origins[0].name)
+        if not isinstance(value, Tensor) or value.is_meta or value.shape != self.shape:
+            raise _refusal("pickle", [self])
+        return (nn.Parameter(value, self.requires_grad) if _is_parameter(self) else value).__reduce_ex__(protocol)
+
+    @classmethod
+    def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Gradients are foreign, too; functions that would read memory outside of operators are refused here."""
+        name, attribute = getattr(func, "__name__", str(func)), getattr(func, "__self__", None)
+        if name in _READS:
+            raise _refusal(name, args[:1])
+        if name == "equal" and all(map(_is_parameter, args)) and not all(isinstance(each, Foreign) for each in args):
+            return False  # callbacks look for a parameter among those of an optimizer, which are here
+        if name == "__get__" and attribute is Tensor.grad:
+            return _gradient_of(args[0])
+        if name == "__set__" and attribute in (Tensor.grad, Tensor.data):
+            return _set(func, *args)
+        with without_torch_function():
+            return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        """The results of an operator, without values."""
+        name = func.overloadpacket.__name__
+        if name.startswith("_foreach"):
+            return _one_by_one(func, name, args, kwargs or {})
+        if name == "linalg_vector_norm" and (norm := _known_norm(args[0], args, kwargs or {})) is not None:
+            return norm
+        leaves, structure = pytree.tree_flatten((args, kwargs or {}))
+        foreign = [leaf for leaf in leaves if isinstance(leaf, Foreign)]
+        written = _written(func, args, kwargs or {})
+        if _DEPENDS_ON_VALUES & set(func.tags) or _is_left_undone(foreign, written, leaves):
+            raise _refusal(name, foreign)
+        _note_changes(written)
+        device = next((leaf for leaf in leaves if isinstance(leaf, torch.device)), foreign[0].device)
+        outlines = [_outline(leaf) for leaf in leaves]
+        known = {id(outline): leaf for outline, leaf in zip(outlines, leaves, strict=True)}
+        origins = [origin for tensor in foreign for origin in tensor.origins]
+
+        def answer(leaf: Any) -> Any:
+            return known.get(id(leaf), Foreign(leaf, device, origins)) if isinstance(leaf, Tensor) else leaf
+
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            _draw(func, leaves, structure)
+        given, named = pytree.tree_unflatten(outlines, structure)
+        result = pytree.tree_map(answer, func(*given, **named))
+        if name in ("detach", "alias"):
+            result.gradient_of = foreign[0].gradient_of
+        return result
+
+
+def _draw(func: Any, leaves: Sequence[Any], structure: Any) -> None:
+    """Draw the random numbers that an operator draws elsewhere: where ranks share a stream, it goes on alike."""
+    made = [
+        torch.empty(leaf.shape, dtype=leaf.dtype, device=leaf.device) if isinstance(leaf, Foreign) else leaf
+        for leaf in leaves
+    ]
+    given, named = pytree.tree_unflatten(made, structure)
+    func(*given, **named)
+
+
+def foreign_like(tensor: Tensor, device: torch.device, origins: Sequence[Whereabouts]) -> Foreign:
+    """A foreign tensor for a real, empty or foreign one; a parameter for a parameter, with its attributes."""
+    foreign: Tensor = Foreign(tensor.detach(), device, origins)
+    if _is_parameter(tensor):
+        foreign = nn.Parameter(foreign, requires_grad=tensor.requires_grad)
+    vars(foreign).update(attributes_of(tensor), origins=tuple(origins))
+    return cast(Foreign, foreign)
+
+
+def attributes_of(tensor: Tensor) -> dict[str, Any]:
+    """The attributes that users and libraries have set on a tensor."""
+    return {name: value for name, value in vars(tensor).items() if name != "origins"}
+
+
+@contextmanager
+def pickled_as(values: Mapping[str, Any]) -> Iterator[None]:
+    """Inside, foreign tensors are pickled as the values with their names."""
+    token = _values.set(values)
+    try:
+        yield
+    finally:
+        _values.reset(token)
+
+
+def _is_parameter(tensor: Tensor) -> bool:
+    return isinstance(tensor, nn.Parameter)
+
+
+def _gradient_of(tensor: Foreign) -> Foreign | None:
+    """A gradient is where its parameter is; whether there is one at the moment is known in some hooks."""
+    norms, name = gradient_norms.current(), tensor.origins[0].name
+    if not tensor.requires_grad or (norms is not None and norms.is_missing(name)):
+        return None
+    gradient = Foreign(tensor.detach(), tensor.device, tensor.origins)
+    gradient.gradient_of = name if _is_parameter(tensor) else ""
+    return gradient
+
+
+def _known_norm(tensor: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
+    """The norm of a gradient of another rank, if it is known."""
+    norms, order = gradient_norms.current(), gradient_norms.order_of(args, kwargs)
+    if norms is None or order is None or not isinstance(tensor, Foreign):
+        return None
+    norm = norms.norm(tensor.gradient_of, order)
+    dtype = kwargs.get("dtype") or tensor.dtype
+    return None if norm is None else torch.tensor(norm, dtype=dtype, device=tensor.device)
+
+
+def _note_changes(written: Sequence[Tensor]) -> None:
+    """Forget the norms of gradients that are changed."""
+    norms = gradient_norms.current()
+    for tensor in written:
+        if norms is not None and isinstance(tensor, Foreign) and tensor.gradient_of:
+            norms.forget(tensor.gradient_of)
+
+
+def _set(setter: Callable[[Tensor, Any], None], tensor: Foreign, value: Tensor | None) -> None:
+    """Set `grad` or `data`; only the type of the tensor can change here."""
+    if value is not None:
+        _check("=", [tensor], [tensor], [value])
+    if norms := gradient_norms.current():
+        norms.forget(tensor.origins[0].name)
+    if isinstance(value, Foreign) and value.dtype != tensor.dtype:
+        with without_torch_function():
+            setter(tensor, value)
+
+
+def _outline(leaf: Any) -> Any:
+    if isinstance(leaf, torch.device):
+        return torch.device("meta")
+    if not isinstance(leaf, Tensor):
+        return leaf
+    return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
+
+
+def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """The operands that an operator changes."""
+    arguments = schema_arguments(func)
+    named = {argument.name: value for argument, value in zip(arguments, args, strict=False)} | dict(kwargs)
+    changed = [named.get(a.name) for a in arguments if a.alias_info is not None and a.alias_info.is_write]
+    return [leaf for leaf in pytree.tree_leaves(changed) if isinstance(leaf, Tensor)]
+
+
+def _one_by_one(func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """An operator on lists of tensors: done on those places of the lists that are here."""
+    length = len(args[0])
+    places = [[arg[place] for arg in args if _is_list(arg, length)] for place in range(length)]
+    here = [place for place, items in enumerate(places) if not any(isinstance(item, Foreign) for item in items)]
+    for place in set(range(length)) - set(here):
+        written = [args[0][place]] if name.endswith("_") else []
+        foreign = [item for item in places[place] if isinstance(item, Foreign)]
+        _check(name, foreign, written, places[place])
+        _note_changes(written)
+    picked = [[arg[place] for place in here] if _is_list(arg, length) else arg for arg in args]
+    done = func(*picked, **kwargs) if here else []
+    if name.endswith("_"):
+        return None
+    results = dict(zip(here, done, strict=True))
+
+    def elsewhere(tensor: Any) -> Any:
+        if name == "_foreach_norm":
+            return torch.linalg.vector_norm(tensor, *args[1:], **kwargs)
+        return tensor.detach()
+
+    return [results[place] if place in results else elsewhere(args[0][place]) for place in range(length)]
+
+
+def _is_list(value: Any, length: int) -> bool:
+    return isinstance(value, list | tuple) and len(value) == length
+
+
+def _check(name: str, foreign: Sequence[Foreign], written: Sequence[Tensor], operands: Sequence[Any]) -> None:
+    """Refuse what no rank would do, or not all of it."""
+    if _is_left_undone(foreign, written, operands):
+        raise _refusal(name, foreign)
+
+
+def _is_left_undone(foreign: Sequence[Foreign], written: Sequence[Tensor], operands: Sequence[Any]) -> bool:
+    """True if no rank would do an operation, or not all of it."""
+    here = [leaf for leaf in operands if isinstance(leaf, Tensor) and not leaf.is_meta and not _is_count(leaf)]
+    left_to_others = bool(written) and all(isinstance(tensor, Foreign) for tensor in written) and not alone.get()
+    apart = not frozenset.intersection(*(tensor.ranks for tensor in foreign))
+    return apart or any(map(_is_parameter, here)) or bool((written or here) and not left_to_others)
+
+
+def _is_count(tensor: Tensor) -> bool:
+    """True for single numbers in hooks, such as a count of updates.
+
+    If such a number came from parameters, the ranks that change a tensor by it would lack it, and refuse.
+    """
+    return tensor.dim() == 0 and not _is_parameter(tensor) and not alone.get()
+
+
+_IN_STEP: Final = (
+    "The step runs on this rank only. Do this in the forward of a module, or let the step run as a whole "
+    "(strategy.step=whole)."
+)
+_IN_HOOK: Final = (
+    "Hooks run on every rank, each on what it holds. Let all ranks write around this line: "
+    "`with lightning_gpp.summon_full_params(module):`, in which each has all values (docs/lightning.md)."
+)
+_NOT_FINITE: Final = (
+    " Optimizer steps with gradients that are not finite are left out by strategy.on_nonfinite=skip, without a hook."
+)
+
+
+def _refusal(name: str, tensors: Sequence[Any]) -> ForeignTensorError:
+    origins = dict.fromkeys(origin for tensor in tensors for origin in tensor.origins)
+    named = some([*map(str, origins)], most=2)
+    where = _IN_STEP if alone.get() else f"{_IN_HOOK}{_NOT_FINITE if name == '__bool__' else ''}"
+    return ForeignTensorError(
+        f"`{name}` needs values of {named}, which this rank does not hold. {where} Keep parameters that meet in "
+        "every step (an average of other weights) on one device: put their modules into one stage, or both stages on "
+        "the same device (strategy.stages). Skip those of other ranks by `if not p.is_meta`. Clip by "
+        "trainer.gradient_clip_val or self.clip_gradients, and get the norm of all gradients from "
+        "self.trainer.strategy.grad_norm(). Leave modules out of save_hyperparameters(ignore=[...]), and save by "
+        "trainer.save_checkpoint."
+    )

@@ -1,0 +1,297 @@
+"""Parameter placement: which rank holds which parameter and buffer; elsewhere they are foreign tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lightning_gpp._compat.lightning_module import set_device
+from lightning_gpp._compat.torch import hand_over_gradient_hooks, without_torch_function
+from lightning_gpp.errors import ConfigError
+from lightning_gpp.plan import STEP, Plan, Stage
+from lightning_gpp.runtime.sharding.shards import local
+from lightning_gpp.runtime.transport import as_sent
+from lightning_gpp.training.control import Control
+from lightning_gpp.training.tensors.foreign import Foreign, Whereabouts, attributes_of, foreign_like
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """The devices that use every parameter and buffer (by canonical name); the first one is its holder.
+
+    `stages`: the names of the stages that use it, for messages.
+    """
+
+    devices: Mapping[str, tuple[int, ...]]
+    stages: Mapping[str, str] = field(default_factory=dict)
+
+    def names_on(self, device: int) -> set[str]:
+        return {name for name, devices in self.devices.items() if device in devices}
+
+    def elsewhere(self, control: Control) -> dict[str, Whereabouts]:
+        """The parameters and buffers that only other ranks of a rank's pipeline hold."""
+        processes = [control.mesh.processes(rank) for rank in control.mesh.pipeline_ranks()]
+        ranks = {
+            name: frozenset(process for device in devices for process in processes[device])
+            for name, devices in self.devices.items()
+            if control.device not in devices
+        }
+        return {name: Whereabouts(name, self.stages.get(name, ""), holders) for name, holders in ranks.items()}
+
+    def held_by(self, device: int) -> list[str]:
+        return [name for name, devices in self.devices.items() if devices[0] == device]
+
+
+def tensors_of(module: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers by canonical name: the first one under which a tied tensor is found."""
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
+def place(
+    module: nn.Module,
+    plan: Plan,
+    used: Sequence[Iterable[str]],
+    steps: Sequence[int] = (0,),
+) -> Placement:
+    """The parameter placement. Tensors that no stage uses are with the user's step.
+
+    Args:
+        module: the user's module.
+        plan: the plan of the run.
+        used: the names that each stage uses.
+        steps: the devices that run the user's step.
+    """
+    stages: dict[str, list[Stage]] = {name: [] for name in tensors_of(module)}
+    for stage, names in zip(plan.stages, used, strict=True):
+        for name in dict.fromkeys(names):
+            stages[name].append(stage)
+    devices = {name: {device for stage in users for device in stage.devices} for name, users in stages.items()}
+    return Placement(
+        {name: tuple(sorted(found or steps)) for name, found in devices.items()},
+        {name: ", ".join(stage.name for stage in users) or STEP for name, users in stages.items()},
+    )
+
+
+def drop(module: nn.Module, elsewhere: Mapping[str, Whereabouts], device: torch.device) -> None:
+    """Replace the parameters and buffers of other ranks by foreign tensors, which seem to be on `device`.
+
+    Tied ones stay tied.
+    """
+    foreign = {
+        name: tensor
+        for name, tensor in tensors_of(module).items()
+        if name in elsewhere and not isinstance(tensor, Foreign)
+    }
+    swaps = {id(tensor): (tensor, foreign_like(tensor, device, [elsewhere[n]])) for n, tensor in foreign.items()}
+    succeed(module, swaps)
+
+
+def replace_tensors(module: nn.Module, swaps: Mapping[int, tuple[Tensor, Tensor]]) -> None:
+    """Replace parameters and buffers by other tensors. `swaps`: id of the old one -> (old, new)."""
+    for part in module.modules():
+        named = [
+            *part.named_parameters(recurse=False, remove_duplicate=False),
+            *part.named_buffers(recurse=False, remove_duplicate=False),
+        ]
+        for name, tensor in named:
+            if id(tensor) in swaps:
+                setattr(part, name, swaps[id(tensor)][1])
+
+
+def succeed(module: nn.Module, swaps: Mapping[int, tuple[Tensor, Tensor]]) -> None:
+    """The same for good: users' hooks on gradients go over to the new tensors."""
+    for before, after in swaps.values():
+        hand_over_gradient_hooks(before, after)
+    replace_tensors(module, swaps)
+
+
+def with_values(tensor: Tensor, values: Tensor) -> Tensor:
+    """A tensor of the same kind with these values, without hooks."""
+    if not isinstance(tensor, nn.Parameter):
+        return values
+    parameter = nn.Parameter(values, requires_grad=tensor.requires_grad)
+    vars(parameter).update(attributes_of(tensor))
+    return parameter
+
+
+def _empty(tensor: Tensor) -> Tensor:
+    """A tensor of the same kind on the CPU; its values are undefined."""
+    empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+    return with_values(tensor, empty)
+
+
+def materialise(module: nn.Module, names: Iterable[str]) -> None:
+    """Allocate CPU memory for those of these tensors that have none. Values are undefined."""
+    tensors = tensors_of(module)
+    empty = [tensors[name] for name in names if tensors[name].is_meta]
+    succeed(module, {id(tensor): (tensor, _empty(tensor)) for tensor in empty})
+
+
+def settle(
+    module: nn.Module,
+    placement: Placement,
+    control: Control,
+    device: torch.device,
+    stored: Mapping[str, Callable[[Tensor], None]] | None = None,
+) -> bool:
+    """Give every rank the values of the tensors it uses, equal on all ranks that use them; the others become
+    foreign, on `device`.
+
+    Values come from the first of a tensor's ranks that has them, or else from the first other rank. Tensors that no
+    rank has are read by the functions in `stored`, or initialised by their modules' `reset_parameters`.
+    Returns True if rank 0 had all values.
+
+    Raises:
+        ConfigError: a module without `reset_parameters` was built on the meta device.
+    """
+    _share_in_device(module, control)
+    present = _present(module, control)
+    absent = [name for name in placement.devices if not any(name in names for names in present)]
+    stored = stored or {}
+    read = {name for name in absent if name in stored}
+    mine = placement.names_on(control.device)
+    _initialise(module, {name for name in absent if name in mine - read and control.pipeline == 0})
+    materialise(module, mine)
+    for name in sorted(read & mine):
+        stored[name](tensors_of_one(module, name))
+    for name, devices in placement.devices.items():
+        if name in read:
+            continue
+        users = [control.mesh.global_rank(device, p) for p in range(control.num_pipelines) for device in devices]
+        owners = [rank for rank, names in enumerate(present) if name in names] or users[:1]
+        source = next((rank for rank in users if rank in owners), owners[0])
+        control.pass_on(tensors_of_one(module, name), source, [rank for rank in users if rank != source])
+    _equalise({name: tensors_of_one(module, name) for name in sorted(mine)}, control.mesh.member_control_group)
+    drop(module, placement.elsewhere(control), device)
+    return not absent and len(present[0]) == len(placement.devices)
+
+
+def _share_in_device(module: nn.Module, control: Control) -> None:
+    """Give all members of this device the tensors of which only the first one has values, as after an earlier run."""
+    first, *others = control.gather_in_device(_with_values(module))
+    lacking = [name for name in sorted(first) if not all(name in names for names in others)]
+    materialise(module, lacking)
+    for name in lacking:
+        _from_first(tensors_of_one(module, name), control.mesh.member_control_group)
+
+
+def _with_values(module: nn.Module) -> set[str]:
+    return {name for name, tensor in tensors_of(module).items() if not tensor.is_meta}
+
+
+def _present(module: nn.Module, control: Control) -> list[set[str]]:
+    """The names of the tensors that have values, by rank: on all processes of it."""
+    values = control.gather_all(_with_values(module))
+    ranks = (control.mesh.processes(rank) for rank in range(control.world_size))
+    return [set.intersection(*(values[process] for process in processes)) for processes in ranks]
+
+
+def equalise(module: nn.Module, control: Control) -> None:
+    """Give all processes the values of the first one, for the parameters and buffers that differ between them.
+
+    Nothing happens if one of them lacks some, as after an earlier run.
+    """
+    tensors = tensors_of(module)
+    if not any(control.gather_all(any(tensor.is_meta for tensor in tensors.values()))):
+        _equalise(tensors, control.everyone)
+
+
+def _equalise(tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None) -> None:
+    """Give all processes of a group the values of its first one; None is a single process."""
+    if group is None:
+        return
+    digests: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(digests, [digest(tensor) for tensor in tensors.values()], group=group)
+    for tensor, *found in zip(tensors.values(), *digests, strict=True):
+        if len(set(found)) > 1:
+            _from_first(tensor, group)
+
+
+def _from_first(tensor: Tensor, group: dist.ProcessGroup | None) -> None:
+    """Give a tensor the values of a group's first process."""
+    values = tensor.detach().cpu().contiguous()
+    dist.broadcast(as_sent(values), group_src=0, group=group)
+    with torch.no_grad():
+        tensor.copy_(values)
+
+
+def digest(tensor: Tensor) -> tuple[float, ...]:
+    """Numbers that differ if values do, except by a rare accident."""
+    values = tensor.detach().resolve_conj().flatten()
+    values = torch.view_as_real(values).flatten() if values.is_complex() else values
+    exact = values.to(torch.float64) if values.numel() < 1000 else values.to(torch.float32)
+    ends = (float(values[0]), float(values[-1])) if values.numel() else ()
+    return (float(exact.sum()), float(exact.abs().sum()), *ends)
+
+
+def tensors_of_one(module: nn.Module, name: str) -> Tensor:
+    """A parameter or buffer by name."""
+    path, _, attribute = name.rpartition(".")
+    tensor: Tensor = getattr(module.get_submodule(path), attribute)
+    return tensor
+
+
+def _initialise(module: nn.Module, names: set[str]) -> None:
+    wanted = {id(tensor) for name, tensor in tensors_of(module).items() if name in names}
+    parts = [(path, part) for path, part in module.named_modules() if wanted & {id(t) for t in _direct(part)}]
+    for path, part in parts:
+        if not callable(getattr(part, "reset_parameters", None)):
+            raise ConfigError(
+                f"Module {path!r} ({type(part).__name__}) was built on the meta device and has no reset_parameters(), "
+                "so it cannot get values. Build it on the CPU, give it that method, or load a checkpoint."
+            )
+    materialise(module, names)
+    for _, part in parts:
+        part.reset_parameters()
+
+
+def _direct(part: nn.Module) -> list[Tensor]:
+    return [*part.parameters(recurse=False), *part.buffers(recurse=False)]
+
+
+def move(module: nn.Module, device: torch.device) -> None:
+    """Move tensors with memory to a device, one at a time; parameters stay the same objects, and shards do not move."""
+    for parameter in module.parameters():
+        if _is_plain(parameter):
+            parameter.data = parameter.data.to(device)
+            if parameter.grad is not None:
+                parameter.grad = parameter.grad.to(device)
+    buffers = [buffer for buffer in module.buffers() if not buffer.is_meta and buffer.device != device]
+    replace_tensors(module, {id(buffer): (buffer, buffer.to(device)) for buffer in buffers})
+    flatten(module)
+    set_device(module, device)
+
+
+def flatten(module: nn.Module) -> None:
+    """Put the parameters of each recurrent network into one block of memory, as cuDNN wants them.
+
+    Only `module.to(device)` does that by itself. Elsewhere than on CUDA it does nothing.
+    """
+    for part in module.modules():
+        if isinstance(part, nn.RNNBase) and all(_is_plain(parameter) for parameter in part.parameters()):
+            part.flatten_parameters()
+
+
+def _is_plain(parameter: Tensor) -> bool:
+    return not parameter.is_meta and not isinstance(parameter, DTensor)
+
+
+def bytes_of(module: nn.Module) -> int:
+    """Memory of the parameters and buffers that this rank holds, in bytes."""
+    return sum(local(tensor.detach()).nbytes for tensor in tensors_of(module).values() if not tensor.is_meta)
+
+
+def trained_flags(parameters: Iterable[Tensor]) -> bytes:
+    """A byte per parameter: 1 if it requires a gradient, otherwise 0; quick for foreign ones, too."""
+    with without_torch_function():
+        return bytes(map(_REQUIRES_GRAD, parameters))
+
+
+_REQUIRES_GRAD: Final = attrgetter("requires_grad")

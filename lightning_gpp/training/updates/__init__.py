@@ -1,0 +1,1 @@
+"""Gradients, and the optimizers that use them."""

@@ -1,0 +1,366 @@
+"""Optimizers that were configured on the full module and step one rank's parameters: index, state, merging."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.optim import LBFGS, Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from lightning_gpp.errors import CheckpointError, ConfigError
+from lightning_gpp.training.tensors.shards import local_parts
+from lightning_gpp.wording import some
+
+NOTHING: Final[dict[str, Any]] = {"state": {}, "param_groups": []}
+"""The state dict of an optimizer without parameters; that of Lightning for modules without an optimizer is empty."""
+
+
+class OptimizerIndex:
+    """The parameters of an optimizer by name, in the user's order and groups.
+
+    This indexes the optimizer's state in a checkpoint. Build it before parameters are dropped.
+
+    Raises:
+        ConfigError: a parameter is not one of the module's.
+    """
+
+    def __init__(self, optimizer: Optimizer, module: nn.Module) -> None:
+        self.optimizer = optimizer
+        self.groups: list[list[str]] = []
+        self.labels: list[list[str] | None] = []
+        self._kept: list[list[str]] = []
+        self._own: list[list[Tensor]] | None = None
+        """The parameters of this rank by group, while the groups have all."""
+        self._reading = False
+        self._index(range(len(optimizer.param_groups)), module)
+
+    def _index(self, numbers: Iterable[int], module: nn.Module) -> None:
+        names = {id(parameter): name for name, parameter in module.named_parameters()}
+        for number in numbers:
+            group = self.optimizer.param_groups[number]
+            found = [_name(parameter, names) for parameter in group["params"]]
+            place = slice(number, number + 1)  # of a known group, or behind all for a new one
+            self.groups[place], self._kept[place] = [found], [found]
+            self.labels[place] = [group.get("param_names")]
+
+    def refresh(self, module: nn.Module, names: set[str], tensors: Mapping[str, Tensor]) -> None:
+        """Index parameter groups that a hook has added or replaced; of these keep the parameters in `names`."""
+        with self.divided():
+            self._refresh(module, names, tensors)
+
+    def _refresh(self, module: nn.Module, names: set[str], tensors: Mapping[str, Tensor]) -> None:
+        groups = self.optimizer.param_groups
+        for known in (self.groups, self.labels, self._kept):
+            del known[len(groups) :]
+        fresh = [number for number in range(len(groups)) if not self._knows(number, tensors)]
+        if fresh:
+            self._index(fresh, module)
+            self._keep(fresh, names, tensors)
+
+    def _knows(self, number: int, tensors: Mapping[str, Tensor]) -> bool:
+        """True if the group has the parameters that are kept of the one with its number."""
+        kept = self._kept[number] if number < len(self._kept) else None
+        found = [id(parameter) for parameter in self.optimizer.param_groups[number]["params"]]
+        return kept is not None and found == [id(tensors.get(name)) for name in kept]
+
+    @contextmanager
+    def undivided(self, tensors: Mapping[str, Tensor]) -> Iterator[None]:
+        """Inside, the optimizer's groups have all parameters, in the user's order, with those of other ranks.
+
+        A step of the optimizer, and code inside of `divided`, have those of this rank.
+        """
+        groups = self.optimizer.param_groups[: len(self.groups)]
+        before = self._own
+        self._own = own = before or _lists(groups)
+        whole = [[tensors[name] for name in names] for names in self.groups]
+        try:
+            with _with_lists(groups, whole), _stepping(self.optimizer, groups, own):
+                yield
+        finally:
+            self._own = before
+
+    @contextmanager
+    def divided(self) -> Iterator[None]:
+        """Inside, the optimizer's groups have the parameters of this rank, also where they are `undivided`."""
+        own, self._own = self._own, None
+        try:
+            with nullcontext() if own is None else _with_lists(self.optimizer.param_groups[: len(own)], own):
+                yield
+        finally:
+            self._own = own
+
+    def keep(self, names: set[str], tensors: Mapping[str, Tensor], shards: Mapping[str, Tensor] | None = None) -> None:
+        """Drop all other parameters from the optimizer, with their state.
+
+        Args:
+            names: names of the parameters that it steps.
+            tensors: their current tensors; placing them may have made new ones.
+            shards: sharded parameters of the module, whose state is sharded, too.
+        """
+        self._keep(range(len(self.groups)), names, tensors, shards)
+
+    def _keep(
+        self,
+        numbers: Iterable[int],
+        names: set[str],
+        tensors: Mapping[str, Tensor],
+        shards: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        states = self.optimizer.state
+        for number in numbers:
+            group, known = self.optimizer.param_groups[number], self.groups[number]
+            places = [place for place, name in enumerate(known) if name in names]
+            before = dict(zip(known, group["params"], strict=True))
+            group["params"] = [tensors[known[place]] for place in places]
+            if "param_names" in group:
+                group["param_names"] = [group["param_names"][place] for place in places]
+            for name, parameter in before.items():
+                state = states.pop(parameter, None)
+                if name in names and state is not None:
+                    states[tensors[name]] = local_parts(state, (shards or {}).get(name))
+            self._kept[number] = [name for name in known if name in names]
+
+    @property
+    def kept(self) -> set[str]:
+        """Names of the parameters that this rank steps."""
+        return {name for group in self._kept for name in group}
+
+    @property
+    def names(self) -> list[str]:
+        """Names of all parameters of the optimizer."""
+        return [name for group in self.groups for name in group]
+
+    def guard(self) -> RemovableHandle | None:
+        """Let `optimizer.state_dict()` be an error outside of this class: it has the parameters of this rank only.
+
+        Returns:
+            A handle whose `remove` ends that; None for an optimizer without hooks, such as a wrapper of another one
+                that never calls `Optimizer.__init__`.
+        """
+        try:
+            return self.optimizer.register_state_dict_pre_hook(self._refuse)
+        except AttributeError:
+            return None
+
+    def _refuse(self, optimizer: Optimizer) -> None:
+        if not self._reading:
+            raise ConfigError(
+                f"{type(optimizer).__name__}.state_dict() was called during training, where the optimizer of each rank "
+                "has the parameters of its stages only. Save by trainer.save_checkpoint; or let all ranks call "
+                "trainer.strategy.optimizer_state(optimizer) together (engine.optimizer_state_dict in a loop of your "
+                "own), not inside of `if trainer.is_global_zero`: global rank 0 gets the state of all parameters."
+            )
+
+    def own_state_dict(self) -> dict[str, Any]:
+        """The optimizer's state dict as it is on this rank."""
+        self._reading = True
+        try:
+            return {**NOTHING, **self.optimizer.state_dict()}
+        finally:
+            self._reading = False
+
+    def state(self) -> dict[str, Any]:
+        """This rank's state by parameter name."""
+        names = [name for group in self._kept for name in group]
+        state = self.own_state_dict()["state"]
+        return {name: state[place] for place, name in enumerate(names) if place in state}
+
+    def move(self, device: torch.device) -> None:
+        """Move the state of the optimizer to a device; step counters stay where the optimizer wants them."""
+        for state in self.optimizer.state.values():
+            for key, value in state.items():
+                if isinstance(value, Tensor) and key != "step":
+                    state[key] = value.to(device)
+
+    def ordered_state(self) -> dict[str, Any]:
+        """The same in an order that is equal on all ranks."""
+        state = self.state()
+        return {name: state[name] for name in self.names if name in state}
+
+    def put(self, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
+        """Replace the parameters with these names by other tensors and state."""
+        self.optimizer.state.clear()
+        for group, names in zip(self.optimizer.param_groups, self._kept, strict=True):
+            group["params"] = [tensors[name] for name in names]
+        for name, values in state.items():
+            self.optimizer.state[tensors[name]] = values
+
+    def merged(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """The optimizer's state dict as on one device, from states by name."""
+        names = [name for group in self.groups for name in group]
+        return {
+            "state": {place: state[name] for place, name in enumerate(names) if name in state},
+            "param_groups": self._merged_groups(),
+        }
+
+    def _merged_groups(self) -> list[dict[str, Any]]:
+        merged, start = [], 0
+        groups = self.own_state_dict()["param_groups"]
+        for group, names, labels in zip(groups, self.groups, self.labels, strict=True):
+            extra = {} if labels is None else {"param_names": labels}
+            merged.append({**group, **extra, "params": list(range(start, start + len(names)))})
+            start += len(names)
+        return merged
+
+    def load(self, full: Mapping[str, Any], shards: Mapping[str, Tensor] | None = None) -> None:
+        """Load this rank's part of a state dict of the undivided optimizer.
+
+        Args:
+            full: the state dict.
+            shards: the module's parameters, which may be sharded.
+
+        Raises:
+            CheckpointError: the state is of another optimizer.
+        """
+        full = {**NOTHING, **full}
+        self._check_fits(full)
+        names = [name for group in self.groups for name in group]
+        place_of = {name: group["params"][i] for group, known in self._pairs(full) for i, name in enumerate(known)}
+        kept = [name for group in self._kept for name in group]
+        found = {i: full["state"].get(place_of[name]) for i, name in enumerate(kept)}
+        state = {
+            i: local_parts(values, (shards or {}).get(kept[i])) for i, values in found.items() if values is not None
+        }
+        if unknown := set(full["state"]) - set(place_of.values()):
+            raise CheckpointError(
+                f"The optimizer state has entries {sorted(unknown)} for only {len(names)} parameters."
+            )
+        self.optimizer.load_state_dict({"state": state, "param_groups": self._local_groups(full)})
+
+    def _local_groups(self, full: Mapping[str, Any]) -> list[dict[str, Any]]:
+        groups, start = [], 0
+        for (group, known), kept in zip(self._pairs(full), self._kept, strict=True):
+            local = {**group, "params": list(range(start, start + len(kept)))}
+            if "param_names" in group:
+                wanted = set(kept)
+                local["param_names"] = [
+                    label for label, name in zip(group["param_names"], known, strict=True) if name in wanted
+                ]
+            groups.append(local)
+            start += len(kept)
+        return groups
+
+    def _pairs(self, full: Mapping[str, Any]) -> list[tuple[dict[str, Any], list[str]]]:
+        return list(zip(full["param_groups"], self.groups, strict=True))
+
+    def _check_fits(self, full: Mapping[str, Any]) -> None:
+        sizes = [len(group["params"]) for group in full.get("param_groups", [])]
+        expected = [len(names) for names in self.groups]
+        if sizes != expected:
+            raise CheckpointError(
+                f"The checkpoint's optimizer has parameter groups of {sizes} parameters, the optimizer of this run "
+                f"({type(self.optimizer).__name__}) has {expected}. Resume with the optimizer that wrote it, or load "
+                "only the weights."
+            )
+
+
+def _lists(groups: Iterable[dict[str, Any]]) -> list[list[Tensor]]:
+    return [group["params"] for group in groups]
+
+
+def _put(groups: Iterable[dict[str, Any]], lists: Iterable[list[Tensor]]) -> None:
+    for group, parameters in zip(groups, lists, strict=True):
+        group["params"] = parameters
+
+
+@contextmanager
+def _with_lists(groups: Sequence[dict[str, Any]], lists: Sequence[list[Tensor]]) -> Iterator[None]:
+    """Inside, groups have other parameters."""
+    before = _lists(groups)
+    _put(groups, lists)
+    try:
+        yield
+    finally:
+        _put(groups, before)
+
+
+@contextmanager
+def _stepping(optimizer: Optimizer, groups: Sequence[dict[str, Any]], own: Sequence[list[Tensor]]) -> Iterator[None]:
+    """Inside, steps of an optimizer are those of this rank's parameters."""
+    before: list[list[list[Tensor]]] = []
+
+    def divide(*_: Any) -> None:
+        before.append(_lists(groups))
+        _put(groups, own)
+
+    def join(*_: Any) -> None:
+        _put(groups, before.pop())
+
+    hooks = optimizer.register_step_pre_hook(divide), optimizer.register_step_post_hook(join)
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@contextmanager
+def all_undivided(indices: Iterable[OptimizerIndex], module: nn.Module) -> Iterator[None]:
+    """Inside, the groups of several optimizers have the parameters of all ranks, in the user's order."""
+    tensors = dict(module.named_parameters())
+    with ExitStack() as stack:
+        for index in indices:
+            stack.enter_context(index.undivided(tensors))
+        yield
+
+
+@contextmanager
+def all_divided(indices: Iterable[OptimizerIndex]) -> Iterator[None]:
+    """Inside, the groups of several optimizers have the parameters of this rank."""
+    with ExitStack() as stack:
+        for index in indices:
+            stack.enter_context(index.divided())
+        yield
+
+
+def _name(parameter: Tensor, names: Mapping[int, str]) -> str:
+    if id(parameter) not in names:
+        raise ConfigError(
+            f"configure_optimizers gave an optimizer a parameter of shape {tuple(parameter.shape)} that is not one of "
+            "the module's. Register it on the module, so that a stage can own it."
+        )
+    return names[id(parameter)]
+
+
+def is_first_order(optimizer: Optimizer) -> bool:
+    """True for an optimizer that evaluates the model once per step, and works on a part of the parameters."""
+    return not isinstance(optimizer, LBFGS)
+
+
+def check_first_order(optimizer: Optimizer) -> None:
+    """Raise ConfigError if the optimizer cannot work on a part of the parameters."""
+    if not is_first_order(optimizer):
+        raise ConfigError(
+            "configure_optimizers returned L-BFGS, which evaluates the model several times per step and takes inner "
+            "products over all parameters, of which every rank has only its own. Use a first-order optimizer."
+        )
+
+
+_OF_TORCH: Final = "torch.optim."
+"""The package whose optimizers treat each parameter on its own, except L-BFGS, which is refused."""
+
+
+def warning_of_others(optimizers: Iterable[Optimizer]) -> str:
+    """The warning that optimizers may need all parameters, of which ranks step their own; empty if none may."""
+    others = {type(each) for each in optimizers if not f"{type(each).__module__}.".startswith(_OF_TORCH)}
+    if not others:
+        return ""
+    names = some(sorted(kind.__name__ for kind in others))
+    return (
+        f"configure_optimizers returned {names}, of which each rank steps only the parameters of its own stages. It "
+        "trains as on one device if it treats every parameter on its own, and keeps its values in "
+        "optimizer.state[parameter]. One that combines parameters (a norm or a sum over all, as in Prodigy or "
+        "D-Adaptation), or keeps lists in the order of its parameters, does not: scale gradients by the norm over all "
+        "stages before the step (trainer.gradient_clip_val, or self.trainer.strategy.grad_norm() in "
+        "on_before_optimizer_step), or train on one device."
+    )
+
+
+def state_bytes(optimizer: Optimizer) -> int:
+    """Memory of an optimizer's state on this rank, in bytes."""
+    tensors = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
+    return sum(tensor.nbytes for tensor in tensors)

@@ -1,0 +1,1 @@
+"""The step as a whole, whose network calls are pipelined."""

@@ -1,0 +1,207 @@
+"""Network calls of a step that every rank runs: each is pipelined over micro-batches, forwards at once, backwards when
+autograd comes to it.
+
+    every rank                 the pipeline
+    ----------                 ------------
+    fake = self.generator(z)   D, F0 F1 F2 ... on all stages of the generator; all ranks get the result
+    loss = ...                 (each rank computes it)
+    loss.backward()            B0 B1 B2 ... on all stages; all ranks get the gradient of z, if it needs one
+
+A call is one operation for autograd, so the step may do between calls what it likes, as long as all ranks do the same.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_gpp._compat.torch import BatchNorm, accumulator_of, graph_is_kept, pytree, will_run
+from lightning_gpp.capture.attributes import is_plain
+from lightning_gpp.capture.calls import call_batch, capture_calls, samples_of_call
+from lightning_gpp.capture.fillings import delivered
+from lightning_gpp.errors import CaptureError, GPPError
+from lightning_gpp.plan import Plan
+from lightning_gpp.runtime.random import RandomStreams, undisturbed
+from lightning_gpp.runtime.transport import Transport
+from lightning_gpp.stages.answers import Answers
+from lightning_gpp.training.data.batches import outline, signature
+from lightning_gpp.training.dependencies.captured_anew import SessionCache
+from lightning_gpp.training.dependencies.frozen_attributes import FrozenAttributes
+from lightning_gpp.training.host import Job
+from lightning_gpp.training.planner import TRAINING
+from lightning_gpp.training.tensors.parameters import Placement, tensors_of
+from lightning_gpp.training.whole.call_session import CallSession, NetworkRun
+from lightning_gpp.training.whole.mirror import Mirror
+from lightning_gpp.wording import named
+
+
+class NetworkCalls:
+    """Answers the calls of modules whose parameters are not on every rank.
+
+    Args:
+        job: the job of the run.
+        plan: the plan of the run.
+        placement: the parameter placement; what all devices hold is computed by each.
+        transport: transport to the other devices.
+        mirror: gives results to all ranks.
+
+    Attributes:
+        at_end: what has to be done at the end of a backward, as a clause; empty if nothing.
+        reduces: whether that will be done at the end of the current one.
+    """
+
+    def __init__(self, job: Job, *, plan: Plan, placement: Placement, transport: Transport, mirror: Mirror) -> None:
+        self.at_end, self.reduces = "", False
+        self._job, self._plan, self._placement = job, plan, placement
+        self._transport, self._mirror = transport, mirror
+        self._streams = RandomStreams(job.seed, job.device)
+        self._sessions = SessionCache[CallSession](job.control.warn)
+        self._frozen = FrozenAttributes(job.module)
+        self._undivided: set[Hashable] = set()
+        with torch.inference_mode(False), torch.enable_grad():
+            self._token = torch.zeros((), requires_grad=True)
+            self._accumulator = accumulator_of(self._token)
+        self._paths = dict(self._divided())
+        parts = [job.module.get_submodule(path) for path in self._paths.values()]
+        self._answers = Answers(parts, self._answer)
+        self._step = self._number = 0
+        self._warned = False
+
+    def _divided(self) -> Iterator[tuple[int, str]]:
+        """Ids and paths of modules with tensors that some devices do not have."""
+        count = self._job.control.num_devices
+        apart = {name for name, devices in self._placement.devices.items() if len(devices) < count}
+        ids = {id(tensor) for name, tensor in tensors_of(self._job.module).items() if name in apart}
+        for path, part in self._job.module.named_modules():
+            if any(id(tensor) in ids for tensor in (*part.parameters(), *part.buffers())):
+                yield id(part), path
+
+    @contextmanager
+    def answered(self, step: int) -> Iterator[None]:
+        """Inside, network calls are pipelined. `step` numbers the mini-batch."""
+        self._step, self._number = step, 0
+        with self._answers.given():
+            yield
+
+    def _answer(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        path = self._paths[id(module)]
+        with self._answers.suspended(), undisturbed():
+            return self._call(path, module, args, kwargs)
+
+    def _call(self, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._number += 1
+        given = pytree.tree_leaves((args, kwargs))
+        inputs = [leaf for leaf in given if isinstance(leaf, Tensor)]
+        wanted = [*inputs, *module.parameters()]
+        differentiable = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in wanted)
+        session = self._session(path, module, (args, kwargs), differentiable)
+        run = NetworkRun(
+            session=session,
+            batch=call_batch({path: (args, kwargs)}, samples_of_call((args, kwargs))),
+            number=self._step * _MOST_CALLS + self._number,
+            mirror=self._mirror,
+            differentiable=differentiable and session.differentiable,
+        )
+        pipelined: Any = _PipelinedCall.apply
+        made = pipelined(self, run, self._token, *inputs) if run.differentiable else run.forward()
+        return delivered(session.result(made, given), (args, kwargs), session.fillings)
+
+    def backward(self, run: NetworkRun, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Run the backward of a call, inside one of autograd."""
+        parameters = will_run(self._accumulator)
+        if parameters and self.at_end and not self.reduces:
+            raise GPPError(
+                f"A backward was started by loss.backward(), but {self.at_end}. Use self.manual_backward(loss) (or "
+                "engine.backward(loss))."
+            )
+        with self._answers.suspended(), undisturbed():
+            return run.backward(gradients, with_parameters=parameters, again=graph_is_kept())
+
+    def _session(self, path: str, module: nn.Module, arguments: Any, differentiable: bool) -> CallSession:
+        flags = bytes(part.training for part in module.modules())
+        trained = bytes(parameter.requires_grad for parameter in module.parameters())
+        needs = tuple(
+            differentiable and leaf.requires_grad for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor)
+        )
+        batch = call_batch({path: arguments}, samples_of_call(arguments))
+        form = path, signature(batch), zlib.crc32(flags), zlib.crc32(trained), needs, differentiable
+        others = [leaf for leaf in pytree.tree_leaves(arguments) if not isinstance(leaf, Tensor)]
+        given = tuple(repr(leaf) if is_plain(leaf) else type(leaf) for leaf in others)
+        values, changing = (given, self._frozen.announce()), partial(_changing, path, self._frozen)
+        make = partial(self._new, path, batch, needs, module)
+        if form not in self._undivided:
+            try:
+                return self._sessions.get((form, values)) or self._sessions.make((form, values), make, changing)
+            except CaptureError:  # perhaps because tensors differ in the dimension that counts samples
+                self._undivided.add(form)
+        shapes = tuple(leaf.shape for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor))
+        key, make = ((form, shapes), values), partial(make, divided=False)
+        return self._sessions.get(key) or self._sessions.make(key, make, changing)
+
+    def _new(
+        self, path: str, batch: Mapping[str, Any], needs: Sequence[bool], module: nn.Module, divided: bool = True
+    ) -> CallSession:
+        job, example, places = self._job, _needing(outline(batch), needs), (self._plan, self._placement)
+        context = job.host.context(TRAINING)
+        with job.made.as_at_set_up(job.module):
+            captured = capture_calls(job.module, example, context=context, device=job.device, divided=divided)
+        job.made.note(captured)
+        session = CallSession(job, captured, *places, self._transport, self._streams, divided=divided)
+        self._frozen.add(session.pipeline.frozen, {})
+        if session.is_cut and not self._warned and _normalises(module):
+            self._warned = True
+            job.control.warn(
+                f"BatchNorm in {named(path)} normalises each micro-batch by itself, and updates its running statistics "
+                "once for each. strategy.num_micro_batches=1 gives the numbers of one process."
+            )
+        return session
+
+
+def _changing(path: str, frozen: FrozenAttributes) -> str:
+    return f"Arguments of {path or 'the module'!r} that are no tensors, or {frozen.names()},"
+
+
+_MOST_CALLS = 1 << 20
+"""More than the network calls of any step; numbers of calls are unique in a run."""
+
+
+def _normalises(module: nn.Module) -> bool:
+    return any(isinstance(part, BatchNorm) and part.training for part in module.modules())
+
+
+def _needing(batch: Any, needs: Sequence[bool]) -> Any:
+    """The batch with tensors that need a gradient or not; the first tensor counts samples."""
+    flags = iter((False, *needs))
+
+    def flagged(leaf: Any) -> Any:
+        return leaf.detach().requires_grad_(next(flags)) if isinstance(leaf, Tensor) else leaf
+
+    return pytree.tree_map(flagged, batch)
+
+
+class _PipelinedCall(torch.autograd.Function):
+    """A network call as one operation; the token makes its results need a gradient, as its parameters do."""
+
+    @staticmethod
+    def forward(ctx: Any, calls: NetworkCalls, run: NetworkRun, token: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.calls, ctx.run = calls, run
+        ctx.set_materialize_grads(False)
+        results = run.forward()
+        ctx.mark_non_differentiable(*(r for r, needs in zip(results, run.session.needs_grad, strict=True) if not needs))
+        return tuple(results)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        if torch.is_grad_enabled():
+            raise GPPError(
+                "The gradient of a network call was asked for with create_graph=True, but it comes from other devices, "
+                "without a graph. Compute what differentiates a gradient (a penalty) in the forward of a module that "
+                "is in one stage: it is called as it is, with torch.autograd.grad inside."
+            )
+        return None, None, None, *ctx.calls.backward(ctx.run, gradients)
