@@ -178,12 +178,8 @@ class Recording:
     made_buffers: set[str] = field(default_factory=set)
     """Names of the buffers that forwards or the step make, or replace by other tensors."""
 
-    def changed_by_step(self) -> set[str]:
-        """Names of the parameters and buffers that the step itself changes in place."""
-        return {change.name for change in self.state_changes if change.scope == -1}
-
     def changed_before_the_end(self) -> set[str]:
-        """The same, up to the step's last call of a module."""
+        """Names of the parameters and buffers that the step changes in place, up to its last call of a module."""
         last = self._last_network_call()
         return {each.name for each in self.state_changes if each.scope == -1 and each.num_modules <= last}
 

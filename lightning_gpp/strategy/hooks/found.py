@@ -13,10 +13,6 @@ from lightning_gpp.user_code import user_function
 LOOPS: Final = ("train", "validation", "test", "predict")
 GRADIENTS: Final = ("on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping")
 """Hooks in which gradients are complete."""
-ACTING: Final = (*GRADIENTS, "on_before_zero_grad", "optimizer_step", "lr_scheduler_step")
-"""Methods that change gradients, parameters and learning rates."""
-DECIDING: Final = (*ACTING, "configure_optimizers")
-"""Those, and the one that has the functions of schedulers."""
 
 
 @dataclass(frozen=True, slots=True)

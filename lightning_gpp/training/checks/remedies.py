@@ -37,11 +37,6 @@ def tried(message: str, works: Callable[[], bool]) -> str:
     return message if WHOLE not in message or works() else message.replace(WHOLE, UNCUT)
 
 
-def untried(message: str) -> str:
-    """The message of a run, in which a step as a whole cannot be tried any more."""
-    return message.replace(WHOLE, f"{UNCUT} (or {WHOLE}, which set-up compares with one device)")
-
-
 def calls_differ(samples: int, size: int) -> str:
     """The warning of network calls whose results depend on the micro-batches in which they are computed."""
     return (
