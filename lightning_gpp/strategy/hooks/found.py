@@ -31,11 +31,6 @@ def owners_of(trainer: pl.Trainer) -> list[object]:
     return [*{id(callback): callback for callback in callbacks}.values(), trainer.lightning_module]
 
 
-def hooks_on_events(trainer: pl.Trainer) -> list[str]:
-    """The names of all hooks that begin with `on_`, of callbacks and the module, in alphabetic order."""
-    return sorted({name for owner in owners_of(trainer) for name in dir(type(owner)) if name.startswith("on_")})
-
-
 def user_hooks(trainer: pl.Trainer, names: Iterable[str], of: object = None) -> Iterator[UserHook]:
     """The hooks of these names, of all owners or of one."""
     known = tuple(names)
