@@ -63,13 +63,14 @@ class Values:
     """The values that one call logged in the runs of the step, with the number of samples of each.
 
     `sizes` are those that the call gave by `batch_size`, otherwise the samples. `counted`: the sizes of other
-    mini-batches have shown that they are counts of what a micro-batch has.
+    mini-batches have shown that they are counts of what a micro-batch has; `constant`: that they are not.
     """
 
     values: list[Tensor] = field(default_factory=list)
     samples: list[int] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
     counted: bool = False
+    constant: bool = False
 
     def add(self, value: Tensor, samples: int, size: int | None) -> None:
         self.values.append(value)
@@ -82,9 +83,9 @@ class Values:
         Sizes that grow with the micro-batch, such as numbers of tokens, add up.
         """
         values = torch.stack([value.detach().to(torch.float64).reshape(()) for value in self.values])
-        weights = self.samples if self._is_of_mini_batch else self.sizes
+        weights = self.samples if self.is_of_mini_batch else self.sizes
         weighed = torch.tensor(weights, dtype=torch.float64).to(values.device, non_blocking=True)
-        return _combine(values, weighed, reduction), self.sizes[0] if self._is_of_mini_batch else sum(self.sizes)
+        return _combine(values, weighed, reduction), self.sizes[0] if self.is_of_mini_batch else sum(self.sizes)
 
     @property
     def are_counts(self) -> bool:
@@ -92,12 +93,12 @@ class Values:
         return len(set(zip(self.samples, self.sizes, strict=True))) > len(set(self.samples))
 
     @property
-    def _is_of_mini_batch(self) -> bool:
+    def is_of_mini_batch(self) -> bool:
         """True for a size that is no count of what a micro-batch has: `batch_size=1`, or the size of the mini-batch."""
         size, *others = set(self.sizes)
         differ = len(set(self.samples)) > 1
         constant = differ or size < self.samples[0] or size == sum(self.samples) > self.samples[0]
-        return not others and constant and not self.counted
+        return not others and (constant or self.constant) and not self.counted
 
 
 def _combine(values: Tensor, samples: Tensor, reduction: str) -> Tensor:
@@ -146,6 +147,7 @@ class LogRecorder:
         self.combined: dict[str, str] = {}
         self._early: dict[int, Record] = {}
         self._counts = set[str]()
+        self._constants = set[str]()
         self._metric_paths = {id(part): path for path, part in module.named_modules() if isinstance(part, Metric)}
         self._owners = [part for part in module.modules() if isinstance(part, pl.LightningModule)]
         self._run: list[tuple[Call, Tensor, int | None]] = []
@@ -169,8 +171,9 @@ class LogRecorder:
         """Take up what was recorded for this mini-batch of training, some perhaps before its turn."""
         self.record = self._early.pop(batch, Record())
         self._counts |= {call.name for call, values in self.calls.items() if values.are_counts}
+        self._constants |= {call.name for call, values in self.calls.items() if values.is_of_mini_batch}
         for call, values in self.calls.items():
-            values.counted = call.name in self._counts
+            values.counted, values.constant = call.name in self._counts, call.name in self._constants
 
     def forget(self, batches: Iterable[int]) -> None:
         """Drop the records of mini-batches of training that were run before their turn."""

@@ -9,13 +9,10 @@ SAME, WHOLE, DOOR, REFUSED = "same", "whole", "door", "refused"
 """The facts of one process; the same with a step as a whole, or with the door; refused with the way out."""
 
 _WHOLE: Final = (
-    *("step_Manual", "step_Adversarial", "step_OwnBackward", "step_Sharpness", "takes_iterator", "hook_Builds"),
-    *("idiom_Quantizes", "idiom_MovesTarget", "in_place_whole", "log_in_branches"),
+    *("step_Manual", "step_Adversarial", "step_OwnBackward", "step_Sharpness", "takes_iterator", "in_place_whole"),
+    "batch_lists_of_samples",
 )
-_DOOR: Final = (
-    *("samples_in_a_hook", "samples_in_a_callback", "probe_stops", "weights_in_a_hook", "loaders_with_other_steps"),
-    *("hook_ReadsWeights", "hook_ChangesWeights"),
-)
+_DOOR: Final = ("samples_in_a_hook", "samples_in_a_callback", "probe_stops", "weights_in_a_hook", "hook_ReadsWeights")
 WAYS_OUT: Final[Mapping[str, str]] = {
     "batch_size_found": "gpp-plan",
     "batch_size_tuned": "gpp-plan",
