@@ -65,6 +65,8 @@ class Foreign(Tensor):
     origins: tuple[Whereabouts, ...]
     gradient_of = ""
     """The parameter whose gradient it is; empty if it is something else."""
+    from_gradient = False
+    """True if it was computed from a gradient."""
     is_meta = property(lambda self: True)
 
     def __new__(cls, outline: Tensor, device: torch.device, origins: Sequence[Whereabouts]) -> Foreign:
@@ -126,8 +128,14 @@ class Foreign(Tensor):
         known = {id(outline): leaf for outline, leaf in zip(outlines, leaves, strict=True)}
         origins = [origin for tensor in foreign for origin in tensor.origins]
 
+        from_gradient = any(tensor.gradient_of or tensor.from_gradient for tensor in foreign)
+
         def answer(leaf: Any) -> Any:
-            return known.get(id(leaf), Foreign(leaf, device, origins)) if isinstance(leaf, Tensor) else leaf
+            if not isinstance(leaf, Tensor) or id(leaf) in known:
+                return known.get(id(leaf), leaf)
+            made = Foreign(leaf, device, origins)
+            made.from_gradient = from_gradient
+            return made
 
         if torch.Tag.nondeterministic_seeded in func.tags:
             _draw(func, leaves, structure)
@@ -289,20 +297,23 @@ _IN_HOOK: Final = (
     "Hooks run on every rank, each on what it holds. Let all ranks write around this line: "
     "`with lightning_gpp.summon_full_params(module):`, in which each has all values (docs/lightning.md)."
 )
-_NOT_FINITE: Final = (
-    " Optimizer steps with gradients that are not finite are left out by strategy.on_nonfinite=skip, without a hook."
+_OF_GRADIENT: Final = (
+    "Gradients stay on the ranks that hold them, also inside of lightning_gpp.summon_full_params. Skip those of other "
+    "ranks by `if not p.is_meta`, clip by trainer.gradient_clip_val or self.clip_gradients, and get the norm of all "
+    "from self.trainer.strategy.grad_norm(). Optimizer steps with gradients that are not finite are left out by "
+    "strategy.on_nonfinite=skip, without a hook."
 )
 
 
 def _refusal(name: str, tensors: Sequence[Any]) -> ForeignTensorError:
     origins = dict.fromkeys(origin for tensor in tensors for origin in tensor.origins)
     named = some([*map(str, origins)], most=2)
-    where = _IN_STEP if alone.get() else f"{_IN_HOOK}{_NOT_FINITE if name == '__bool__' else ''}"
+    lacks = f"`{name}` needs values of {named}, which this rank does not hold."
+    if any(getattr(tensor, "gradient_of", "") or getattr(tensor, "from_gradient", False) for tensor in tensors):
+        return ForeignTensorError(f"{lacks} {_OF_GRADIENT}")
     return ForeignTensorError(
-        f"`{name}` needs values of {named}, which this rank does not hold. {where} Keep parameters that meet in "
-        "every step (an average of other weights) on one device: put their modules into one stage, or both stages on "
-        "the same device (strategy.stages). Skip those of other ranks by `if not p.is_meta`. Clip by "
-        "trainer.gradient_clip_val or self.clip_gradients, and get the norm of all gradients from "
-        "self.trainer.strategy.grad_norm(). Leave modules out of save_hyperparameters(ignore=[...]), and save by "
-        "trainer.save_checkpoint."
+        f"{lacks} {_IN_STEP if alone.get() else _IN_HOOK} Keep parameters that meet in every step (an average of other "
+        "weights) on one device: put their modules into one stage, or both stages on the same device "
+        "(strategy.stages). Skip those of other ranks by `if not p.is_meta`. Leave modules out of "
+        "save_hyperparameters(ignore=[...]), and save by trainer.save_checkpoint."
     )
