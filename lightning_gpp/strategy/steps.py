@@ -212,7 +212,7 @@ class Steps:
         if runs == 0 or not self._observed:
             return
         latest = {*self.mirrored.latest, *changed}
-        late = latest - changed.keys() if self._readers.taken.get(TRAINING) and self.control.num_devices > 1 else set()
+        late = latest - changed.keys() if self._readers.around and self.control.num_devices > 1 else set()
         for names, told in ((latest if runs > 1 else set(), _repeated(runs)), (late, _LATE)):
             if new := sorted({dotted(each) for each in names} - self._changes_told):
                 self._changes_told.update(new)

@@ -25,10 +25,13 @@ class Keeps(TwoTowers):
         self.tensors.append(loss.detach())
         return loss
 
-    def on_train_batch_end(self, *_: Any) -> None:
+    def on_before_zero_grad(self, optimizer: Any) -> None:
         self.seen.append(sum(self.kept))
         if len(self.kept) > 66:
             self.kept.clear()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        """Without that of its base."""
 
 
 def kept(strategy: Any, devices: int) -> tuple[list[float], list[str]]:

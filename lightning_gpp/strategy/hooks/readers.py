@@ -21,7 +21,7 @@ from torch import Tensor
 from lightning_gpp._compat.torch import pytree
 from lightning_gpp.replaced import Replaced
 from lightning_gpp.strategy.data import Placeholder
-from lightning_gpp.strategy.hooks.found import owners_of, user_hooks
+from lightning_gpp.strategy.hooks.found import GRADIENTS, owners_of, user_hooks
 from lightning_gpp.training.control import Control
 from lightning_gpp.training.planner import TRAINING
 
@@ -31,6 +31,11 @@ MOST_BYTES: Final = 1 << 20
 """Bytes of the largest tensor of a mini-batch, or of a result, that other ranks get."""
 
 _LOOPS: Final = {TRAINING: "train", "validation_step": "validation", "test_step": "test"}
+_AROUND: Final = (
+    *("on_train_batch_start", "on_train_batch_end", "on_before_backward", "on_before_zero_grad", *GRADIENTS),
+    *("optimizer_step", "lr_scheduler_step"),
+)
+"""Methods around the mini-batches of training."""
 _PREDICTION: Final = tuple(f"on_predict_{each}" for each in ("batch_start", "batch_end", "epoch_end", "end"))
 
 
@@ -72,17 +77,20 @@ class BatchReaders:
 
     Attributes:
         taken: what hooks around the mini-batches of each step take: the mini-batch (`BATCH`), the result (`RESULT`).
+        around: whether the user has hooks around the mini-batches of training.
     """
 
     def __init__(self, trainer: pl.Trainer, control: Control, device: torch.device) -> None:
         self._trainer, self._control, self._device = trainer, control, device
         self.taken: dict[str, set[str]] = {}
+        self.around = False
         self._silenced = Replaced()
 
     def attach(self) -> None:
         """Agree on what is taken; silence hooks of prediction where there are no predictions. All ranks call this."""
         found = {step: set(self._taken_in(loop)) for step, loop in _LOOPS.items()}
         self.taken = self._control.broadcast(found)
+        self.around = any(user_hooks(self._trainer, _AROUND))
         if not self._control.loads:
             for callback in owners_of(self._trainer)[:-1]:
                 self._silence(callback)
