@@ -12,13 +12,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from benchmarks.planners.case_study import draft_of
 from benchmarks.workloads.layers import Block, Trained
 from lightning_gpp.capture import capture_step
 from lightning_gpp.cluster.presets import preset_cluster
-from lightning_gpp.planning import Prediction, Request, best_plan
+from lightning_gpp.plan import STEP
+from lightning_gpp.planning import Prediction, Request
+from lightning_gpp.planning.problem.prediction import simulated
 from lightning_gpp.reports import svg
 from lightning_gpp.reports.gantt import Chart
+from lightning_gpp.reports.graph import GraphPicture
 from lightning_gpp.reports.timeline import summary
+from lightning_gpp.reports.units import duration, percent, size
 
 FOLDER: Final = Path(__file__).parents[1] / "docs" / "pictures"
 
@@ -49,40 +54,47 @@ class MultiModal(Trained):
         return F.mse_loss(self(*inputs), target)
 
 
+def stage_of(module: str) -> int:
+    """The stage of a module: half of a modality each, the head with the last one."""
+    if module not in ("head", STEP):
+        modality, layer, *_ = module.split(".")
+        return 2 * MODALITIES.index(modality) + int(layer) // 4
+    return 2 * len(MODALITIES) - 1
+
+
 def chain_and_graph() -> str:
-    """The best chain and the best graph of one model on the same devices, each stage on a device of its own."""
+    """The same eight stages of one model as a chain and as a graph, each stage on a device of its own."""
     with torch.device("meta"):
         module = MultiModal()
         inputs = [torch.empty(BATCH_SIZE, LENGTH, WIDTH) for _ in MODALITIES]
         graph = capture_step(module, (*inputs, torch.empty(BATCH_SIZE, LENGTH))).graph
-    chain, branching = (
-        best_plan(
-            "auto",
-            graph,
-            Request(
-                cluster=preset_cluster("dgx_a100"),
-                idle_devices=False,
-                batch_size=BATCH_SIZE,
-                chained=chained,
-                max_replicas=1,
-                num_pipelines=1,
-                recompute=False,
-            ),
-        )
-        for chained in (True, False)
+    request = Request(cluster=preset_cluster("dgx_a100"), batch_size=BATCH_SIZE, recompute=False)
+    problem = request.problem(graph)
+    return above_each_other(
+        {
+            name: simulated(problem, draft_of(problem, stage_of, 1, range(7, -1, -1), chained=chained))
+            for name, chained in (("Chain", True), ("Graph", False))
+        }
     )
-    return above_each_other({"Chain": chain, "Graph": branching})
 
 
 def above_each_other(predictions: dict[str, Prediction]) -> str:
-    """The timelines of several plans on axes of the same length."""
+    """Stage graphs and timelines of several plans, on axes of the same length."""
     longest, top, elements = max(each.seconds for each in predictions.values()), MARGIN, list[str]()
     for name, prediction in predictions.items():
-        chart = Chart(prediction.timeline, PIXELS, longest)
-        title = f"{name}: {len(prediction.plan.stages)} stages, {prediction.plan.depth} deep"
-        elements.append(svg.text(MARGIN, top + 12, title, classes="title"))
-        elements.append(f'<g transform="translate(0 {top + 16})">{"".join(chart.elements())}</g>')
-        top += 16 + chart.height
+        plan, timeline = prediction.plan, prediction.timeline
+        picture, chart = GraphPicture(plan), Chart(timeline, PIXELS, longest)
+        scale = min(0.6, (PIXELS - 2 * MARGIN) / (picture.width + 2 * MARGIN))
+        figures = f"step {duration(timeline.makespan)}, idle {percent(timeline.bubble_fraction)}"
+        figures += f", peak {size(max(timeline.peak_bytes))}"
+        elements += [
+            svg.text(MARGIN, top + 12, f"{name}: {len(plan.stages)} stages, {plan.depth} deep", classes="title"),
+            svg.text(PIXELS - MARGIN, top + 12, figures, "end", "strong"),
+            f'<g transform="translate(0 {top + 16}) scale({scale:.3f})">{"".join(picture.elements())}</g>',
+        ]
+        top += 16 + int(scale * (picture.height + 2 * MARGIN))
+        elements.append(f'<g transform="translate(0 {top})">{"".join(chart.rows())}</g>')
+        top += chart.bottom + 3 * MARGIN
     label = "; ".join(f"{name}: {summary(each.timeline)}" for name, each in predictions.items())
     return svg.document(PIXELS, top, elements, label=label)
 

@@ -11,6 +11,7 @@ import copy
 import enum
 import functools
 import sys
+import sysconfig
 import types
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -44,6 +45,7 @@ _NO_SETTINGS: Final = (Tensor, nn.Module, type, types.ModuleType, *_FUNCTIONS)
 FRAMEWORKS: Final = ("torch", "torchmetrics", "lightning", "pytorch_lightning", "lightning_fabric", "lightning_gpp")
 """Packages whose objects run the training, and are no settings of the user's."""
 LIBRARIES: Final = {*FRAMEWORKS, "numpy", *sys.stdlib_module_names}
+_INSTALLED: Final = (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
 NAMESPACES: Final = (types.SimpleNamespace, argparse.Namespace)
 _OMEGACONF: Final = ("_content", "_val")
 """Attributes of OmegaConf's nodes that have their values; the others change when they are read."""
@@ -56,6 +58,12 @@ _BETWEEN: Final = (*_OMEGACONF, CHILDREN, OWN, CLASS)
 _MOST_SETTINGS: Final = 512
 """Values of an object; larger ones are data, and not compared."""
 _DEEPEST: Final = 6
+
+
+def is_users(name: str) -> bool:
+    """True for the name of a Python module that is neither one of these libraries' nor installed."""
+    path = getattr(sys.modules.get(name), "__file__", None) or ""
+    return name.partition(".")[0] not in LIBRARIES and not path.startswith(_INSTALLED)
 
 
 def is_plain(value: Any) -> bool:

@@ -7,8 +7,6 @@ A copy of a module has its own, and a run that does not count leaves them as the
 from __future__ import annotations
 
 import functools
-import sys
-import sysconfig
 import types
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -20,7 +18,7 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
-from lightning_gpp.capture.attributes import LIBRARIES, NAMESPACES, OF_EVERY_MODULE
+from lightning_gpp.capture.attributes import NAMESPACES, OF_EVERY_MODULE, is_users
 from lightning_gpp.capture.own_streams import RandomSource
 from lightning_gpp.user_code import own_attributes
 
@@ -30,6 +28,8 @@ Holder = dict[Any, Any] | list[Any] | set[Any] | deque[Any]
 _DICTS: Final = (dict, OrderedDict, defaultdict, Counter)
 _SEQUENCES: Final = (list, tuple, set, frozenset, deque)
 """Types of containers, without classes that derive from them, whose methods may do anything."""
+CHANGING: Final = frozenset({*_DICTS, *_SEQUENCES} - {tuple, frozenset})
+"""Those whose contents may change."""
 _NO_HOLDERS: Final = (
     nn.Parameter,
     nn.Module,
@@ -48,7 +48,6 @@ _MOST_SEEN: Final = 10_000
 """Objects that are looked into."""
 _MOST_ITEMS: Final = 64
 """Items of a container that are looked into."""
-_INSTALLED: Final = (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
 _TELLING: Final = (
     *("__getattr__", "__getattribute__", "__del__", "__slots__", "__new__"),
     *("__copy__", "__deepcopy__", "__reduce__", "__reduce_ex__", "__getstate__", "__setstate__"),
@@ -74,12 +73,7 @@ _PLAIN_KINDS: Final = WeakKeyDictionary[type, bool]()
 def _is_plain_kind(kind: type) -> bool:
     own = [base for base in kind.__mro__[:-1] if base.__module__ not in _ABSTRACT]
     says = any(name in vars(base) for base in own for name in _TELLING)
-    return kind in NAMESPACES or (bool(own) and not says and all(map(_is_users, own)))
-
-
-def _is_users(kind: type) -> bool:
-    path = getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
-    return kind.__module__.partition(".")[0] not in LIBRARIES and not path.startswith(_INSTALLED)
+    return kind in NAMESPACES or (bool(own) and not says and all(is_users(base.__module__) for base in own))
 
 
 class Kept:
@@ -121,7 +115,7 @@ class Kept:
         """The contents of a value, which is noted if it is a holder."""
         kind = type(value)
         if kind in _DICTS or kind in _SEQUENCES:
-            if kind not in (tuple, frozenset):
+            if kind in CHANGING:
                 self.holders.append(value)
             return islice(value.values() if kind in _DICTS else value, _MOST_ITEMS)
         if isinstance(value, types.MethodType):

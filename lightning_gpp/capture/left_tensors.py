@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import gc
 import sys
-import sysconfig
 import types
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -19,7 +18,7 @@ from typing import Any, Final
 from torch import nn
 
 from lightning_gpp._compat.torch import FakeTensor, FakeTensorMode
-from lightning_gpp.capture.attributes import LIBRARIES, OF_EVERY_MODULE, dotted
+from lightning_gpp.capture.attributes import LIBRARIES, OF_EVERY_MODULE, dotted, is_users
 from lightning_gpp.errors import ConfigError
 
 _CONTAINERS: Final = (dict, OrderedDict, defaultdict, list, tuple, set, deque)
@@ -31,7 +30,6 @@ _DEEPEST: Final = 8
 """Objects on the way from a variable to a tensor in it: a function, its closure, a variable there, its dictionary."""
 _MOST_ITEMS: Final = 1 << 14
 """Items of a container that may be a cache; larger ones are data."""
-_INSTALLED: Final = (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
 
 
 @contextmanager
@@ -70,7 +68,7 @@ def _files(module: nn.Module) -> dict[str, types.ModuleType]:
         for name, file in list(sys.modules.items())
         if name.partition(".")[0] not in LIBRARIES
         and isinstance(file, types.ModuleType)
-        and (name in own or not (vars(file).get("__file__") or "").startswith(_INSTALLED))
+        and (name in own or is_users(name))
     }
 
 

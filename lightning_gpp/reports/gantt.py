@@ -65,12 +65,16 @@ class Chart:
 
     def elements(self) -> Iterator[str]:
         """Axis, rows, summary and legend."""
-        yield from self._axis()
-        for device in range(len(self.first.devices)):
-            yield from self._device(device, MARGIN + device * self.row)
+        yield from self.rows()
         yield svg.text(MARGIN, self.bottom + 38, summary(self.first))
         yield from _kinds_legend(self.kinds, MARGIN, self.bottom + 50)
         yield from _stages(self.first, self.bottom + 72)
+
+    def rows(self) -> Iterator[str]:
+        """The axis, and the rows of all devices."""
+        yield from self._axis()
+        for device in range(len(self.first.devices)):
+            yield from self._device(device, MARGIN + device * self.row)
 
     def _axis(self) -> Iterator[str]:
         for time, label in ticks(self.seconds, self.width // TICK):

@@ -32,7 +32,7 @@ from lightning_gpp.plan import SOURCE, STEP, Plan
 from lightning_gpp.runtime.stage import MicroBatch, Slot
 from lightning_gpp.stages.answers import answered
 from lightning_gpp.stages.build import Pipeline, build
-from lightning_gpp.stages.effects import without_effects
+from lightning_gpp.stages.effects import holders_in, without_effects
 from lightning_gpp.stages.step import StepRunner, Stopped
 
 UNKNOWN = TensorSpec(shape=(), dtype="float32", requires_grad=True, dynamic=True)
@@ -305,7 +305,11 @@ class DeclaredStep(StepRunner):
             raise Stopped
 
         self.start_streams(micro_batch)
-        with without_effects([self.module]), answered(self._networks(), answer), torch.no_grad():
+        with (
+            without_effects([self.module], (), holders_in([self.module])),
+            answered(self._networks(), answer),
+            torch.no_grad(),
+        ):
             try:
                 self.call(micro_batch)
             except Stopped:

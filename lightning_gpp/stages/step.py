@@ -15,7 +15,7 @@ from lightning_gpp._compat.torch import pytree, version
 from lightning_gpp.capture.batch import BatchDims, Samples, device_of, samples_in, sliceable
 from lightning_gpp.capture.fillings import CallArguments, delivered
 from lightning_gpp.capture.items import are_plain
-from lightning_gpp.capture.kept import kept_by
+from lightning_gpp.capture.kept import Holder, kept_by
 from lightning_gpp.capture.loss import loss_of
 from lightning_gpp.capture.metrics import metrics_at
 from lightning_gpp.capture.network import InputKey, Network
@@ -28,7 +28,7 @@ from lightning_gpp.runtime.random import seed_streams, undisturbed
 from lightning_gpp.runtime.stage import LOSS, MicroBatch
 from lightning_gpp.stages.answers import answered
 from lightning_gpp.stages.code import variable
-from lightning_gpp.stages.effects import modules_of_step, without_effects
+from lightning_gpp.stages.effects import holders_in, modules_of_step, without_effects
 from lightning_gpp.stages.holes import Holes
 from lightning_gpp.stages.kept_metrics import states_kept
 from lightning_gpp.wording import named
@@ -193,6 +193,7 @@ class UserStep(StepRunner):
         self._updated = self.network.recording.metrics_before_the_end()
         self._glue = {call.step_number: call for call in self.network.calls if call.scope == -1}
         self._of_step = modules_of_step(self.module, self._modules, self.network.recording.touched)
+        self._inside: list[Holder] = []
         generators = kept_by(self.module.modules()).generators
         self._own_streams = OwnStreams(generators) if generators else None
         self._reads_states = any(call.states() for call in self._glue.values())
@@ -212,6 +213,7 @@ class UserStep(StepRunner):
         """Take another mini-batch; see `StepRunner`. One that was in this lane is over."""
         if self._own_streams is not None:
             self._own_streams.forget(lane)
+        self._inside = holders_in(self._of_step)
         super().open(lane, batch, invocation, seed, total)
 
     # --- source
@@ -236,7 +238,7 @@ class UserStep(StepRunner):
         own, key = self._own_streams, (micro_batch.lane, micro_batch.index)
         with (
             own.finding(key) if own else nullcontext(),
-            without_effects(self._of_step, self._changed),
+            without_effects(self._of_step, self._changed, self._inside),
             states_kept(metrics_at(self.module, self._updated), holes) if self._updated else nullcontext(),
             answered(self._modules, answer),
             torch.set_grad_enabled(self.returns_loss),

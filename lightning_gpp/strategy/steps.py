@@ -19,7 +19,7 @@ from lightning_gpp.capture.attributes import Attribute, dotted
 from lightning_gpp.errors import GPPError
 from lightning_gpp.strategy.aggregates import AggregatorWatch
 from lightning_gpp.strategy.checks import facts_of_trainer, reads_data
-from lightning_gpp.strategy.hooks.readers import RESULT, BatchReaders
+from lightning_gpp.strategy.hooks.readers import RESULT, BatchReaders, packed
 from lightning_gpp.strategy.logs import LogExchange, LogRecorder
 from lightning_gpp.strategy.messages import inform
 from lightning_gpp.strategy.metrics import MetricStates
@@ -44,6 +44,9 @@ CONTEXTS: Final = {
 
 _SETTINGS: Final[Attribute] = "", "trainer.optimizers"
 """Stands for the hyperparameters of optimizers among the attributes that a step has changed."""
+
+_RESULT: Final[Attribute] = "", "trainer.result"
+"""Stands for the result of a step beside them."""
 
 _LATE: Final = (
     "Only the ranks that run the step have this at once: hooks around mini-batches find on others what was there at "
@@ -159,7 +162,7 @@ class Steps:
         self.mirrored = MirroredState(module, control, device)
         self._set_up, self._readers, self._metrics = set_up, readers, metrics
         self._before: list[dict[str, Any]] = []
-        self._told, self._changes_told = set[str](), set[str]()
+        self._told, self._told_repeated, self._told_late = set[str](), set[Attribute](), set[Attribute]()
         self._trained = self._observed = False
 
     @property
@@ -185,8 +188,7 @@ class Steps:
         if self.trace is not None:
             self.trace.add(engine)
         loss, rest = engine.loss_of(outputs) if outputs else (torch.zeros(()), {})
-        (number,) = self._share([loss], changed if self.control.num_devices > 1 else {})
-        rest = self._for_hooks(TRAINING, rest)
+        (number,), rest = self._share(TRAINING, rest or None, [loss], changed if self.control.num_devices > 1 else {})
         if not self.control.loads:
             loss = torch.full((), number, dtype=torch.float64, device=self.device)
         return {"loss": loss, **rest} if rest else loss
@@ -212,11 +214,13 @@ class Steps:
         if runs == 0 or not self._observed:
             return
         latest = {*self.mirrored.latest, *changed}
+        if runs > 1 and (new := latest - self._told_repeated):
+            self._told_repeated |= new
+            self.control.warn(f"The training step changes {some(sorted(map(dotted, new)))}. {_repeated(runs)}")
         late = latest - changed.keys() if self._readers.around and self.control.num_devices > 1 else set()
-        for names, told in ((latest if runs > 1 else set(), _repeated(runs)), (late, _LATE)):
-            if new := sorted({dotted(each) for each in names} - self._changes_told):
-                self._changes_told.update(new)
-                self.control.warn(f"The training step changes {some(new)}. {told}")
+        if new := late - self._told_late:
+            self._told_late |= new
+            self.control.warn(f"The training step changes {some(sorted(map(dotted, new)))}. {_LATE}")
 
     def _settings(self) -> list[dict[str, Any]]:
         """The hyperparameters of the optimizers' groups that are numbers."""
@@ -247,15 +251,7 @@ class Steps:
             self._changed()
         if step == "predict_step":
             return result if self.control.loads else None
-        if whole:
-            return result
-        self._share([])
-        return self._for_hooks(step, result if self.control.loads else None)
-
-    def _for_hooks(self, step: str, result: Any) -> Any:
-        """The result of a step, on every rank if hooks take it and it is small."""
-        self._metrics.behind = not self.control.runs_step
-        return self._readers.everywhere(result) if RESULT in self._readers.taken.get(step, ()) else result
+        return result if whole else self._share(step, result if self.control.loads else None)[1]
 
     def _warn_of_means(self, names: Sequence[str]) -> None:
         if new := [name for name in names if name not in self._told]:
@@ -267,27 +263,38 @@ class Steps:
                 "(reduce_fx='sum') and a count."
             )
 
-    def _share(self, results: Sequence[Tensor], kept: Mapping[Attribute, Any] = MappingProxyType({})) -> list[float]:
+    def _share(
+        self,
+        step: str,
+        result: Any,
+        numbers: Sequence[Tensor] = (),
+        kept: Mapping[Attribute, Any] = MappingProxyType({}),
+    ) -> tuple[list[float], Any]:
         """Replay the step's logs everywhere, its wish to stop, and the attributes that it has `kept`.
 
-        Returns the `results` of the step's rank.
+        Returns the `numbers` of the step's rank, and its `result`, which other ranks have if hooks take it.
         """
+        self._metrics.behind = not self.control.runs_step
+        sent = dict(kept)
+        if result is not None and RESULT in self._readers.taken.get(step, ()):
+            sent[_RESULT] = packed(result)
         trainer = self.module.trainer
         recorder = self.host.recorder if self.control.runs_step else None
         if recorder is not None:
             self._warn_of_means(recorder.record.means_of_some())
-        calls, values = self.logs.exchange(recorder, [float(trainer.should_stop), float(bool(kept))], results)
-        stop, has_kept, *rest = values
-        if has_kept:
-            received: dict[Attribute, Any] = self.control.share_object(dict(kept))
+        calls, values = self.logs.exchange(recorder, [float(trainer.should_stop), float(bool(sent))], numbers)
+        stop, has_sent, *rest = values
+        if has_sent:
+            received: dict[Attribute, Any] = self.control.share_object(sent)
             if not self.control.runs_step:
+                result = self._readers.unpacked(received.pop(_RESULT, None))
                 self._set(received.pop(_SETTINGS, ()))
                 self.mirrored.take(received)
         if stop:
             trainer.should_stop = True
         count = len(rest) - 2 * len(calls)
         self.logs.replay(self.module, calls, rest[count:])
-        return rest[:count]
+        return rest[:count], result
 
 
 def _repeated(runs: int) -> str:

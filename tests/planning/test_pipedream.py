@@ -1,14 +1,16 @@
 from collections.abc import Iterator
 from dataclasses import replace
 from math import ceil, inf
+from random import Random
 
 import pytest
 
 from lightning_gpp.cluster import Cluster, Link, Node
 from lightning_gpp.costs.model import Footprint
 from lightning_gpp.graph import Affine, Operator, OperatorGraph
-from lightning_gpp.planning import Evaluator, Problem, Request, SearchControl, best_plan
-from lightning_gpp.planning.partitioners.pipedream import pipedream
+from lightning_gpp.planning import Draft, DraftStage, Evaluator, Problem, Request, SearchControl, best_plan
+from lightning_gpp.planning.partitioners.chains import levels_of
+from lightning_gpp.planning.partitioners.pipedream import pipedream, place, solve
 from lightning_gpp.planning.problem.units import Unit, UnitGraph, Value
 from tests.planning import graphs
 from tests.planning.problems import DEVICE, Given, random_problem
@@ -88,35 +90,46 @@ def slowest(problem: Problem, size: int, cuts: tuple[int, ...], replicas: tuple[
     return worst
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(40))
 def test_no_chain_has_a_faster_bottleneck(seed: int) -> None:
-    problem = random_problem(seed, num_devices=2 + seed % 2)
-    count, devices, speed = problem.num_units, problem.num_devices, problem.cluster.link(0, 1).bytes_per_second
+    problem = random_problem(seed, num_devices=3 if seed % 2 else None)
+    if len(levels_of(problem)) > 1:
+        problem = replace(problem, cluster=Cluster.uniform(problem.cluster.devices[0], 4, FAST))
+    count, devices, speed = problem.num_units, problem.num_devices, levels_of(problem)[0][1]
     for size in problem.sizes:
         options = {
             (cuts, replicas): slowest(problem, size, cuts, replicas, speed)
             for stages in range(1, min(count, devices) + 1)
             for cuts in compositions(count, stages)
             for replicas in compositions(devices, stages)
-            if max(replicas) <= size
         }
-        answer = pipedream(replace(problem, sizes=(size,), recompute=False), SearchControl())
-        if answer.draft is not None:
-            assert answer.objective * size == pytest.approx(min(options.values()))
-            stages = answer.draft.stages
-            found = tuple(len(stage.units) for stage in stages), tuple(len(stage.devices) for stage in stages)
-            assert options[found] == pytest.approx(min(options.values()))
-        elif min(options.values()) < inf:
-            assert "does not fit" in answer.notes[0]
+        tables = solve(problem, size)
+        best = tables[-1].best[-1, 0, count]
+        assert best == pytest.approx(min(options.values()))
+        if best < inf:
+            placed = place(tables, 0, count)
+            found = tuple(stop - start for start, stop, _ in placed), tuple(len(where) for _, _, where in placed)
+            assert options[found] == pytest.approx(best)
 
 
-def test_sums_inside_a_node_are_faster_than_between_nodes() -> None:
-    """Sums of 1200 bytes take 1200/200 s between two replicas of a node, three times as long with four of two nodes."""
-    problem = chain_problem([1.0, 1.0], TWO_BY_TWO, weights=1200, crossing=1)
-    answer = pipedream(problem, SearchControl())
-    assert answer.draft is not None
-    assert [len(stage.devices) for stage in answer.draft.stages] == [2, 2]
-    assert answer.objective == pytest.approx(1 / 2 + 1200 / 200 / 16)
+@pytest.mark.parametrize("seed", range(10))
+def test_levels_nest(seed: int) -> None:
+    """On 2 nodes of 2 devices: a node's best solution for each span is a stage of the level above."""
+    random = Random(seed)
+    problem = chain_problem([random.uniform(0.1, 1) for _ in range(5)], TWO_BY_TWO, weights=300, crossing=20)
+
+    def within(start: int, stop: int) -> float:
+        weights = 300 * (stop - start)
+        together = sum(problem.seconds(2).total[start:stop]) + weights / 200 * 4 / 16
+        apart = [
+            max(sum(problem.seconds(4).total[start:c]), 20 * 4 * 2 / 200, sum(problem.seconds(4).total[c:stop]))
+            for c in range(start + 1, stop)
+        ]
+        return min([together, *apart])
+
+    whole = within(0, 5) / 2 + 5 * 300 / 50 * 4 / 16
+    split = [max(within(0, c), 20 * 4 * 2 / 50, within(c, 5)) for c in range(1, 5)]
+    assert solve(problem, 4)[-1].best[-1, 0, 5] == pytest.approx(min([whole, *split]))
 
 
 def test_a_unit_that_dominates_is_replicated() -> None:
@@ -142,6 +155,12 @@ def test_gradients_are_paid_once_per_mini_batch() -> None:
     assert pipedream(problem, SearchControl()).objective == pytest.approx(0.5 + 10 / 16)
 
 
+def test_states_are_cells_and_what_they_are_compared_to() -> None:
+    """3 units on 2 devices: 3 spans from the start, each on 1 and on 2 devices; 0 + 1 + 2 cuts of those on 2."""
+    problem = chain_problem([1, 1, 1], Cluster.uniform(DEVICE, 2, FAST), sizes=(1, 2))
+    assert pipedream(problem, SearchControl()).states == 2 * (6 + 3)
+
+
 def test_the_plan_fits_memory() -> None:
     """In flight the first of 4 stages holds 4 micro-batches: 2 of 8 equal units need 40 + 4 x 80 bytes there."""
     roomy = chain_problem([1.0] * 8, Cluster.uniform(DEVICE, 4, Link(bytes_per_second=1)), weights=10, saved=10)
@@ -162,6 +181,45 @@ def test_without_memory_there_is_no_plan() -> None:
     assert "No chain of stages uses all devices" in answer.notes[0]
 
 
+def test_inner_levels_leave_room_for_what_follows_their_group() -> None:
+    """Whatever it chooses on 2 x 2 devices, the simulation of the chain agrees that it fits."""
+    problem = chain_problem([1, 2, 1, 2, 1, 1], TWO_BY_TWO, weights=50, saved=20, crossing=2, sizes=(1, 2, 4))
+    for memory in (300, 400, 600, 900):
+        answer = pipedream(with_memory(problem, memory), SearchControl())
+        if answer.draft is not None:
+            assert Evaluator(with_memory(problem, memory))(answer.draft).fits
+    assert answer.draft is not None
+
+
+def test_max_replicas() -> None:
+    problem = chain_problem([1, 4, 1, 1], Cluster.uniform(DEVICE, 4, FAST), max_replicas=1)
+    answer = pipedream(problem, SearchControl())
+    assert answer.draft is not None
+    assert [len(stage.devices) for stage in answer.draft.stages] == [1, 1, 1, 1]
+
+
+def test_copies_of_the_whole_are_made_only_where_allowed() -> None:
+    problem = chain_problem([1, 1], Cluster.uniform(DEVICE, 2, Link(latency=1, bytes_per_second=1e9)), crossing=1e9)
+    allowed, forbidden = (
+        pipedream(problem, SearchControl()),
+        pipedream(replace(problem, replicable=False), SearchControl()),
+    )
+    assert allowed.draft is not None
+    assert forbidden.draft is not None
+    assert [len(stage.devices) for stage in allowed.draft.stages] == [2]
+    assert [len(stage.devices) for stage in forbidden.draft.stages] == [1, 1]
+
+
+def test_units_that_cannot_be_divided_are_not_replicated() -> None:
+    problem = chain_problem([1, 9], Cluster.uniform(DEVICE, 3, FAST))
+    first, second = problem.units.units
+    rigid = problem.on(UnitGraph(units=(first, replace(second, divisible=False)), values=problem.units.values))
+    for asked, replicas in ((problem, [1, 2]), (rigid, [2, 1])):
+        answer = pipedream(asked, SearchControl())
+        assert answer.draft is not None
+        assert [len(stage.devices) for stage in answer.draft.stages] == replicas
+
+
 def test_recomputation_where_it_is_demanded() -> None:
     """A third more for the first stage; the last one runs the user's step, which is never run twice."""
     cluster = Cluster.uniform(DEVICE, 2, Link(bytes_per_second=100))
@@ -170,6 +228,19 @@ def test_recomputation_where_it_is_demanded() -> None:
     assert answer.draft is not None
     assert [stage.recompute for stage in answer.draft.stages] == [True, False]
     assert answer.objective == pytest.approx(4 / 3)
+
+
+def test_levels_of_clusters() -> None:
+    def levels(cluster: Cluster) -> list[tuple[int, float]]:
+        return levels_of(chain_problem([1], cluster))
+
+    node = Node(device=DEVICE, count=3, link=Link(bytes_per_second=200))
+    uneven = Cluster.of_nodes("3 + 2", [node, replace(node, count=2)], Link(bytes_per_second=50))
+    assert levels(TWO_BY_TWO) == [(2, 200), (2, 50)]
+    assert levels(TWO_BY_TWO.subset([0, 1])) == [(2, 200)]
+    assert levels(TWO_BY_TWO.subset([0, 2])) == [(2, 50)]
+    assert levels(uneven) == [(5, 50)]
+    assert levels(Cluster.uniform(DEVICE, 1)) == [(1, inf)]
 
 
 def towers(num_towers: int, num_layers: int) -> OperatorGraph:
@@ -198,3 +269,14 @@ def test_chained_drafts_are_simulated_as_they_run(num_towers: int, size: int) ->
     assert found.timeline.peak_bytes[::-1] == pytest.approx(evaluation.peak_bytes)
     assert evaluation.in_flight == tuple(min(16 // size, count) for count in (4, 3, 2, 1))
     assert found.plan.depth == 4
+
+
+def test_a_chain_waits_where_a_graph_does_not() -> None:
+    problem = Request(
+        cluster=Cluster.uniform(DEVICE, 3, Link(latency=1e-3)), batch_size=12, micro_batch_size=2, num_pieces=2
+    ).problem(graphs.two_towers())
+    stages = tuple(DraftStage(units=(unit,), devices=(2 - unit,), micro_batch_size=2) for unit in range(3))
+    free, chained = (Evaluator(problem)(Draft(stages=stages, chained=chained)) for chained in (False, True))
+    assert free.in_flight == (2, 2, 1)
+    assert chained.in_flight == (3, 2, 1)
+    assert chained.seconds > free.seconds

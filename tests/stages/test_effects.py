@@ -14,7 +14,7 @@ from torch import nn
 from lightning_gpp.capture import capture_step
 from lightning_gpp.errors import CaptureError
 from lightning_gpp.stages.answers import answered
-from lightning_gpp.stages.effects import without_effects
+from lightning_gpp.stages.effects import holders_in, without_effects
 from tests.stages.inprocess import chain_of, split_gradients
 
 
@@ -80,7 +80,7 @@ def test_inputs_that_depend_on_what_the_step_changes_outside_of_the_module_are_r
 
 def test_attributes_lists_and_buffers_are_as_before() -> None:
     module = Keeping()
-    with without_effects([module], ["count"]):
+    with without_effects([module], ["count"], holders_in([module])):
         module.count.add_(1)
         module.count.data.add_(1)
         module.mean = module.mean + 1
@@ -97,7 +97,7 @@ def test_attributes_lists_and_buffers_are_as_before() -> None:
 def test_a_graph_that_has_saved_a_buffer_stays_valid() -> None:
     module, weight = Keeping(), torch.ones(3, requires_grad=True)
     result = (weight * module.count).sum()
-    with without_effects([module], ["count"]):
+    with without_effects([module], ["count"], holders_in([module])):
         pass
     result.backward()
 

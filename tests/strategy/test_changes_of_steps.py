@@ -56,6 +56,7 @@ def test_lists_of_any_length_reach_all_ranks() -> None:
 
 def test_steps_that_run_for_each_micro_batch_are_told() -> None:
     _, told = harness.run(2, kept_in_stages, 2)[0]
+    assert any(text.startswith("The training step changes tensors. Only the ranks that run the step") for text in told)
     assert any(
         text.startswith("The training step changes kept, tensors. It runs once per micro-batch, 2 t") for text in told
     )

@@ -61,6 +61,11 @@ class _TooLarge:
         return Placeholder(torch.empty(self.first_size, 0), self.num_bytes)
 
 
+def packed(value: Any) -> Any:
+    """A mini-batch or a result for other ranks, without its large tensors."""
+    return pytree.tree_map_only(Tensor, _sent, value)
+
+
 def _sent(tensor: Tensor) -> _SentTensor | _TooLarge:
     if tensor.nbytes <= MOST_BYTES or not tensor.dim():
         return _SentTensor(tensor.detach().cpu(), tensor.device.type == "cpu")
@@ -106,15 +111,18 @@ class BatchReaders:
         elif any(user_hooks(self._trainer, [f"on_{loop}_batch_start"])):
             yield BATCH
 
-    def everywhere(self, value: Any) -> Any:
-        """A value of the rank that runs the step, which waits for nobody, on all ranks of its pipeline.
+    def everywhere(self, batch: Any) -> Any:
+        """A mini-batch of the rank that runs the step, which waits for nobody, on all ranks of its pipeline.
 
         Elsewhere than there, large tensors are placeholders.
         """
         mine = self._control.runs_step
-        shared = self._control.share_object(pytree.tree_map_only(Tensor, _sent, value) if mine else None)
-        kinds = (_SentTensor, _TooLarge)
-        return value if mine else pytree.tree_map_only(kinds, lambda sent: sent.on(self._device), shared)
+        shared = self._control.share_object(packed(batch) if mine else None)
+        return batch if mine else self.unpacked(shared)
+
+    def unpacked(self, value: Any) -> Any:
+        """The value that another rank has packed; large tensors are placeholders."""
+        return pytree.tree_map_only((_SentTensor, _TooLarge), lambda sent: sent.on(self._device), value)
 
     def _silence(self, callback: object) -> None:
         if isinstance(callback, BasePredictionWriter):

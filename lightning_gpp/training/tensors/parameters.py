@@ -227,8 +227,9 @@ def digest(tensor: Tensor) -> tuple[float, ...]:
     values = tensor.detach().resolve_conj().flatten()
     values = torch.view_as_real(values).flatten() if values.is_complex() else values
     exact = values.to(torch.float64) if values.numel() < 1000 else values.to(torch.float32)
-    ends = (float(values[0]), float(values[-1])) if values.numel() else ()
-    return (float(exact.sum()), float(exact.abs().sum()), *ends)
+    ends = (values[0], values[-1]) if values.numel() else ()
+    numbers = (exact.sum(), exact.abs().sum(), *ends)
+    return tuple(torch.stack([number.double() for number in numbers]).tolist())  # one wait for the device
 
 
 def tensors_of_one(module: nn.Module, name: str) -> Tensor:
