@@ -21,7 +21,7 @@ from lightning_gpp.planning.problem.partitioner import (
 from lightning_gpp.planning.problem.prediction import Prediction, SearchFigures, best_order
 from lightning_gpp.planning.problem.problem import Problem
 from lightning_gpp.planning.request import Request
-from lightning_gpp.planning.search import best_plan, each_schedule
+from lightning_gpp.planning.search import best_plan
 from lightning_gpp.planning.tensor_parallel import SIZES, SizesFound, best_sizes
 
 __all__ = [
@@ -44,7 +44,6 @@ __all__ = [
     "check_model",
     "count_pipelines",
     "devices_per_pipeline",
-    "each_schedule",
     "estimate",
     "manual",
     "number_devices",

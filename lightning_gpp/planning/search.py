@@ -56,17 +56,6 @@ def best_plan(partitioner: str, graph: OperatorGraph, request: Request) -> Predi
     return PlanSearch(partitioner, graph, request).best()
 
 
-def each_schedule(
-    partitioner: str, graph: OperatorGraph, request: Request
-) -> Iterator[tuple[str, Prediction | GPPError]]:
-    """The best plan under every schedule of the request, in their order, or the reason why there is none.
-
-    Raises:
-        ConfigError: there is no such partitioner.
-    """
-    return PlanSearch(partitioner, graph, request).each_schedule()
-
-
 @dataclass(slots=True, kw_only=True)
 class _AnsweredRequest:
     """A question, the partitioner's answer, and the trial of the first candidate with that question."""
@@ -131,12 +120,6 @@ class PlanSearch:
         """The best plan, or the error of the first candidate, whose explanation would take time."""
         outcomes, failures = self._tried(self.request.schedules)
         return self._prediction(outcomes) if outcomes else failures[0]
-
-    def each_schedule(self) -> Iterator[tuple[str, Prediction | GPPError]]:
-        """See the function of this name."""
-        for schedule in self.request.schedules:
-            outcomes, failures = self._tried((schedule,))
-            yield schedule, self._prediction(outcomes) if outcomes else self.explanation(failures[0])
 
     def drafts(self) -> Iterator[tuple[Problem, Draft]]:
         """The drafts of all searches so far, whether they fit or not, with the questions that they answer."""

@@ -10,7 +10,8 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
 
@@ -121,6 +122,12 @@ def strategy(**kwargs: Any) -> GPPStrategy:
     return GPPStrategy(
         **{"stages": STAGES, "num_micro_batches": 4, "failure_timeout": 60.0, "timeout": 120.0, **kwargs}
     )
+
+
+def state_bytes(optimizer: Optimizer) -> int:
+    """Memory of an optimizer's state on this rank, in bytes."""
+    tensors = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
+    return sum(tensor.nbytes for tensor in tensors)
 
 
 def run(world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = distributed.PATIENCE) -> list[Any]:

@@ -21,7 +21,6 @@ from lightning_gpp.runtime.operations import ComputeBackward
 from lightning_gpp.runtime.sharding.shards import StageShards, local
 from lightning_gpp.training.tensors.parameters import bytes_of
 from lightning_gpp.training.tensors.replicas import ELEMENTWISE, Replicas, check_elementwise, idle_sharding
-from lightning_gpp.training.updates.optimizers import state_bytes
 from tests.strategies import chain
 from tests.strategy import harness
 from tests.strategy.harness import TwoTowers, loader, make_data, make_module
@@ -61,7 +60,7 @@ class Watched(Callback):
         self.held = {
             "parameters": bytes_of(module),
             "gradients": sum(local(p.grad).nbytes for p in parameters if p.grad is not None),
-            "state": state_bytes(trainer.optimizers[0]),
+            "state": harness.state_bytes(trainer.optimizers[0]),
         }
 
     def on_train_epoch_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:

@@ -15,7 +15,6 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from lightning_gpp import GPPStrategy
 from lightning_gpp.training.tensors.parameters import bytes_of
-from lightning_gpp.training.updates.optimizers import state_bytes
 from tests.strategy import harness
 from tests.strategy.harness import TwoTowers, loader, make_data, make_module
 
@@ -100,7 +99,7 @@ class Held(Callback):
         self.found = {
             "bytes": bytes_of(module),
             "grads": sum(p.grad.nbytes for p in parameters if p.grad is not None and not p.is_meta),
-            "state": state_bytes(trainer.optimizers[0]),
+            "state": harness.state_bytes(trainer.optimizers[0]),
             "stepped": sum(len(group["params"]) for group in trainer.optimizers[0].param_groups),
             "names": [name for name, p in module.named_parameters() if not p.is_meta],
         }

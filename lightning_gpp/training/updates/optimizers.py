@@ -358,9 +358,3 @@ def warning_of_others(optimizers: Iterable[Optimizer]) -> str:
         "stages before the step (trainer.gradient_clip_val, or self.trainer.strategy.grad_norm() in "
         "on_before_optimizer_step), or train on one device."
     )
-
-
-def state_bytes(optimizer: Optimizer) -> int:
-    """Memory of an optimizer's state on this rank, in bytes."""
-    tensors = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
-    return sum(tensor.nbytes for tensor in tensors)
