@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -42,11 +43,21 @@ def cycle(options: dict[str, Any]) -> None:
     trainer.strategy.barrier()  # as other strategies allow it
 
 
+def settled(before: tuple[int, int, int] | None) -> tuple[int, int, int]:
+    """What is held once connections of the run, which their threads close a little later, are gone (10 s at most)."""
+    until = time.monotonic() + 10.0
+    while before and any(now > then for now, then in zip(held()[:2], before[:2], strict=True)):
+        if time.monotonic() > until:
+            break
+        time.sleep(0.1)
+    return held()
+
+
 def cycles(rank: int, number: int, options: dict[str, Any]) -> list[tuple[int, int, int]]:
-    measured = []
+    measured: list[tuple[int, int, int]] = []
     for _ in range(number):
         cycle(options)
-        measured.append(held())
+        measured.append(settled(measured[0] if measured else None))
     return measured
 
 
