@@ -145,6 +145,7 @@ def _user_step(capture: Capture, module: nn.Module) -> UserStep:
         input_specs=dict(zip(keys, capture.inputs, strict=True)),
         returns_loss=capture.step == "training_step",
         dims=capture.dims,
+        opened=capture.opened,
     )
 
 

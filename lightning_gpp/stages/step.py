@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -183,6 +183,8 @@ class UserStep(StepRunner):
     specs: list[list[TensorSpec]]
     input_keys: dict[str, InputKey]
     input_specs: dict[str, TensorSpec]
+    opened: Collection[str] = ()
+    """Paths of modules whose forwards count as parts of the step, see `Capture.opened`."""
 
     def __post_init__(self) -> None:
         self._calls = self.network.network_calls()
@@ -270,8 +272,12 @@ class UserStep(StepRunner):
         return refusal(
             call.line,
             f"the step returned before it called {named(call.path)} for this mini-batch",
-            f"call it for each mini-batch, and return a zero loss where one does not count (0 * loss); or {_WHOLE}",
+            self._or_whole("call it for each mini-batch, and return a zero loss where one does not count (0 * loss)"),
         )
+
+    def _or_whole(self, remedy: str) -> str:
+        """A remedy, and the step as a whole where that helps: what a module's forward decides by values it does not."""
+        return remedy if self.opened else f"{remedy}; or {_WHOLE}"
 
     def _expect(self, number: int, module: nn.Module) -> ModuleCall:
         path = self._paths[id(module)]
@@ -280,7 +286,7 @@ class UserStep(StepRunner):
             raise refusal(
                 self._calls[min(number, len(self._calls) - 1)].line,
                 f"the step calls {named(path)} where it called {wanted!r} when it was captured",
-                f"let the step call the same modules in the same order for every batch; or {_WHOLE}",
+                self._or_whole("let the step call the same modules in the same order for every batch"),
             )
         return self._calls[number]
 
@@ -303,14 +309,14 @@ class UserStep(StepRunner):
             raise refusal(
                 call.line,
                 f"the call has {len(leaves)} values in its arguments, and had {len(captured)} when it was captured",
-                _STEADY,
+                self._or_whole(_STEADY),
             )
         for before, now in zip(captured, leaves, strict=True):
             if _is_tensor(before) != isinstance(now, torch.Tensor) or (_is_frozen(before) and before != now):
                 raise refusal(
                     call.line,
                     f"an argument was {_told(before)} when the step was captured and is {_told(now)} now",
-                    _STEADY,
+                    self._or_whole(_STEADY),
                 )
 
     def _take_mixed(self, found: dict[str, torch.Tensor], holes: Holes) -> None:
@@ -319,9 +325,11 @@ class UserStep(StepRunner):
                 self._calls[-1].line,
                 f"between its module calls the step called {self.network.step_targets} when it was captured, and "
                 f"{holes.targets} now",
-                "let the step compute the same for every batch; let a flag that decides change before the mini-batch "
-                "is fetched (in on_train_batch_end, not in on_train_batch_start); decide inside a module's forward; or "
-                + _WHOLE,
+                self._or_whole(
+                    "let the step compute the same for every batch; let a flag that decides change before the "
+                    "mini-batch is fetched (in on_train_batch_end, not in on_train_batch_start); or decide inside a "
+                    "module's forward"
+                ),
             )
         for number, call in self._glue.items():
             leaves = holes.calls[number]
@@ -351,7 +359,7 @@ class UserStep(StepRunner):
             f"Input {leaf} of {kind} {number} ({named(self._calls[number].path)}) has shape "
             f"{tuple(tensor.shape)} ({dtype}) for {num_samples} samples; the captured batch had "
             f"{tuple(map(str, spec.shape))} ({spec.dtype}) for b samples, in a mini-batch of the same form. Change "
-            f"shapes in the data, where it is noticed; or {_WHOLE}."
+            f"{self._or_whole('shapes in the data, where it is noticed')}."
         )
 
     # --- step
@@ -434,9 +442,7 @@ class UserStep(StepRunner):
 
 
 _WHOLE: Final = "let the step run as a whole (strategy.step=whole), in which calls may differ from step to step"
-_STEADY: Final = (
-    "pass values that change as tensors, in every step (a mask that hides nothing instead of None); or " + _WHOLE
-)
+_STEADY: Final = "pass values that change as tensors, in every step (a mask that hides nothing instead of None)"
 
 
 def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:

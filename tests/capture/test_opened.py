@@ -74,6 +74,31 @@ def test_a_forward_around_all_parameters_runs_as_a_part_of_the_step(kind: type[I
     assert_transparent(module, captured, chain_of(captured, module.stages), zoo.batch())
 
 
+class Masked(Inner):
+    """Passes a mask only where it hides something."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        hidden = None if (y < 9).all() else y < 9
+        return self.loss(self.b(self.a(x), hidden), y)
+
+
+class Hides(nn.Linear):
+    def forward(self, x: Tensor, hidden: Tensor | None = None) -> Tensor:
+        return super().forward(x if hidden is None else x.where(hidden, 0.0))
+
+
+def test_a_forward_that_decides_by_values_is_not_told_to_run_as_a_whole() -> None:
+    """As a whole its call would be refused for the same values."""
+    module = Wrapped(Masked())
+    module.net.b = Hides(module.net.b.in_features, module.net.b.out_features)
+    module, batch = module.double(), zoo.batch()
+    captured = capture_step(module, batch)
+    with pytest.raises(CaptureError, match="an argument was None .* a tensor now") as refused:
+        assert_transparent(module, captured, chain_of(captured, module.stages), {**batch, "y": batch["y"] + 99.0})
+    assert "a mask that hides nothing" in str(refused.value)
+    assert "step=whole" not in str(refused.value)
+
+
 class Criterion(nn.Module):
     """A loss with weights, which goes through the samples one by one."""
 
