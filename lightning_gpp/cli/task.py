@@ -20,9 +20,7 @@ from lightning_gpp.plan import Plan
 from lightning_gpp.planning import Prediction, count_pipelines, devices_per_pipeline
 from lightning_gpp.planning.problem.prediction import memory_limits
 from lightning_gpp.reports import search_progress
-from lightning_gpp.slices import unsliced
 from lightning_gpp.strategy import GPPStrategy
-from lightning_gpp.training.measured.eight_bit import check_patterns
 from lightning_gpp.training.measured.machine import Machine, of_groups, resolved
 from lightning_gpp.training.measured.predicted import simulated, without_flush
 from lightning_gpp.training.options import Options
@@ -67,7 +65,6 @@ def predict(task: Task) -> Prediction:
             num_pipelines=task.num_pipelines,
             progress=progress,
         )
-    check_patterns(unsliced(result.plan).plan, task.options.eight_bit_edges)
     if result.prediction is not None:
         return replace(result.prediction, plan=noted_whole(result.prediction.plan, task.subject.whole))
     check_devices(result.plan, task.num_devices)

@@ -44,7 +44,6 @@ def in_own_loop(given: FabricArguments) -> FabricArguments:
         ),
         "example_batch": (given.example_batch is not None, "the first call of the module is the example. Leave it out"),
         "streaming": (given.streaming is True, "calls of the module end before the loop goes on. Leave it out"),
-        "eight_bit_edges": (bool(given.eight_bit_edges), "calls also train. Leave it out"),
         "state_dict_type": (given.state_dict_type == "sharded", "fabric.save writes one file. Use full"),
         "async_save": (given.async_save, "fabric.save writes at once. Leave it out"),
     }

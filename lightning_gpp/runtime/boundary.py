@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,7 +20,6 @@ from lightning_gpp.errors import PlanError, ScheduleError, ShapeError
 from lightning_gpp.graph import Affine, TensorSpec
 from lightning_gpp.graph.operator_graph import DTYPE_BYTES
 from lightning_gpp.plan import SOURCE, Edge, Plan
-from lightning_gpp.runtime.codecs import Form
 from lightning_gpp.runtime.stage import Slot
 from lightning_gpp.schedules.program import Message, Program
 
@@ -186,6 +185,13 @@ def check_promises(outputs: Mapping[str, Tensor], promised: Iterable[Promise], o
                 f"{shape} and {dtype}. Only the number of samples may change between batches: pad the batch to the "
                 "captured sizes, or mark the edge `dynamic: true` in the plan (strategy.plan)."
             )
+
+
+class Form(NamedTuple):
+    """Shape and dtype of a tensor that travels."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
 
 
 _MAX_DIMS: Final = 8

@@ -132,7 +132,7 @@ class Compiler:
     def _send(self, lane: Lane, message: Message) -> Send:
         if message.id not in lane.sends:
             make = DynamicSend if self._plan.edges[message.edge].dynamic else Send
-            lane.sends[message.id] = make(lane.link, message, self._carried(message))
+            lane.sends[message.id] = make(lane.link, message)
         return lane.sends[message.id]
 
     def _receive(self, message: Message) -> Receive:

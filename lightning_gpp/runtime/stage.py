@@ -9,7 +9,6 @@ from typing import Final, Protocol
 from torch import Tensor, nn
 
 from lightning_gpp.graph import TensorSpec
-from lightning_gpp.runtime.codecs import EXACT, Codec
 
 LOSS: Final = "@loss"
 """Name under which the step's stage returns the loss of a micro-batch (a scalar that requires grad)."""
@@ -17,14 +16,10 @@ LOSS: Final = "@loss"
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """A tensor that crosses a border between stages: its name, unique in the captured graph, and its spec.
-
-    `codec`: the form in which it travels between devices.
-    """
+    """A tensor that crosses a border between stages: its name, unique in the captured graph, and its spec."""
 
     name: str
     spec: TensorSpec
-    codec: Codec = EXACT
 
 
 @dataclass(frozen=True, slots=True)

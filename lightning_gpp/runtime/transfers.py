@@ -1,7 +1,5 @@
 """Transfers: sends and receives of messages, also on dynamic edges.
 
-Each tensor travels in the form that its slot's codec gives it.
-
 A message on a dynamic edge is a header of fixed size, then the tensors that it describes. The receives of these can
 start only after the header has arrived; receives of later messages from the same device start after them, so that the
 order of receives is the order of sends.
@@ -10,15 +8,13 @@ order of receives is the order of sends.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 from torch import Tensor
 
-from lightning_gpp.runtime.boundary import DTYPES, MessageTensors, Tensors, header_length, header_of, read_header
-from lightning_gpp.runtime.codecs import EXACT, Form
+from lightning_gpp.runtime.boundary import DTYPES, Form, MessageTensors, Tensors, header_length, header_of, read_header
 from lightning_gpp.runtime.stage import Slot
 from lightning_gpp.runtime.transport import Transport, Work
 from lightning_gpp.schedules.program import Message
@@ -60,10 +56,9 @@ class Routes:
 class Send:
     """Start sending a message, whose id is `message`; keep its tensors until they have arrived."""
 
-    def __init__(self, link: TransferLink, message: Message, slots: Sequence[Slot]) -> None:
+    def __init__(self, link: TransferLink, message: Message) -> None:
         self._link = link
         self.message, self._peer = message.id, message.dst
-        self._encodings = [self._encoding(slot) for slot in slots]
         self._tensors: Sequence[Tensor] = ()
         self._works: Sequence[Work] = ()
 
@@ -89,19 +84,7 @@ class Send:
     def _packed(self) -> list[Tensor]:
         values, message = self._link.values, self.message
         tensors, values[message] = values[message], None
-        pairs = zip(self._encodings, tensors or (), strict=bool(tensors))
-        return [_encoded(tensor.detach(), encode).contiguous() for encode, tensor in pairs if tensor is not None]
-
-    def _encoding(self, slot: Slot) -> Callable[[Tensor], Tensor] | None:
-        """The function that makes what travels; None where tensors travel as they are."""
-        return None if slot.codec is EXACT else partial(slot.codec.encode, batch_dim=self._batch_dim(slot))
-
-    def _batch_dim(self, slot: Slot) -> int | None:
-        return slot.spec.batch_dim
-
-
-def _encoded(tensor: Tensor, encode: Callable[[Tensor], Tensor] | None) -> Tensor:
-    return tensor if encode is None else encode(tensor)
+        return [tensor.detach().contiguous() for tensor in tensors or () if tensor is not None]
 
 
 class DynamicSend(Send):
@@ -111,35 +94,24 @@ class DynamicSend(Send):
         header = header_of(self._link.values[self.message] or ())
         return [header.to(self._link.device), *super()._packed()]
 
-    def _batch_dim(self, slot: Slot) -> int | None:
-        return None  # nobody knows which dimension counts samples
-
 
 class Receive:
     """Receive a message: `start` allocates buffers and starts, `wait` returns when the tensors have arrived."""
 
     def __init__(self, link: TransferLink, message: Message, slots: Sequence[Slot]) -> None:
-        self._link, self._slots = link, slots
+        self._link = link
         self._message, self._peer = message.id, message.src
         self._works: Sequence[Work] = ()
-        self._is_exact = all(slot.codec is EXACT for slot in slots)
-        self._expect([_form(slot, message.stop - message.start) for slot in slots])
-
-    def _expect(self, forms: Sequence[Form | None]) -> None:
-        """Note the forms of the tensors, and those in which they travel, before any of them is received."""
-        self._forms = forms
-        pairs = zip(self._slots, forms, strict=True)
-        self._travelling = [None if form is None else slot.codec.travels(form) for slot, form in pairs]
+        self._forms: Sequence[Form | None] = [_form(slot, message.stop - message.start) for slot in slots]
 
     def start(self) -> None:
-        self._receive([self._buffer(form) for form in self._travelling])
+        self._receive([self._buffer(form) for form in self._forms])
 
     def wait(self) -> None:
-        self._finish()
-        if self._is_exact:
-            return
-        received = zip(self._slots, self._forms, self._link.values[self._message] or (), strict=True)
-        self._link.values[self._message] = [_decoded(*arrived) for arrived in received]
+        """Wait until the tensors have arrived."""
+        for work in self._works:
+            work.wait()
+        self._works = ()
 
     def _buffer(self, form: Form | None) -> Tensor | None:
         return None if form is None else torch.empty(form.shape, dtype=form.dtype, device=self._link.device)
@@ -149,18 +121,9 @@ class Receive:
         self._works = [receive(buffer, peer) for buffer in buffers if buffer is not None]
         self._link.values[self._message] = buffers
 
-    def _finish(self) -> None:
-        for work in self._works:
-            work.wait()
-        self._works = ()
-
 
 def _form(slot: Slot, num_samples: int) -> Form:
-    return Form(slot.spec.sizes(num_samples), DTYPES[slot.spec.dtype], slot.spec.batch_dim)
-
-
-def _decoded(slot: Slot, form: Form | None, received: Tensor | None) -> Tensor | None:
-    return None if form is None or received is None else slot.codec.decode(received, form)
+    return Form(slot.spec.sizes(num_samples), DTYPES[slot.spec.dtype])
 
 
 class DynamicReceive(Receive):
@@ -178,9 +141,8 @@ class DynamicReceive(Receive):
 
     def resolve(self) -> None:
         """Wait for the header, then start receiving the tensors."""
-        self._finish()
-        forms, self._flags = read_header(self._header)
-        self._expect(forms)
+        super().wait()
+        self._forms, self._flags = read_header(self._header)
         super().start()
 
     def wait(self) -> None:

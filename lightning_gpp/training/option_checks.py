@@ -49,7 +49,6 @@ def _check_members(options: Any) -> None:
         "slices": (sliced, "cuts sequences inside the modules that are divided. Leave it out"),
         "step": (options.step == "whole", "runs the user's step apart from the stages. Use micro_batches"),
         "streaming": (options.streaming is True, "reads data ahead, on one process. Use auto, which then flushes"),
-        "eight_bit_edges": (bool(options.eight_bit_edges), "is not checked for several members. Leave it out"),
         "offload": (offloads, "is not checked for several members. Leave it out"),
         "costs": (options.costs == "measured", "times undivided blocks on one process. Use roofline"),
         "trace": (options.trace, "draws one process per device. Leave it out"),

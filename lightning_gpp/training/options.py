@@ -179,14 +179,6 @@ class Options(SearchOptions):
         "same: true, false, or auto, which does so where it is possible.",
         section="Evaluation and inference",
     )
-    eight_bit_edges: bool | Sequence[str] = option(
-        False,
-        "edges on which validate, test and predict send numbers as 8-bit integers: a list of patterns such as "
-        '"image_tower -> head" or "image_tower" (all edges that leave it), with names of stages or of their modules, '
-        "or true for all edges between stages. Training sends exact numbers. The first micro-batch shows how much "
-        "the results change (docs/inference.md).",
-        allowed="true, false, or a list of patterns of edges",
-    )
 
     recompute: bool | Sequence[str] | None = option(
         None,

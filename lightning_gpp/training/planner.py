@@ -30,7 +30,6 @@ from lightning_gpp.stages.declared import Declared, declare, is_declared
 from lightning_gpp.stages.undivided import Captured, Undivided
 from lightning_gpp.stages.whole_inputs import with_whole_inputs
 from lightning_gpp.training.data.loaders import mini_batches_of
-from lightning_gpp.training.measured.eight_bit import check_patterns
 from lightning_gpp.training.measured.machine import Machine, first, resolved
 from lightning_gpp.training.option_values import AUTO, weight_copies_of, without_inputs
 from lightning_gpp.training.options import DEFAULT, Context, Options, StageSpec, schedules_of
@@ -108,8 +107,7 @@ def plan_for(
         progress: called during the search.
 
     Raises:
-        ConfigError: micro-batches do not fit the mini-batch, or `recompute` or `eight_bit_edges` name what does not
-            exist.
+        ConfigError: micro-batches do not fit the mini-batch, or `recompute` names what does not exist.
         PlanError: the stages do not fit the model or the devices.
     """
     if isinstance(captured, Undivided):
@@ -123,7 +121,6 @@ def plan_for(
         plan = refitted(captured, known)
         check_step_device(plan)
     check_devices(plan, num_devices, "strategy.delayed_devices" if options.delayed_devices else PROCESSES)
-    check_patterns(unsliced(plan).plan, options.eight_bit_edges)
     return plan
 
 

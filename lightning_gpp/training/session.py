@@ -32,7 +32,6 @@ from lightning_gpp.training.checks.slice_check import checked_slices
 from lightning_gpp.training.checks.tolerances import rounded_to
 from lightning_gpp.training.data.segments import flushed_if_need_be
 from lightning_gpp.training.host import Job
-from lightning_gpp.training.measured.eight_bit import with_eight_bits
 from lightning_gpp.training.options import Context
 from lightning_gpp.training.planner import TRAINING
 from lightning_gpp.training.tensors.parameters import Placement
@@ -69,8 +68,6 @@ class Session:
         replicas: collectives of ranks with the same parameters; None if there are none.
         asynchronous: training without a flush between mini-batches; None flushes after each.
         streams: whether the step is evaluated without a flush between mini-batches.
-        eight_bit: patterns of the edges on which numbers travel as 8-bit integers; not for training.
-        step_stage: replaces the stage that runs the user's step; None for the plan's.
 
     Attributes:
         slots: the tensors on every edge of the plan.
@@ -91,8 +88,6 @@ class Session:
         replicas: Replicas | None = None,
         asynchronous: Asynchronous | None = None,
         streams: bool = False,
-        eight_bit: Sequence[str] = (),
-        step_stage: StageModule | None = None,
     ) -> None:
         self.asynchronous, self.streams = asynchronous, streams
         self.capture, self.plan, self.training = capture, plan, capture.step == TRAINING
@@ -100,10 +95,8 @@ class Session:
         check_placement(self.pipeline, plan, placement, capture.step)
         self._job, self._control, self._transport = job, job.control, transport
         self._streams = RandomStreams(job.seed, job.device)
-        self.slots = with_eight_bits(self.pipeline.slots, plan, eight_bit)
+        self.slots = self.pipeline.slots
         context, stages = job.host.context(capture.step), list(self._checked(self.pipeline.stages))
-        if step_stage is not None:
-            stages[plan.step_stage] = step_stage
         if job.parallel is not None:
             states = [(*p, *b) for p, b in zip(self.pipeline.parameters, self.pipeline.buffers, strict=True)]
             stages = job.parallel.stages(stages, states, module)

@@ -19,7 +19,6 @@ from lightning_gpp.schedules.continuous import check_continuous
 from lightning_gpp.stages.step import UserStep
 from lightning_gpp.stages.undivided import Captured, Undivided, undivided
 from lightning_gpp.training.asynchronous import Asynchronous
-from lightning_gpp.training.checks.eight_bit_error import tell_error
 from lightning_gpp.training.checks.evaluation_checks import check_decisions, check_positions
 from lightning_gpp.training.data.batches import outline
 from lightning_gpp.training.data.incoming import Incoming
@@ -28,7 +27,6 @@ from lightning_gpp.training.divided.members import agreed_regions
 from lightning_gpp.training.divided.parallel_regions import captured_apart
 from lightning_gpp.training.evaluation_plan import evaluation_plan
 from lightning_gpp.training.host import Job
-from lightning_gpp.training.measured.eight_bit import patterns_of
 from lightning_gpp.training.planner import TRAINING, captured_step, refitted
 from lightning_gpp.training.session import Session
 from lightning_gpp.training.tensors.replicas import Layout, Replicas
@@ -80,7 +78,7 @@ class Sessions:
         self.job.made.note(captured)
         if step != TRAINING and isinstance(captured, Capture):
             captured = with_reductions_in_step(captured)
-        session = self._session(step, captured, batch)
+        session = self._session(step, captured)
         if step != TRAINING and may_evaluate_whole(self.job.options, self.layout.plan):
             user_step = session.pipeline.step
             if isinstance(user_step, UserStep):
@@ -89,29 +87,21 @@ class Sessions:
         self.incoming.frozen.add(session.pipeline.frozen, session.pipeline.live)
         return session
 
-    def _session(self, step: str, captured: Captured, batch: Any) -> Session:
+    def _session(self, step: str, captured: Captured) -> Session:
         plan = self._plan(step, captured)
         replicas = self._replicas
         if replicas is not None and step != TRAINING and replicas.sharding != "fsdp":
             replicas = None
-        patterns = () if step == TRAINING else patterns_of(self.job.options.eight_bit_edges)
-        make = partial(
-            Session,
+        return Session(
             self.job,
             capture=captured,
             plan=plan,
             module=self.job.module,
             placement=self.layout.placement,
             transport=self._transport if step == TRAINING else self._evaluating,
-        )
-        if patterns:
-            compared = lambda given, stage: make(eight_bit=given, step_stage=stage)  # noqa: E731
-            tell_error(self.job, step, plan, patterns, compared, batch, self.incoming.batch_size)
-        return make(
             replicas=replicas,
             asynchronous=self._asynchronous if step == TRAINING else None,
             streams=step != TRAINING and self._streams(plan),
-            eight_bit=patterns,
         )
 
     def _plan(self, step: str, captured: Captured) -> Plan:
