@@ -31,7 +31,6 @@ class Edge:
         bytes: bytes per micro-batch, affine in its samples.
         differentiable: gradients flow back.
         artificial: no tensor flows, the edge only forces the order (the chain baseline).
-        dynamic: shapes are known only at run time.
         sliceable: intervals of samples can be cut out of every tensor, so both ends may have different micro-batches.
         seconds: duration of the transfer of a micro-batch; 0 if unknown.
     """
@@ -41,7 +40,6 @@ class Edge:
     bytes: Affine = Affine()
     differentiable: bool = True
     artificial: bool = False
-    dynamic: bool = False
     sliceable: bool = True
     seconds: Affine = Affine()
 

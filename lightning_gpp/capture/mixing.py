@@ -31,7 +31,7 @@ def mark_mixing(
     network: Network, specs: Sequence[Sequence[TensorSpec]], inputs: Sequence[TensorSpec]
 ) -> list[list[TensorSpec]]:
     """The specs of all calls' outputs, with `mixes_samples` set on those that do."""
-    dependent = {Ref(-1 - number) for number, spec in enumerate(inputs) if spec.varies or spec.dynamic}
+    dependent = {Ref(-1 - number) for number, spec in enumerate(inputs) if spec.varies}
     marked: list[list[TensorSpec]] = []
     for call, outputs in zip(network.calls, specs, strict=True):
         reads_samples = not dependent.isdisjoint(_read(call))
@@ -45,7 +45,7 @@ def mark_mixing(
 
 def _lacks_samples(spec: TensorSpec) -> bool:
     """True if no dimension of the tensor counts samples, or several do, which pairs every sample with every other."""
-    return not spec.dynamic and sum(bool(dim.per_sample) for dim in spec.shape) != 1
+    return sum(bool(dim.per_sample) for dim in spec.shape) != 1
 
 
 def _read(call: Recorded) -> Iterable[Ref]:

@@ -8,7 +8,6 @@ import inspect
 import io
 import itertools
 import logging
-import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -44,7 +43,7 @@ from lightning_gpp.capture.switches import Switches
 from lightning_gpp.capture.uncut import keep_uncut
 from lightning_gpp.errors import CaptureError
 from lightning_gpp.runtime.random import seed_streams, undisturbed
-from lightning_gpp.user_code import is_user_code, line_of, user_line
+from lightning_gpp.user_code import line_of, user_line
 from lightning_gpp.wording import named
 
 StepFunction = Callable[[nn.Module, Any], Any]
@@ -198,8 +197,7 @@ def _run(
         if recorder.scope != -1 or refuted is not None or not _ends_here(replica, recorder):
             modules = recording.called(recorder.scope)
             reason = f"{type(error).__name__}: {error}"
-            remedy, declare = _remedy(error, in_step=recorder.scope == -1), not _is_raised_here(error)
-            refused = refusal(line_of(error), reason, remedy, modules, declare=declare)
+            refused = refusal(line_of(error), reason, _remedy(error, in_step=recorder.scope == -1), modules)
             refused.refuted = refuted
             raise refused from error
 
@@ -215,12 +213,6 @@ def _refuse_shared_buffers(recording: Recording) -> None:
                 f"both the step and the forward of {named(call.path)} change {change.name!r}, for all samples together",
                 "let one module's forward do both",
             )
-
-
-def _is_raised_here(error: Exception) -> bool:
-    """True if the user's own line raised the error, such as a name that does not exist, and nothing that it called."""
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    return type(error).__module__ == "builtins" and is_user_code(frames[-1].f_code.co_filename)
 
 
 _TRANSFORMS: Final = ("BatchedTensor", "torch.func", "functorch", "vmap")

@@ -24,17 +24,9 @@ def refusal(
     remedy: str,
     modules: Sequence[str] = (),
     kind: type[CaptureError] = CaptureError,
-    declare: bool = True,
 ) -> CaptureError:
-    """A CaptureError in the common form: line, reason, ways out. `modules`: see there.
-
-    `declare`: whether declared stages are one of them.
-    """
-    ways = (
-        f"Ways out: (1) {remedy}; or (2) declare the stages yourself, as modules and the edges between them "
-        "(strategy.stages with `inputs:`, see docs/capture.md): they run eagerly, and nothing is captured."
-    )
-    error = kind(f"Cannot capture the step at {line}: {reason}.\n{ways if declare else f'Way out: {remedy}.'}")
+    """A CaptureError in the common form: line, reason, way out. `modules`: see there."""
+    error = kind(f"Cannot capture the step at {line}: {reason}.\nWay out: {remedy}.")
     error.modules, error.reason = modules, f"{line}: {reason}"
     return error
 

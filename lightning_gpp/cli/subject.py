@@ -31,7 +31,6 @@ from lightning_gpp.costs.model import CostModel, Footprint
 from lightning_gpp.errors import CaptureError, ConfigError, PlanError, ShapeError
 from lightning_gpp.graph import OperatorGraph
 from lightning_gpp.planning.graph_file import read_graph
-from lightning_gpp.stages.declared import Declared
 from lightning_gpp.strategy.checks import runs_whole
 from lightning_gpp.strategy.data import peek
 from lightning_gpp.strategy.steps import CONTEXTS, stand_ins
@@ -107,7 +106,7 @@ class Step:
     step runs as a whole.
     """
 
-    captured: Capture | Declared
+    captured: Capture
     step: Subject
     model: L.LightningModule
     batch: Any
@@ -222,8 +221,8 @@ def _check_methods(model: L.LightningModule, step: str) -> None:
 
 
 def _training_step(
-    model: L.LightningModule, batch: Any, options: Options, context: Context, divided: Callable[[], Capture | Declared]
-) -> tuple[Capture | Declared, str]:
+    model: L.LightningModule, batch: Any, options: Options, context: Context, divided: Callable[[], Capture]
+) -> tuple[Capture, str]:
     """The captured training step, and a note if it runs as a whole; `divided` captures it for micro-batches."""
     example = outline(batch)
     joint = partial(_joint, model, example, options, context)

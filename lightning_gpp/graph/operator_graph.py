@@ -69,14 +69,12 @@ class Affine:
 class TensorSpec:
     """Shape (affine in the number of samples), dtype and differentiability of a tensor.
 
-    `dynamic`: shape and dtype are known only at run time; their values here are meaningless. `mixes_samples`: the
-    values depend on the samples, but not sample by sample (a mean over them, a loss).
+    `mixes_samples`: the values depend on the samples, but not sample by sample (a mean over them, a loss).
     """
 
     shape: tuple[Affine, ...]
     dtype: str
     requires_grad: bool = False
-    dynamic: bool = False
     mixes_samples: bool = False
 
     def sizes(self, num_samples: int) -> tuple[int, ...]:
@@ -84,8 +82,6 @@ class TensorSpec:
         return tuple(int(dim.at(num_samples)) for dim in self.shape)
 
     def bytes(self, num_samples: int) -> int:
-        if self.dynamic:
-            return 0
         count = 1
         for size in self.sizes(num_samples):
             count *= size
@@ -116,7 +112,7 @@ class TensorSpec:
     @property
     def divisible(self) -> bool:
         """True if a subset of the samples can have its own tensor: a part that is cut out, or the same one for all."""
-        return not self.dynamic and not self.mixes_samples and (self.sliceable or not self.varies)
+        return not self.mixes_samples and (self.sliceable or not self.varies)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

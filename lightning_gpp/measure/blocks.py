@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,7 @@ from lightning_gpp.capture.isolate import names_of
 from lightning_gpp.capture.recording import AffineSize, Recorded, Ref, StateRef
 from lightning_gpp.errors import CaptureError
 from lightning_gpp.graph import Operator, TensorSpec
-from lightning_gpp.plan import SOURCE, STEP, Plan, Stage
+from lightning_gpp.plan import STEP, Plan, Stage
 from lightning_gpp.planning.assignment.assign import assign, crossing, make_plan
 from lightning_gpp.planning.assignment.modules import stage_names
 from lightning_gpp.planning.problem.units import find_units
@@ -62,11 +63,8 @@ def find_blocks(capture: Capture, module: nn.Module, seconds: Mapping[str, float
     """
     *cuts, last = _cuts(capture, seconds, num_pieces)
     for modules in cuts:
-        try:
+        with suppress(CaptureError):
             plan, pipeline = _built(capture, module, modules)
-        except CaptureError:
-            continue
-        if not any(edge.dynamic for edge in plan.edges if edge.src != SOURCE):
             break
     else:
         plan, pipeline = _built(capture, module, last)
@@ -165,7 +163,7 @@ def _name(ref: Ref, capture: Capture) -> str:
 
 
 def _spec(spec: TensorSpec) -> str:
-    return f"[{', '.join(map(str, spec.shape))}] {spec.dtype} {spec.requires_grad} {spec.dynamic}"
+    return f"[{', '.join(map(str, spec.shape))}] {spec.dtype} {spec.requires_grad}"
 
 
 def _source(kind: type) -> str:

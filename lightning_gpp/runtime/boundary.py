@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from lightning_gpp.runtime.stage import Slot
 from lightning_gpp.schedules.program import Message, Program
 
 Tensors = Sequence[Tensor | None]
-"""The tensors of a message, one for each of its slots. On dynamic edges and for gradients, None if there is none."""
+"""The tensors of a message, one for each of its slots. For gradients, None if there is none."""
 
 MessageTensors = list[Tensors | None]
 """The tensors of all messages of a device, by message id; None if they have not arrived, or are no longer needed."""
@@ -36,10 +36,10 @@ TOKEN: Final = Slot("@token", TensorSpec(shape=(Affine(0, 1),), dtype="uint8"))
 
 
 def carried(edge: Edge, slots: Sequence[Slot], gradient: bool) -> tuple[Slot, ...]:
-    """The slots of a message; on dynamic edges all, because only the tensors show whether they have gradients."""
+    """The slots of a message."""
     if edge.artificial:
         return (TOKEN,)
-    if gradient and not edge.dynamic:
+    if gradient:
         return tuple(slot for slot in slots if slot.spec.requires_grad)
     return tuple(slots)
 
@@ -167,8 +167,8 @@ Promise = tuple[str, tuple[int, ...], torch.dtype]
 
 
 def promises(outgoing: Iterable[EdgeTensors], num_samples: int) -> list[Promise]:
-    """The tensors that an action must return for its outgoing edges; on dynamic edges anything is allowed."""
-    slots = {slot.name: slot for border in outgoing if not border.edge.dynamic for slot in border.slots}
+    """The tensors that an action must return for its outgoing edges."""
+    slots = {slot.name: slot for border in outgoing for slot in border.slots}
     slots.pop(TOKEN.name, None)
     return [(name, slot.spec.sizes(num_samples), DTYPES[slot.spec.dtype]) for name, slot in slots.items()]
 
@@ -183,63 +183,5 @@ def check_promises(outputs: Mapping[str, Tensor], promised: Iterable[Promise], o
             raise ShapeError(
                 f"{owner} returned {name!r} with shape {tuple(tensor.shape)} and dtype {tensor.dtype}; expected are "
                 f"{shape} and {dtype}. Only the number of samples may change between batches: pad the batch to the "
-                "captured sizes, or mark the edge `dynamic: true` in the plan (strategy.plan)."
+                "captured sizes."
             )
-
-
-class Form(NamedTuple):
-    """Shape and dtype of a tensor that travels."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
-_MAX_DIMS: Final = 8
-_ROW: Final = 4 + _MAX_DIMS
-_CODES: Final = {dtype: code for code, dtype in enumerate(DTYPES.values())}
-_BY_CODE: Final = tuple(DTYPES.values())
-
-
-def header_length(num_slots: int) -> int:
-    """Number of int64 in the header of a message on a dynamic edge."""
-    return 1 + _ROW * num_slots
-
-
-def header_of(tensors: Tensors) -> Tensor:
-    """The header: number of tensors; for each: present, dtype, requires_grad, number of dimensions, sizes.
-
-    Raises:
-        ShapeError: a tensor has too many dimensions, or a dtype that cannot be sent.
-    """
-    numbers = [len(tensors)]
-    for tensor in tensors:
-        numbers += [0] * _ROW if tensor is None else _row(tensor)
-    return torch.tensor(numbers, dtype=torch.int64)
-
-
-def _row(tensor: Tensor) -> list[int]:
-    if tensor.dim() > _MAX_DIMS or tensor.dtype not in _CODES:
-        raise ShapeError(
-            f"A tensor of shape {tuple(tensor.shape)} and dtype {tensor.dtype} cannot cross a dynamic edge: at most "
-            f"{_MAX_DIMS} dimensions, and one of {', '.join(DTYPES)}."
-        )
-    padding = [0] * (_MAX_DIMS - tensor.dim())
-    return [1, _CODES[tensor.dtype], int(tensor.requires_grad), tensor.dim(), *tensor.shape, *padding]
-
-
-def read_header(header: Tensor) -> tuple[list[Form | None], list[bool]]:
-    """The forms of the tensors that the header describes, and whether each requires grad.
-
-    Raises:
-        ShapeError: it is not a header.
-    """
-    count, *numbers = header.tolist()
-    if count * _ROW != len(numbers):
-        raise ShapeError(f"A message on a dynamic edge announces {count} tensors, expected {len(numbers) // _ROW}.")
-    rows = [numbers[i * _ROW : (i + 1) * _ROW] for i in range(count)]
-    return [_form(row) for row in rows], [bool(row[2]) for row in rows]
-
-
-def _form(row: Sequence[int]) -> Form | None:
-    present, code, _, num_dims, *sizes = row
-    return Form(tuple(sizes[:num_dims]), _BY_CODE[code]) if present else None

@@ -39,7 +39,7 @@ from lightning_gpp.runtime.recompute import RecomputedForward
 from lightning_gpp.runtime.sharding.interface import StageSync
 from lightning_gpp.runtime.split import SplitBackward, Splitter
 from lightning_gpp.runtime.stage import DataSource, MicroBatch, Slot, StageModule
-from lightning_gpp.runtime.transfers import DynamicReceive, DynamicSend, Inbox, Receive, Send, TransferLink
+from lightning_gpp.runtime.transfers import Receive, Send, TransferLink
 from lightning_gpp.runtime.weights.derived import Derived, Derives
 from lightning_gpp.runtime.weights.interface import WeightPolicy
 from lightning_gpp.schedules.actions import COLLECTIVES, COMPUTING, RELEASES, Action, Kind
@@ -103,7 +103,6 @@ class Compiler:
         self._armed = _armed(program, device)
         self.splitters: dict[int, Splitter] = {}
         self._module_states: dict[int, ModuleState] = {}
-        self.inboxes: dict[int, Inbox] = {peer: Inbox() for peer in _dynamic_peers(program, device)}
         self._receipts = receipts(program)[device]
         offloads = any(self._plan.stages[stage].offload for stage in self._plan.stages_on(device))
         self.host = HostLink(lanes[0].state.device.token.device) if offloads and program.training else None
@@ -131,33 +130,23 @@ class Compiler:
 
     def _send(self, lane: Lane, message: Message) -> Send:
         if message.id not in lane.sends:
-            make = DynamicSend if self._plan.edges[message.edge].dynamic else Send
-            lane.sends[message.id] = make(lane.link, message)
+            lane.sends[message.id] = Send(lane.link, message)
         return lane.sends[message.id]
 
     def _receive(self, message: Message) -> Receive:
         lane = self._lane
         if message.id not in lane.receives:
-            make = DynamicReceive if self._plan.edges[message.edge].dynamic else Receive
-            lane.receives[message.id] = make(lane.link, message, self._carried(message))
+            lane.receives[message.id] = Receive(lane.link, message, self._carried(message))
         return lane.receives[message.id]
 
     def _carried(self, message: Message) -> tuple[Slot, ...]:
         return carried(self._plan.edges[message.edge], self._slots[message.edge], message.gradient)
 
     def _post(self, message: Message) -> Operation:
-        receive = self._receive(message)
-        if message.src not in self.inboxes:
-            return receive.start
-        inbox = self.inboxes[message.src]
-        return lambda: inbox.post(receive)
+        return self._receive(message).start
 
     def _wait(self, message: Message, arrived: Sequence[Send]) -> Operation:
-        receive = self._receive(message)
-        wait: Operation = receive.wait
-        if message.src in self.inboxes:
-            inbox = self.inboxes[message.src]
-            wait = lambda: inbox.wait(receive)  # noqa: E731
+        wait: Operation = self._receive(message).wait
         return releasing(wait, arrived, self._lane.state.device) if arrived else wait
 
     def _compute(self, action: Action) -> Operation:
@@ -360,14 +349,8 @@ _WITH_GRADIENTS: Final = (Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT)
 
 
 def _differentiable(outgoing: Iterable[EdgeTensors]) -> tuple[str, ...]:
-    names = (slot.name for b in outgoing for slot in b.slots if slot.spec.requires_grad or b.edge.dynamic)
+    names = (slot.name for b in outgoing for slot in b.slots if slot.spec.requires_grad)
     return tuple(dict.fromkeys(names))
-
-
-def _dynamic_peers(program: Program, device: int) -> set[int]:
-    """The devices that send messages of unknown shape to this one."""
-    dynamic = (message for message in program.messages if program.plan.edges[message.edge].dynamic)
-    return {message.src for message in dynamic if message.dst == device}
 
 
 def action_of(program: Program, instruction: Instruction) -> Action:

@@ -115,13 +115,9 @@ class Executor:
         self._hollow: list[list[Operation]] = []
 
     def _routes_of(self, transport: Transport, loading: int) -> Routes:
-        """Routes for mini-batches of which the first ones, until one has left the pipeline, may have to load kernels.
-
-        For tensors of unknown shapes there may always be another kernel.
-        """
+        """Routes for mini-batches; the first ones, until one has left the pipeline, may have to load kernels."""
         talks = any(each.op in (Op.SEND, Op.POST) for each in self.program.devices[self.device])
-        dynamic = any(edge.dynamic for edge in self.program.plan.edges)
-        return Routes(transport, loading if talks else 0, always=dynamic)
+        return Routes(transport, loading if talks else 0)
 
     def _lane(self, number: int, transport: Transport, device: torch.device) -> Lane:
         state = State(len(self.program.messages), self._state)
@@ -342,8 +338,6 @@ class Executor:
     def _drop(self) -> None:
         """Drop all tensors, after a failure."""
         self._unfinished.clear()
-        for inbox in self._compiler.inboxes.values():
-            inbox.clear()
         if self._compiler.host is not None:
             self._compiler.host.clear()
         for lane in self._lanes:

@@ -169,7 +169,7 @@ class ComputeForward(Compute):
                 if tensor is None:
                     continue
                 leaf = inputs[slot.name] = _as_received(tensor, border)
-                if saved is not None and (tensor.requires_grad if border.edge.dynamic else slot.spec.requires_grad):
+                if saved is not None and slot.spec.requires_grad:
                     saved.leaves[slot.name] = leaf.requires_grad_()
                     inputs[slot.name] = _Result.apply(leaf)  # type: ignore[no-untyped-call]
         return inputs
@@ -230,10 +230,9 @@ def hand_out(outputs: Mapping[str, Tensor], outgoing: Iterable[EdgeTensors], sta
 
 
 def hand_out_zeros(outgoing: Iterable[EdgeTensors], num_samples: int, state: State) -> None:
-    """Make messages with which nobody will compute; those on dynamic edges say that there is no tensor."""
+    """Make messages with which nobody will compute."""
     for border in outgoing:
-        none = border.edge.dynamic
-        border.give([None if none else _zeros(slot, num_samples, state) for slot in border.slots], state.values)
+        border.give([_zeros(slot, num_samples, state) for slot in border.slots], state.values)
 
 
 def _zeros(slot: Slot, num_samples: int, state: State) -> Tensor:

@@ -61,7 +61,7 @@ def derive_messages(plan: Plan, batch_size: int, training: bool, split: Split = 
     messages: list[Message] = []
     for index, edge in enumerate(plan.edges):
         pairs = list(_common(parts_of(plan, edge.src, batch_size), parts_of(plan, edge.dst, batch_size)))
-        if (edge.dynamic or not edge.sliceable) and not edge.artificial:
+        if not (edge.sliceable or edge.artificial):
             _check_uncut(plan, edge, pairs)
         for gradient in (False, True) if training and carries_gradient(edge) else (False,):
             numbered = enumerate(pairs, start=len(messages))
@@ -123,11 +123,10 @@ def message_between(
 def _check_uncut(plan: Plan, edge: Edge, pairs: list[tuple[Part, Part]]) -> None:
     if all((upper.start, upper.stop) == (lower.start, lower.stop) for upper, lower in pairs):
         return
-    reason = "known only at run time" if edge.dynamic else "not one index per sample"
     raise PlanError(
-        f"{_end(plan, edge.src)} sends tensors to {_end(plan, edge.dst)} whose sizes are {reason}, so they cannot be "
-        "cut into other micro-batches. Give both stages the same micro_batch_size and the same number of devices "
-        "(strategy.stages), or put the modules into one stage."
+        f"{_end(plan, edge.src)} sends tensors to {_end(plan, edge.dst)} that are not one index per sample, so they "
+        "cannot be cut into other micro-batches. Give both stages the same micro_batch_size and the same number of "
+        "devices (strategy.stages), or put the modules into one stage."
     )
 
 

@@ -20,7 +20,6 @@ from lightning_gpp.plan import STEP, WHOLE, Plan, Stage
 from lightning_gpp.planning.assignment.assign import make_plan
 from lightning_gpp.runtime.stage import MicroBatch
 from lightning_gpp.stages.build import Pipeline, build
-from lightning_gpp.stages.declared import Declared
 from lightning_gpp.stages.step import StepRunner
 
 
@@ -57,8 +56,8 @@ class Undivided:
         return make_plan(self.graph, [stage], batch_size=self.batch_size, model=self.fingerprint, unused=unused)
 
 
-Captured = Capture | Declared | Undivided
-"""The computation of a step: captured, declared by the user, or as a whole."""
+Captured = Capture | Undivided
+"""The computation of a step: captured, or as a whole."""
 
 
 def undivided(module: nn.Module, step: str, batch_size: int, reason: str, *, alone: bool) -> Undivided:

@@ -17,7 +17,6 @@ from lightning_gpp.planning.assignment.assign import (
 )
 from lightning_gpp.planning.assignment.rebuild import separated
 from lightning_gpp.slices import unsliced
-from lightning_gpp.stages.declared import Declared
 from lightning_gpp.stages.undivided import Captured, Undivided
 from lightning_gpp.training.tensors.other_modules import NOWHERE, Held, with_others
 
@@ -41,16 +40,13 @@ def evaluation_plan(captured: Captured, plan: Plan, held: Held = NOWHERE, *, all
     kept = replace(plan, schedule=plan.schedule if len(stages) == len(training) else "gpipe")
     made = _evaluation_plan(captured, stages, kept)
     is_cut = all(edge.sliceable for edge in made.edges if edge.src == SOURCE)
-    if mixes_into_samples(captured.graph) or (all_cut and not is_cut) or not _runs_once(captured, made):
+    runs_once = made.stages[made.step_stage].micro_batch_size == WHOLE
+    if mixes_into_samples(captured.graph) or (all_cut and not is_cut) or not runs_once:
         made = _undivided(captured, stages, plan)
     return replace(made, sharding=plan.sharding)
 
 
-def _runs_once(captured: Capture | Declared, plan: Plan) -> bool:
-    return isinstance(captured, Declared) or plan.stages[plan.step_stage].micro_batch_size == WHOLE
-
-
-def _undivided(captured: Capture | Declared, stages: Sequence[Stage], plan: Plan) -> Plan:
+def _undivided(captured: Capture, stages: Sequence[Stage], plan: Plan) -> Plan:
     """Stages that take the undivided mini-batch, each on the first of its devices."""
     alone = [replace(stage, micro_batch_size=WHOLE, devices=stage.devices[:1], round_robin=False) for stage in stages]
     unused = set(range(plan.num_devices)) - {device for stage in alone for device in stage.devices}
@@ -58,16 +54,14 @@ def _undivided(captured: Capture | Declared, stages: Sequence[Stage], plan: Plan
     return sizes(schedule="gpipe", unused=tuple(sorted(unused)))
 
 
-def _evaluation_plan(captured: Capture | Declared, given: Sequence[Stage], plan: Plan) -> Plan:
+def _evaluation_plan(captured: Capture, given: Sequence[Stage], plan: Plan) -> Plan:
     stages = _whole_micro_batches(given, captured.graph)
     made = partial(
         make_plan, captured.graph, batch_size=captured.batch_size, schedule=plan.schedule, unused=plan.unused
     )
-    if isinstance(captured, Capture):
-        apart = made(separated(stages, WHOLE))
-        if all(edge.sliceable for edge in apart.edges if edge.src == SOURCE or edge.dst == apart.step_stage):
-            return apart
-    return made(stages)
+    apart = made(separated(stages, WHOLE))
+    cut = all(edge.sliceable for edge in apart.edges if edge.src == SOURCE or edge.dst == apart.step_stage)
+    return apart if cut else made(stages)
 
 
 def _whole_micro_batches(stages: Sequence[Stage], graph: OperatorGraph) -> list[Stage]:

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from lightning_gpp.errors import ConfigError
@@ -14,7 +13,7 @@ from lightning_gpp.planning.assignment.stages_spec import read
 from lightning_gpp.planning.micro_batches import check_one_given
 from lightning_gpp.planning.request import check_replicas
 from lightning_gpp.schedules.registry import method_of
-from lightning_gpp.training.option_values import AUTO, SYNCHRONOUS, check_policy, without_inputs
+from lightning_gpp.training.option_values import AUTO, SYNCHRONOUS, check_policy
 
 
 def check_together(options: Any) -> None:
@@ -80,12 +79,6 @@ def _check_slices(options: Any) -> None:
             f"strategy.slices={options.slices} cannot be combined with strategy.offload={options.offload!r}: slices "
             "hand on tensors that stay on the device. Use strategy.recompute, or remove strategy.slices."
         )
-    listed = [] if isinstance(options.stages, Mapping) else options.stages or []
-    if any("inputs" in entry for entry in listed):
-        raise ConfigError(
-            f"strategy.slices={options.slices} needs a captured model, to know what is cut; strategy.stages declares "
-            "edges (`inputs`), which leaves capture out. Remove `inputs`, or strategy.slices."
-        )
 
 
 def _check_unused(options: Any) -> None:
@@ -138,7 +131,7 @@ def _check_stages(options: Any) -> None:
 
 def _on_devices(options: Any) -> bool:
     """True if the user's stages have devices of the user's choice."""
-    entries = read(without_inputs(options.stages)) if options.stages is not None else []
+    entries = read(options.stages) if options.stages is not None else []
     return any(entry.devices is not None for entry in entries)
 
 

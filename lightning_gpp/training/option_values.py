@@ -13,7 +13,7 @@ from lightning_gpp.errors import ConfigError, did_you_mean
 from lightning_gpp.option import refusal
 from lightning_gpp.plan import Plan
 from lightning_gpp.planning import partitioner_names
-from lightning_gpp.planning.assignment.stages_spec import KEYS, StagesSpec, read
+from lightning_gpp.planning.assignment.stages_spec import StagesSpec, read
 from lightning_gpp.schedules.registry import schedule_names
 from lightning_gpp.simulation import WeightCopies
 
@@ -118,15 +118,8 @@ def stages_given(stages: Any) -> StagesSpec | None:
         return None
     if isinstance(stages, str) or not isinstance(stages, Mapping | Sequence):
         raise refusal("stages", stages, "a mapping from module path to stage number, a list of stages, or null")
-    read(without_inputs(stages))
+    read(stages)
     return stages
-
-
-def without_inputs(stages: StagesSpec) -> StagesSpec:
-    """The stages spec without edges that the user may have declared."""
-    if isinstance(stages, Mapping):
-        return stages
-    return [{key: value for key, value in _mapping(entry).items() if key != "inputs"} for entry in stages]
 
 
 def degrees_of(plan: Plan | None, stages: StagesSpec | None, number: int) -> tuple[int, ...]:
@@ -143,7 +136,7 @@ def degrees_of(plan: Plan | None, stages: StagesSpec | None, number: int) -> tup
     if plan is not None:
         members = plan.with_members(number).members
         return members if len({*members}) > 1 else members[:1]
-    entries = [] if stages is None else read(without_inputs(stages))
+    entries = [] if stages is None else read(stages)
     numbers = [entry.tensor_parallel_size or number for entry in entries] or [number]
     if len({*numbers}) == 1:
         return (numbers[0],)
@@ -154,12 +147,6 @@ def degrees_of(plan: Plan | None, stages: StagesSpec | None, number: int) -> tup
         )
     found = {device: size for entry, size in zip(entries, numbers, strict=True) for device in entry.devices or ()}
     return tuple(found.get(device, min(numbers)) for device in range(1 + max(found)))
-
-
-def _mapping(entry: Any) -> Mapping[str, Any]:
-    if not isinstance(entry, Mapping):
-        raise ConfigError(f"strategy.stages: {entry!r} is not a mapping with the keys {', '.join(KEYS)}, inputs.")
-    return entry
 
 
 def schedule_given(name: Any) -> str | None:

@@ -40,7 +40,7 @@ from lightning_gpp.training.option_values import (
 )
 
 StageSpec = StagesSpec
-"""A stages spec, see `StagesSpec`; its stages also have the key `inputs` if the user declares the edges."""
+"""A stages spec, see `StagesSpec`."""
 
 Context = Callable[[], AbstractContextManager[Any]]
 """Makes a context to compute in, for example autocast."""

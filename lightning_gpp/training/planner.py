@@ -26,12 +26,11 @@ from lightning_gpp.planning.request import SEARCHED, STANDARD, SearchOptions
 from lightning_gpp.schedules.registry import method_of
 from lightning_gpp.simulation import WeightCopies, no_copies
 from lightning_gpp.slices import unsliced
-from lightning_gpp.stages.declared import Declared, declare, is_declared
 from lightning_gpp.stages.undivided import Captured, Undivided
 from lightning_gpp.stages.whole_inputs import with_whole_inputs
 from lightning_gpp.training.data.loaders import mini_batches_of
 from lightning_gpp.training.measured.machine import Machine, first, resolved
-from lightning_gpp.training.option_values import AUTO, weight_copies_of, without_inputs
+from lightning_gpp.training.option_values import AUTO, weight_copies_of
 from lightning_gpp.training.options import DEFAULT, Context, Options, StageSpec, schedules_of
 from lightning_gpp.training.tensors.other_modules import NOWHERE, Held, with_others
 
@@ -48,18 +47,15 @@ def captured_step(
     known: Plan | None = None,
     uncut: Mapping[str, str] = {},
     general: bool = False,
-) -> Capture | Declared:
-    """The computation of a step, captured or declared by the user.
+) -> Capture:
+    """The captured computation of a step.
 
     `known`: the plan of the run, if there is one. `uncut`: modules that are called whole, with the reasons. `general`:
     see `capture_step`.
 
     Raises:
-        CaptureError, PlanError: see `capture` and `declare`.
+        CaptureError: see `capture_step`.
     """
-    stages = options.stages
-    if is_declared(stages) and isinstance(stages, Sequence):
-        return declare(module, batch, [dict(entry) for entry in stages], step=step, dims=options.batch_dims)
     captured = capture_step(
         module,
         batch,
@@ -232,10 +228,10 @@ def planned(
 
 def _by_hand(stages: StageSpec, captured: Subject, options: Options) -> Plan:
     """Stages by hand. Without devices, they are laid out as the schedule requires."""
-    schedules, spec = schedules_of(options), without_inputs(stages)
+    schedules = schedules_of(options)
     plan = manual(
         captured.graph,
-        spec,
+        stages,
         schedule=schedules[0] if len(schedules) == 1 else STANDARD,
         batch_size=captured.batch_size,
         num_micro_batches=options.num_micro_batches,
@@ -243,7 +239,7 @@ def _by_hand(stages: StageSpec, captured: Subject, options: Options) -> Plan:
         tensor_parallel_size=options.num_members,
         model=captured.fingerprint,
     )
-    if any(entry.devices is not None for entry in read(spec)):
+    if any(entry.devices is not None for entry in read(stages)):
         return plan
     return lay_out_by_hand(plan, captured.graph, options.stages_per_device)
 
@@ -361,7 +357,7 @@ def devices_wanted(options: Options, world_size: int) -> int:
         return options.plan.num_devices
     if options.stages is None:
         return world_size
-    entries = read(without_inputs(options.stages))
+    entries = read(options.stages)
     listed = [device for entry in entries for device in entry.devices or ()]
     if listed:
         return 1 + max(listed)

@@ -182,7 +182,7 @@ def check_shared(changed: Mapping[Attribute, Any]) -> None:
 
 
 def capture_of(job: Job, step: str, example: Any, known: Plan | None, *, general: bool = False) -> Captured:
-    """The captured step of a job, from a mini-batch without memory, or the declared one.
+    """The captured step of a job, from a mini-batch without memory.
 
     Args:
         job: the job of the run.

@@ -21,7 +21,6 @@ from lightning_gpp.runtime import LOSS, Executor, MicroBatch, RandomStreams
 from lightning_gpp.runtime.module_state import SMALL, ModuleState
 from lightning_gpp.schedules import compile_program
 from lightning_gpp.stages import build
-from lightning_gpp.stages.declared import Declared
 from lightning_gpp.training.session import InContext
 from tests.runtime.stages import Mixer
 from tests.runtime.test_executor import Altered, NoTransport, executor_of, one_device
@@ -114,7 +113,7 @@ def _of(blocks: tuple[str, ...], group: Sequence[str]) -> tuple[str, ...]:
 
 def train(
     module: nn.Module,
-    captured: Capture | Declared,
+    captured: Capture,
     batch: Any,
     plan: Plan,
     context: Callable[[], AbstractContextManager[Any]] = nullcontext,

@@ -58,9 +58,8 @@ def _one(pipeline: Any, plan: Plan, micro_batch: MicroBatch) -> float:
             for slot in slots if edge.dst == number else ():
                 source = given if edge.src == SOURCE else outputs[edge.src]
                 tensor = source[slot.name].detach()
-                if not edge.dynamic:
-                    assert tuple(tensor.shape) == slot.spec.sizes(micro_batch.num_samples), slot
-                    assert str(tensor.dtype) == f"torch.{slot.spec.dtype}", slot
+                assert tuple(tensor.shape) == slot.spec.sizes(micro_batch.num_samples), slot
+                assert str(tensor.dtype) == f"torch.{slot.spec.dtype}", slot
                 differentiable = slot.spec.requires_grad and edge.src != SOURCE
                 values[slot.name] = leaves[number, slot.name] = tensor.requires_grad_(differentiable)
         outputs.append(stage.forward(values, micro_batch))

@@ -106,52 +106,6 @@ class Tied(pl.LightningModule):
         return torch.optim.Adam(self.parameters(), lr=0.05)
 
 
-class Gate(nn.Module):
-    """Decides by values, which no capture can follow."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * 2 if x.sum() > 0 else x * 0.5
-
-
-class Join(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(12, 3)
-
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return self.linear(torch.cat([x, y], dim=1))
-
-
-class Undecided(TwoTowers):
-    """Runs in stages because the user declares the edges between them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.left.append(Gate())
-        self.right = self.right[:2]
-        self.head = Join()
-
-    def forward(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        return self.head(self.left(a), self.right(b))
-
-
-DECLARED = [
-    {"name": "left", "modules": ["left"], "inputs": ["@a"], "devices": [1]},
-    {"name": "right", "modules": ["right"], "inputs": ["@b"], "devices": [0]},
-    {"name": "head", "modules": ["head"], "inputs": {"x": "left", "y": "right"}, "devices": [0]},
-]
-
-
-def fit_undecided(strategy: Any, devices: int) -> dict[str, Any]:
-    """One micro-batch per mini-batch: the gate looks at all samples it is given."""
-    torch.manual_seed(0)
-    module = Undecided().double()
-    trainer = harness.trainer(strategy, devices)
-    trainer.fit(module, loader(), loader(10, seed=2))
-    tested = trainer.test(module, loader(10, seed=2), verbose=False)
-    return {"losses": module.losses, **module.metrics[-1], **tested[0]}
-
-
 def sequences() -> DataLoader[Any]:
     generator = torch.Generator().manual_seed(4)
     lengths = (5, 5, 7, 5, 7)
@@ -204,9 +158,7 @@ def fit_with_everything(strategy: Any, devices: int, folder: str) -> dict[str, A
 def run_all(rank: int, folder: str) -> dict[str, Any]:
     stages = {"embedding": 0, "middle": 0, "head": 1}
     tied = fit_tied(harness.strategy(stages=stages, num_micro_batches=3), 2, folder)
-    declared = harness.strategy(stages=DECLARED, num_micro_batches=1)
     runs = {name: fit_kind(kind, harness.strategy(), 2, **options) for name, (kind, options) in kinds().items()}
-    runs["declared"] = fit_undecided(declared, 2)
     return {"tied": tied, **runs, "everything": fit_with_everything(harness.strategy(), 2, folder)}
 
 
@@ -232,14 +184,6 @@ def test_tied_weights_and_changing_shapes(runs: Any) -> None:
     for name, value in theirs["state_dict"].items():
         torch.testing.assert_close(ours["state_dict"][name], value, rtol=1e-9, atol=1e-12)
     assert ours["optimizer_states"][0]["state"].keys() == theirs["optimizer_states"][0]["state"].keys()
-
-
-def test_declared_stages(runs: Any) -> None:
-    expected = plain(fit_undecided, "auto", 1)
-    for found in runs[1]:
-        losses = found["declared"].pop("losses")
-        assert losses == pytest.approx(expected["losses"], **EXACT)
-        assert found["declared"] == pytest.approx({k: v for k, v in expected.items() if k != "losses"}, **EXACT)
 
 
 def rows(folder: str) -> list[dict[str, str]]:

@@ -195,12 +195,6 @@ CASES: dict[str, Case] = {
     ),
     "schedule of a step as a whole": (Manual, {"schedule": "1f1b"}, {}, "schedule='1f1b' does not go together.*Leave"),
     "weights of a step as a whole": (TwoTowers, {"step": "whole", "weights": "stash"}, {}, "weights='stash' does not"),
-    "declared stages of a step as a whole": (
-        TwoTowers,
-        {"step": "whole", "stages": [{"modules": ["head"], "inputs": ["@a"]}]},
-        {},
-        "stages=.* declares edges",
-    ),
     "check of a step that optimizes": (Manual, {"step": "whole", "on_nonfinite": "stop"}, {}, "check in your code"),
     "dataloader_iter": (
         Fetching,

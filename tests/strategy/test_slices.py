@@ -240,7 +240,6 @@ def test_other_forms_of_the_plan() -> None:
         ({"slices": 2, "slice_modules": "head"}, "strategy.slice_modules is 'head'; it must be a list"),
         ({"slice_modules": ["head"]}, r"strategy.slice_modules=\['head'\] is given without strategy.slices"),
         ({"slices": 2, "sharding": "fsdp"}, r"strategy.sharding=fsdp and strategy.slices cannot.*sharding=zero1"),
-        ({"slices": 2, "stages": [{"modules": ["a"], "inputs": ["@x"]}]}, "strategy.slices=2 needs a captured model"),
     ],
 )
 def test_settings_that_cannot_work(settings: dict[str, Any], match: str) -> None:

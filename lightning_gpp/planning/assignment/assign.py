@@ -293,6 +293,5 @@ def _edge(graph: OperatorGraph, pair: tuple[int, int], values: list[tuple[str, i
         dst=pair[1],
         bytes=sum((spec.affine_bytes for spec in specs), Affine()),
         differentiable=any(spec.requires_grad for spec in specs),
-        dynamic=any(spec.dynamic for spec in specs),
-        sliceable=all(spec.dynamic or spec.divisible for spec in specs),
+        sliceable=all(spec.divisible for spec in specs),
     )

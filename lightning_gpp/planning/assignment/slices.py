@@ -64,7 +64,7 @@ def carried_bytes(graph: OperatorGraph, assignment: Mapping[str, Sequence[int]],
 
 def is_cut(spec: TensorSpec, dim: int, length: int) -> bool:
     """True if a tensor between stages has one index per token in this dimension."""
-    return not spec.dynamic and len(spec.shape) > dim and spec.shape[dim] == Affine(0, length)
+    return len(spec.shape) > dim and spec.shape[dim] == Affine(0, length)
 
 
 def cut_spec(spec: TensorSpec, dim: int, tokens: int) -> TensorSpec:

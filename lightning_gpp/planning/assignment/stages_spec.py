@@ -14,18 +14,6 @@ from lightning_gpp.validation import validated
 StagesSpec = Mapping[str, Any] | Sequence[Mapping[str, Any]]
 """One of: module path -> stage number; stage name -> its keys (or its list of modules); a list of stages' keys."""
 
-KEYS: Final = (
-    "name",
-    "modules",
-    "devices",
-    "micro_batch_size",
-    "recompute",
-    "offload",
-    "round_robin",
-    "slack",
-    "tensor_parallel_size",
-)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:

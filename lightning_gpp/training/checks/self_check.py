@@ -35,7 +35,6 @@ from lightning_gpp.runtime.random import RandomStreams, undisturbed
 from lightning_gpp.runtime.stage import MicroBatch
 from lightning_gpp.runtime.transport import Transport
 from lightning_gpp.stages import build
-from lightning_gpp.stages.declared import Declared
 from lightning_gpp.stages.step import Invocation, StepRunner
 from lightning_gpp.stages.undivided import Captured, Undivided
 from lightning_gpp.training.checks.projections import differing, forget_vectors, norms, projections
@@ -103,7 +102,7 @@ def _wanted(job: Job, plan: Plan) -> bool:
     return wanted and not reasons
 
 
-def _comparable(job: Job, captured: Capture | Declared, plan: Plan) -> Plan:
+def _comparable(job: Job, captured: Capture, plan: Plan) -> Plan:
     """The plan without stage replicas if there is BatchNorm, which normalises each replica's share by itself; and
     without micro-batches if network calls of a step as a whole are not cut, as they mix samples.
     """
@@ -123,9 +122,7 @@ def samples_of(plan: Plan, batch_size: int) -> int:
     return min(batch_size, *(stage.micro_batch_size for stage in plan.stages))
 
 
-def self_check(
-    job: Job, captured: Capture | Declared, plan: Plan, batch: Any, transport: Transport
-) -> Mapping[str, str]:
+def self_check(job: Job, captured: Capture, plan: Plan, batch: Any, transport: Transport) -> Mapping[str, str]:
     """Compare split and unsplit model on the first samples of `batch`. All ranks of one pipeline call this together.
 
     Warns if the same samples, undivided, have another loss than in micro-batches.
@@ -191,13 +188,13 @@ class Expected:
     dtype: torch.dtype = torch.float64
 
 
-def _invocation(job: Job, captured: Capture | Declared, module: nn.Module) -> Invocation:
+def _invocation(job: Job, captured: Capture, module: nn.Module) -> Invocation:
     function, rest = captured.called_on(module)
     return Invocation(function=function, rest=rest, around=job.host.around(TRAINING))
 
 
 def _unsplit_or_failure(
-    job: Job, whole: nn.Module, captured: Capture | Declared, plan: Plan, part: Any, samples: int
+    job: Job, whole: nn.Module, captured: Capture, plan: Plan, part: Any, samples: int
 ) -> tuple[Expected, str]:
     try:
         return _unsplit(job, whole, captured, plan, part, samples), ""
@@ -212,7 +209,7 @@ def _unsplit_or_failure(
         )
 
 
-def _unsplit(job: Job, whole: nn.Module, captured: Capture | Declared, plan: Plan, part: Any, samples: int) -> Expected:
+def _unsplit(job: Job, whole: nn.Module, captured: Capture, plan: Plan, part: Any, samples: int) -> Expected:
     step = build(captured, plan, whole).step
     streams = RandomStreams(job.seed)  # what the step draws from Python and NumPy is what it draws in stages
     step.begin(part, _invocation(job, captured, whole), streams.key(DATA_STREAM, job.control.pipeline, 0, 0))
@@ -224,7 +221,7 @@ def _unsplit(job: Job, whole: nn.Module, captured: Capture | Declared, plan: Pla
 
 
 def _comparison(
-    job: Job, step: StepRunner, captured: Capture | Declared, plan: Plan, batch: Any, dtype: torch.dtype
+    job: Job, step: StepRunner, captured: Capture, plan: Plan, batch: Any, dtype: torch.dtype
 ) -> CutComparison | None:
     if job.whole and captured.graph.mixes_samples:  # then network calls are not cut
         return None
@@ -267,7 +264,7 @@ def _whole_works(job: Job, plan: Plan, batch: Any, dtype: torch.dtype) -> bool:
 
 
 def _split(
-    job: Job, captured: Capture | Declared, plan: Plan, transport: Transport, part: Any, samples: int
+    job: Job, captured: Capture, plan: Plan, transport: Transport, part: Any, samples: int
 ) -> tuple[Expected, dict[str, set[str]]]:
     """Loss and gradient of this rank's stages; and the parameters of all stages, by stage."""
     control = job.control

@@ -19,7 +19,7 @@ def least_precise(job: Job, captured: Captured, loss: torch.dtype) -> torch.dtyp
     than that of their parameters.
     """
     specs = (spec for operator in captured.graph for spec in operator.outputs)
-    kinds = {getattr(torch, spec.dtype) for spec in specs if spec.requires_grad and not spec.dynamic}
+    kinds = {getattr(torch, spec.dtype) for spec in specs if spec.requires_grad}
     known = {rounded_to(kind, job.device, job.module) for kind in {job.precision, loss, *kinds} & set(TOLERANCES)}
     return max(known, key=TOLERANCES.__getitem__, default=torch.float64)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,8 +25,6 @@ from lightning_gpp.runtime.random import undisturbed
 from lightning_gpp.training.divided.tensor_parallel import TensorParallel
 from lightning_gpp.wording import named
 
-T = TypeVar("T")
-
 Regions = dict[str, str]
 """Modules that are called whole, by path, with the reasons."""
 
@@ -38,13 +36,13 @@ _NUM_SAMPLES = 4
 
 
 def captured_apart(
-    record: Callable[[Mapping[str, str]], T],
+    record: Callable[[Mapping[str, str]], Capture],
     parallel: TensorParallel | None,
     module: nn.Module,
     context: Callable[[], AbstractContextManager[Any]],
     num_devices: int,
     agreed: Callable[[Callable[[], Regions]], Regions],
-) -> T:
+) -> Capture:
     """A capture in which regions are called whole; its graph knows the operators inside, if this is the first one.
 
     Args:
@@ -61,13 +59,13 @@ def captured_apart(
     if parallel is None:
         return record({})
     detail = None
-    if not parallel.regions and isinstance(captured := record({}), Capture):
+    if not parallel.regions:
+        captured = record({})
         parallel.regions.update(agreed(partial(regions_of, parallel, module, captured, context)))
         check_regions(parallel.regions, module, num_devices)
         detail = captured.graph
     apart = record(parallel.regions)
-    if isinstance(apart, Capture):
-        apart.graph.regions, apart.graph.detail = frozenset(parallel.regions), detail
+    apart.graph.regions, apart.graph.detail = frozenset(parallel.regions), detail
     return apart
 
 

@@ -41,12 +41,12 @@ def measured_costs(
         context: context in which the step computes.
 
     Raises:
-        ConfigError: the stages were declared, so there are no operators to measure.
+        ConfigError: the step was not captured, so there are no operators to measure.
     """
     if not isinstance(captured, Capture):
         raise ConfigError(
-            "strategy.costs=measured needs a captured step, but strategy.stages declares the edges itself (`inputs`). "
-            "Leave `inputs` out, or choose strategy.costs=roofline."
+            "strategy.costs=measured needs a captured step, but this one cannot be captured. Choose "
+            "strategy.costs=roofline."
         )
     size = resolve_size(captured.batch_size, options.num_micro_batches, options.micro_batch_size, QUARTER)
     sizes, kind = sorted({max(1, size // QUARTER), size}), cluster.kinds[0]

@@ -30,7 +30,6 @@ from lightning_gpp.errors import ConfigError, GPPError
 from lightning_gpp.plan import Plan
 from lightning_gpp.runtime.transport import Transport
 from lightning_gpp.stages import Pipeline
-from lightning_gpp.stages.declared import is_declared
 from lightning_gpp.training.host import Job
 from lightning_gpp.training.option_values import SYNCHRONOUS
 from lightning_gpp.training.options import Context, Options
@@ -257,7 +256,6 @@ def check_whole(options: Options, *, steps_itself: bool = False) -> None:
     Raises:
         ConfigError: names the option, the reason and a remedy.
     """
-    declared = is_declared(options.stages)
     problems = {
         "schedule": (
             options.schedule not in (None, "gpipe"),
@@ -267,7 +265,6 @@ def check_whole(options: Options, *, steps_itself: bool = False) -> None:
         "weights": (options.weights != SYNCHRONOUS, "does not wait for the end of a step. Leave it out"),
         "slices": (options.slices not in (None, 1), "cuts sequences in the program of a step. Leave it out"),
         "sharding": (options.sharding not in (None, "none"), "reduces gradients inside the program. Leave it out"),
-        "stages": (declared, "declares edges (`inputs`), which leaves capture out. Leave `inputs` out"),
         "mini_batch": (options.mini_batch == "shared", "weighs losses by samples. Use own"),
         "costs": (options.costs == "measured", "times the step on micro-batches. Use roofline"),
         "trace": (options.trace, "measures the program of a step. Leave it out"),
@@ -279,8 +276,7 @@ def check_whole(options: Options, *, steps_itself: bool = False) -> None:
     }
     for name, (given, reason) in problems.items():
         if given:
-            value = "[...]" if name == "stages" else repr(getattr(options, name))
             raise ConfigError(
-                f"strategy.{name}={value} does not go together with strategy.step=whole (which manual optimization "
-                f"needs): it {reason}."
+                f"strategy.{name}={getattr(options, name)!r} does not go together with strategy.step=whole (which "
+                f"manual optimization needs): it {reason}."
             )
