@@ -95,7 +95,6 @@ class GPPFabricStrategy(JobProcesses, ParallelStrategy):
         """Make the module complete on rank 0, and end the watch; all ranks call this after their loop."""
         if self._lazy is not None:
             self._lazy.end(complete=True)
-        self._world_size_reads.end()
         self._stop_watch()
         super().teardown()
 

@@ -143,7 +143,6 @@ class GPPStrategy(RanksStrategy):
             disconnect(self._control)
         if self._guard is not None:
             self._guard.remove(self._end)
-        self._world_size_reads.end()
         if self._silence is not None:
             self._silence.end()
         self._monitor = self._guard = self._silence = None

@@ -38,7 +38,7 @@ def captured_in(job: Job, step: str, example: Any, calls: StepCalls | None) -> t
         UncapturedError: the step cannot be captured, and some of it has to run on another device.
     """
     try:
-        if job.on_first or _as_it_is(job, step):
+        if _as_it_is(job, step):
             return _uncut(job, step, example), None
         if job.whole:
             return _captured_whole(job, step, example, calls)
@@ -76,8 +76,7 @@ def _evaluates_as_it_is(job: Job) -> bool:
 
 def _uncut(job: Job, step: str, example: Any) -> Undivided:
     reads = job.host.reads_data(step)
-    alone = "It can run neither on micro-batches nor as a whole." if job.on_first else "One process needs no stages."
-    reason = "It reads its mini-batches itself." if reads else alone
+    reason = "It reads its mini-batches itself." if reads else "One process needs no stages."
     return undivided(job.module, step, 1 if reads else samples_in(example), reason, alone=True)
 
 

@@ -7,7 +7,6 @@ It uses gloo and CPU tensors on any accelerator, so that it never queues behind 
 from __future__ import annotations
 
 import pickle
-import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +20,6 @@ from torch import Tensor
 from lightning_gpp._compat.torch import pytree
 from lightning_gpp.failure.hangs import Wait
 from lightning_gpp.runtime.mesh import Mesh
-from lightning_gpp.training.tensors.pickled import pickled
 
 UNDERWAY: Final = 256
 """The most outstanding messages from the step's rank to each other rank. Ranks of a pipeline that does not flush are a
@@ -46,7 +44,6 @@ class Control:
         step_rank: rank that runs the user's step for this pipeline.
         everyone: all processes of the job.
         wait: what this rank waits for now.
-        waited: seconds of all waits so far for numbers of the step's rank.
     """
 
     def __init__(self, mesh: Mesh) -> None:
@@ -58,7 +55,6 @@ class Control:
         self.num_processes, self.everyone = mesh.num_processes, mesh.control_group
         self._pipeline_group = mesh.pipeline_control_group
         self.wait: Wait | None = None
-        self.waited = 0.0
         self._told: deque[tuple[Tensor, list[Any]]] = deque()
         self.runs_step = self.device == 0
         self.loads = self.runs_step and self.member == 0
@@ -134,7 +130,7 @@ class Control:
         return self._object_from_first(value, self.share_in_device, self.member == 0)
 
     def _object_from_first(self, value: Any, share: Callable[[Tensor], Tensor], mine: bool) -> Any:
-        content = torch.frombuffer(bytearray(pickled(value)), dtype=torch.uint8) if mine else _NOTHING
+        content = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8) if mine else _NOTHING
         length = share(torch.tensor([len(content)]))
         received = share(content if mine else torch.empty(int(length), dtype=torch.uint8))
         return value if mine else pickle.loads(received.numpy().tobytes())
@@ -150,10 +146,9 @@ class Control:
         return int(self.share(numbers))
 
     def _receive_numbers(self, numbers: Tensor, src: int, group: dist.ProcessGroup) -> None:
-        start, process = time.perf_counter(), dist.get_global_rank(group, src)
+        process = dist.get_global_rank(group, src)
         with self._waiting(f"numbers from rank {process}, which it sends before and after each step", process):
             dist.recv(numbers, group_src=src, group=group)
-        self.waited += time.perf_counter() - start
 
     @contextmanager
     def _waiting(self, what: str, *ranks: int) -> Iterator[None]:

@@ -17,9 +17,7 @@ from lightning_gpp.errors import ConfigError, GPPError, ShapeError
 from lightning_gpp.failure.hangs import Wait
 from lightning_gpp.graph import OperatorGraph
 from lightning_gpp.plan import Plan
-from lightning_gpp.reports.ranks import MeasuredRanks
 from lightning_gpp.training.asynchronous import Asynchronous
-from lightning_gpp.training.checks.stragglers import Stragglers
 from lightning_gpp.training.data.feed import Feed
 from lightning_gpp.training.evaluation import EvaluationSteps
 from lightning_gpp.training.measured.machine import Machine
@@ -101,13 +99,11 @@ class Engine:
             sessions,
             self._runner,
             whole,
-            self._door,
             as_whole=as_whole - {TRAINING},
             training=self._feed,
             num_steps=lambda: self.num_steps,
         )
         self._released = False
-        self._stragglers = Stragglers(self.job)
         guards = [index.guard() for index in indices if self._owned or self.control.num_devices > 1]
         self._guards = [guard for guard in guards if guard is not None]
         for index in indices:
@@ -117,11 +113,6 @@ class Engine:
     def plan(self) -> Plan:
         """The stages, and who computes them."""
         return self._layout.plan
-
-    @property
-    def measured_ranks(self) -> MeasuredRanks | None:
-        """The times of all ranks in the mini-batches that were compared last, on global rank 0."""
-        return self._stragglers.measured
 
     @property
     def graph(self) -> OperatorGraph:
@@ -312,9 +303,6 @@ class Engine:
             weight /= self._incoming.batch_size * self.control.num_pipelines
         with self.control.mesh.peers():
             outputs = self._runner.train(arguments, weight, accumulated, self.num_steps)
-        if self.current is not None and self.current.latest is not None:
-            self.current.tell_not_split()
-            self._stragglers.note(self.current.latest)
         if self._finite is not None:
             self._finite.note(losses_of(outputs))
         self.num_steps += 1
@@ -471,7 +459,6 @@ class Engine:
 
     def release(self) -> None:
         """Move everything to the CPU, unsharded, and the undivided module to global rank 0, after the last step."""
-        self._stragglers.compare()
         remove(self._door)
         self._end_guards()
         if self._asynchronous is not None:

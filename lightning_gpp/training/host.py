@@ -94,7 +94,6 @@ class Job:
         stored: the state dict of a checkpoint folder, for tensors without memory.
         whole: whether the step that the engine is set up for runs as a whole, on all ranks.
         evaluates_whole: whether validation in training does, too.
-        on_first: whether the step, an evaluation, runs on the first device, which has all parameters.
         parallel: the tensor parallelism inside stages; None without.
         made: the buffers that forwards make.
     """
@@ -110,7 +109,6 @@ class Job:
     stored: StoredValues | None = None
     whole: bool = False
     evaluates_whole: bool = False
-    on_first: bool = False
     parallel: TensorParallel | None = None
     made: MadeBuffers = field(default_factory=MadeBuffers)
 

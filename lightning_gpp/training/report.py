@@ -9,7 +9,6 @@ from lightning_gpp.errors import ScheduleError
 from lightning_gpp.planning import Prediction
 from lightning_gpp.planning.problem.prediction import memory_limits
 from lightning_gpp.reports.page import report_html
-from lightning_gpp.reports.ranks import ranks_text
 from lightning_gpp.simulation import Period
 from lightning_gpp.training.engine import Engine
 from lightning_gpp.training.measured.predicted import simulated, without_flush
@@ -17,7 +16,7 @@ from lightning_gpp.training.measured.trace import TraceFile
 
 
 def write_report(path: str | Path, engine: Engine, num_pipelines: int, trace: TraceFile | None) -> None:
-    """Write plan, simulated and measured timelines, and the times of the ranks as one HTML file.
+    """Write plan, simulated and measured timelines as one HTML file.
 
     Raises:
         PlanError: the machine has fewer devices than the plan.
@@ -32,9 +31,8 @@ def write_report(path: str | Path, engine: Engine, num_pipelines: int, trace: Tr
     )
     title = f"{type(engine.job.module).__name__} on {machine.cluster.name}"
     measured = () if trace is None else trace.measured
-    notes = [] if engine.measured_ranks is None else [ranks_text(engine.measured_ranks)]
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    Path(path).write_text(report_html(prediction, title=title, measured=measured, notes=notes), encoding="utf-8")
+    Path(path).write_text(report_html(prediction, title=title, measured=measured), encoding="utf-8")
 
 
 def period_of(engine: Engine, num_pipelines: int) -> Period | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -17,7 +16,7 @@ from lightning_gpp.errors import PlanError
 from lightning_gpp.plan import Plan
 from lightning_gpp.runtime.executor import Executor
 from lightning_gpp.runtime.random import RandomStreams, undisturbed
-from lightning_gpp.runtime.stage import MicroBatch, StageModule, StageWrapper
+from lightning_gpp.runtime.stage import MicroBatch, StageWrapper
 from lightning_gpp.runtime.transport import Transport
 from lightning_gpp.runtime.weights import Weights
 from lightning_gpp.runtime.weights.context import weights_of
@@ -28,16 +27,12 @@ from lightning_gpp.stages import Pipeline, build
 from lightning_gpp.stages.step import Invocation, StepRunner
 from lightning_gpp.stages.undivided import Captured
 from lightning_gpp.training.asynchronous import Asynchronous
-from lightning_gpp.training.checks.slice_check import checked_slices
-from lightning_gpp.training.checks.tolerances import rounded_to
 from lightning_gpp.training.data.segments import flushed_if_need_be
 from lightning_gpp.training.host import Job
 from lightning_gpp.training.options import Context
 from lightning_gpp.training.planner import TRAINING
 from lightning_gpp.training.tensors.parameters import Placement
 from lightning_gpp.training.tensors.replicas import Forwarded, Replicas, counterparts
-
-log = logging.getLogger(__name__)
 
 DATA_STREAM = -1
 """The stage number under which the user's step draws its random numbers."""
@@ -96,7 +91,7 @@ class Session:
         self._job, self._control, self._transport = job, job.control, transport
         self._streams = RandomStreams(job.seed, job.device)
         self.slots = self.pipeline.slots
-        context, stages = job.host.context(capture.step), list(self._checked(self.pipeline.stages))
+        context, stages = job.host.context(capture.step), list(self.pipeline.stages)
         if job.parallel is not None:
             states = [(*p, *b) for p, b in zip(self.pipeline.parameters, self.pipeline.buffers, strict=True)]
             stages = job.parallel.stages(stages, states, module)
@@ -104,15 +99,8 @@ class Session:
         self._executors: dict[tuple[int, bool], Executor] = {}
         self._meetings: dict[int, int] = {}
         self.latest: Executor | None = None
-        self._told: set[int] = set()
         self._replicas = replicas
         self._numbers = None if replicas is None else counterparts(plan, self.pipeline.parameters, replicas.layout)
-
-    def _checked(self, stages: Sequence[StageModule]) -> Sequence[StageModule]:
-        """The stages; in training, slices are compared with their unsliced stage once."""
-        wanted = self.training and self._job.options.self_check is not False and self.plan.is_sliced
-        precision = rounded_to(self._job.precision, self._job.device, self._job.module)
-        return checked_slices(stages, self.plan, precision) if wanted else stages
 
     def executor(self, batch_size: int, together: bool = True) -> Executor:
         """The executor for mini-batches of this size, cached. `together`: with collectives."""
@@ -264,16 +252,6 @@ class Session:
         }
         elsewhere = {module.get_parameter(name): stages for name, stages in others.items() if stages}
         return weights_of(program, self._control.device, parameters, optimizers, elsewhere)
-
-    def tell_not_split(self) -> None:
-        """Log once which of this rank's backwards the schedule splits in vain."""
-        reasons = {} if self.latest is None else self.latest.not_split
-        for stage in reasons.keys() - self._told:
-            self._told.add(stage)
-            log.warning(
-                "strategy.schedule=%s splits backwards, but that of stage %r runs as one: %s.",
-                *(self.plan.schedule, self.plan.stages[stage].name, reasons[stage]),
-            )
 
 
 def _meetings(program: Program) -> int:

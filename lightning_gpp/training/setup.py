@@ -52,7 +52,6 @@ from lightning_gpp.training.data.feed import Feed
 from lightning_gpp.training.data.incoming import Incoming
 from lightning_gpp.training.engine import Engine
 from lightning_gpp.training.host import Job
-from lightning_gpp.training.measured.compiled import warning_of_cuts
 from lightning_gpp.training.measured.job_machine import JobMachine
 from lightning_gpp.training.option_values import SYNCHRONOUS
 from lightning_gpp.training.options import Options
@@ -62,7 +61,7 @@ from lightning_gpp.training.tensors.parameters import equalise, move, place, set
 from lightning_gpp.training.tensors.replicas import Layout, Replicas
 from lightning_gpp.training.updates.gradients import StageGradients
 from lightning_gpp.training.updates.nonfinite import FiniteCheck
-from lightning_gpp.training.updates.optimizers import OptimizerIndex, check_first_order, warning_of_others
+from lightning_gpp.training.updates.optimizers import OptimizerIndex, check_first_order
 from lightning_gpp.training.whole.whole_step import (
     WholeStep,
     can_run_whole,
@@ -102,20 +101,14 @@ def set_up(job: Job, incoming: Incoming, batch: Any, *, step: str = TRAINING, **
 
 
 def _set_up_whole(refused: GPPError, job: Job, *arguments: Any, step: str, **given: Any) -> Engine:
-    """Build the engine of a step as a whole, because of what refused micro-batches; raise that if it cannot be.
-
-    An evaluation runs on the first device then.
-    """
+    """Build the engine of a step as a whole, because of what refused micro-batches; raise that if it cannot be."""
     try:
         engine = _set_up(replace(job, whole=True, evaluates_whole=True), *arguments, step=step, **given)
     except (UncapturedError, ConfigError, PlanError, SelfCheckError) as error:
         refused.args = (f"{refused} The step was tried as a whole (strategy.step=whole), and refused, too: {error}",)
-    else:
-        job.control.warn(why_whole(refused, step, alone=job.control.num_devices == 1))
-        return engine
-    if step == TRAINING or job.options.weights != SYNCHRONOUS:
-        raise refused
-    return _set_up(replace(job, on_first=True), *arguments, step=step, **given)
+        raise refused from None
+    job.control.warn(why_whole(refused, step, alone=job.control.num_devices == 1))
+    return engine
 
 
 def _set_up(
@@ -186,9 +179,6 @@ def _set_up(
     if step == TRAINING:
         cut = not isinstance(captured, Undivided)
         replicas = Replicas(job.module, layout, indices, job.control, job.device, job.parallel, cut=cut)
-        divided = len(set(layout.placement.devices.values())) > 1 or replicas.sharding != "none"
-        if divided and (warning := warning_of_others(optimizers)):
-            job.control.warn(warning)
     incoming.follow()
     asynchronous = gradients = None
     if policy is not None:
@@ -305,8 +295,6 @@ def _connect(job: Job, plan: Plan, purpose: str) -> DistributedTransport:
 def _place_parameters(job: Job, captured: Captured, plan: Plan) -> Layout:
     """Let every rank hold only the tensors that its stages use, on its device."""
     pipeline = build(captured, plan, job.module)
-    if warning := warning_of_cuts(job.module, captured, pipeline):
-        job.control.warn(warning)
     used = [(*names, *buffers) for names, buffers in zip(pipeline.parameters, pipeline.buffers, strict=True)]
     steps = range(job.control.num_devices) if job.whole else (0,)
     placement = place(job.module, plan, used, steps)

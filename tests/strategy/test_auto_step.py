@@ -86,12 +86,6 @@ class Hooked(OwnBackward):
         return super().loss(batch) + sum(each.square().mean() for each in kept)
 
 
-class Inspected(Hooked):
-    """The same in validation only, which runs on the first device then."""
-
-    trains = False
-
-
 class Averaged(OwnBackward):
     """A teacher whose weights are a mean of the student's, which the step updates."""
 
@@ -124,7 +118,7 @@ class Skipping(OwnBackward):
 
 
 STAGES = {"first": 1, "second": 0, "head": 0}
-KINDS = {kind.__name__: kind for kind in (Neighbours, Clouds, OwnBackward, Averaged, Hooked, Inspected, Skipping)}
+KINDS = {kind.__name__: kind for kind in (Neighbours, Clouds, OwnBackward, Averaged, Hooked, Skipping)}
 
 
 def batches(number: int = 3) -> list[dict[str, Any]]:
@@ -177,7 +171,7 @@ def divided(rank: int, kind: str, settings: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "kind",
     sample(
-        ["Neighbours", "Clouds", "OwnBackward", "Averaged", "Inspected", "Skipping"],
+        ["Neighbours", "Clouds", "OwnBackward", "Averaged", "Skipping"],
         ["OwnBackward", "Averaged", "Skipping"],
     ),
 )

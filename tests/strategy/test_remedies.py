@@ -1,4 +1,4 @@
-"""Checks of steps as a whole run on the user's mini-batch, and messages name what was tried on the user's model."""
+"""Checks of steps as a whole run on the user's mini-batch, and the remedies that messages name work."""
 
 from __future__ import annotations
 
@@ -138,7 +138,6 @@ def test_rows_of_samples_are_never_silently_wrong_and_the_named_remedy_works() -
         (found, _) = harness.run(2, divided, "Rows", settings)
         (text,) = found["warned"]
         assert "strategy.num_micro_batches=1" in text
-        assert "strategy.step=whole" not in text
         assert not check("Rows", {**settings, "num_micro_batches": 1})
 
 
@@ -187,37 +186,3 @@ def test_a_hook_that_drops_gradients_is_told_of_the_option_that_does() -> None:
     found, _ = harness.run(2, divided, "Dropped", {"on_nonfinite": "skip"})
     for name, value in found["state"].items():
         torch.testing.assert_close(value, fit("auto", 1, "Poisoned")["state"][name], rtol=1e-12, atol=1e-13)
-
-
-class Routed(pl.LightningModule):
-    """Mixtral with the loss of its routers, which transformers computes over the tokens of all samples."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        transformers = pytest.importorskip("transformers")
-        torch.manual_seed(0)
-        sizes = {"vocab_size": 30, "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 2}
-        heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_local_experts": 4}
-        kinds = {"output_router_logits": True, "attn_implementation": "eager", "experts_implementation": "eager"}
-        self.model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes, **heads, **kinds))
-
-    def batch(self) -> Any:
-        return torch.randint(0, 30, (4, 9), generator=torch.Generator().manual_seed(3))
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss: Tensor = self.model(input_ids=batch, labels=batch).loss
-        return loss
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-KINDS["Routed"] = Routed  # type: ignore[assignment]
-
-
-def test_a_step_as_a_whole_is_not_named_for_a_model_that_refuses_it() -> None:
-    (found, _) = harness.run(2, divided, "Routed", {"stages": None, "num_pipelines": 1})
-    (text,) = found["warned"]
-    assert "strategy.num_micro_batches=1" in text
-    assert "strategy.step=whole" not in text
-    assert not check("Routed", {"stages": None, "num_pipelines": 1, "num_micro_batches": 1})

@@ -18,10 +18,8 @@ from lightning_gpp.errors import SelfCheckError
 from lightning_gpp.plan import STEP, Plan
 from lightning_gpp.sequence import causal_attention, positions
 from lightning_gpp.slices import unsliced
-from lightning_gpp.training.checks.slice_check import checked_slices
 from lightning_gpp.training.evaluation_plan import evaluation_plan
 from lightning_gpp.training.planner import captured_step, plan_for, refitted
-from tests.stages.inprocess import split_gradients
 from tests.strategy import harness
 
 WIDTH, TOKENS = 8, 12
@@ -171,24 +169,14 @@ def fit_kinds(rank: int, kinds: dict[str, Any], settings: dict[str, Any]) -> Non
     harness.trainer(strategy, 2).fit(model(**kinds), _Listed(batches()))
 
 
-@pytest.mark.parametrize(("kinds", "stage"), [({"embedding": OwnCount}, "first"), ({"attention": Both}, "last")])
-def test_a_model_that_slices_would_change_is_found_out(kinds: dict[str, Any], stage: str) -> None:
-    module = model(**kinds)
-    found = captured(module=module)
-    plan = plan_for(found, GPPStrategy(stages=STAGES, slices=2).options, 2)
-    with pytest.raises(
-        SelfCheckError, match=rf"Stage {stage!r} does not compute the same in slices \(strategy.slices\)"
-    ):
-        split_gradients(module, found, plan, batches()[0], wrap=checked_slices)
+def refused(rank: int, kinds: dict[str, Any]) -> None:
+    with pytest.raises(SelfCheckError, match="strategy.slice_modules"):
+        fit_kinds(rank, kinds, {})
 
 
-def test_a_right_model_is_checked_without_a_trace() -> None:
-    module, other = model(), model()
-    found = captured(module=module)
-    plan = plan_for(found, GPPStrategy(stages=STAGES, slices=3).options, 2)
-    checked = split_gradients(module, found, plan, batches()[0], wrap=checked_slices)
-    assert checked == split_gradients(other, found, plan, batches()[0])
-    assert all(torch.equal(a.grad, b.grad) for a, b in zip(module.parameters(), other.parameters(), strict=True))  # type: ignore[arg-type]
+@pytest.mark.parametrize("kinds", [{"embedding": OwnCount}, {"attention": Both}])
+def test_a_model_that_slices_would_change_is_found_out(kinds: dict[str, Any]) -> None:
+    harness.run(2, refused, kinds)
 
 
 def test_leaving_such_modules_whole_is_right() -> None:

@@ -169,12 +169,11 @@ def test_a_mean_over_samples_is_the_same(dtype: torch.dtype) -> None:
         (
             Base(Counting()),
             False,
-            r"net\.1\.bias by more than 1000 % \(it is near zero\).*keeps state between its calls \(net\.1\.calls\).*"
-            "num_micro_batches=1 for that of modules",
+            "keeps state between its calls.*strategy.num_micro_batches=1",
         ),
-        (Centred(), False, r"The step keeps state between its calls \(center\).*set strategy.step=whole"),
+        (Centred(), False, "keeps state between its calls.*by strategy.step=whole"),
         (TimeMajor(), False, r"say which by strategy.batch_dims"),
-        (Balanced(), False, r"differ by 0\.\d+ %, and that of net\.gate\.weight by \d+ %.*strategy.step=whole"),
+        (Balanced(), False, r"differ by 0\.\d+ %.*strategy.step=whole"),
     ],
     ids=["sum", "mean", "BatchNorm", "masked", "contrastive", "counting", "centred", "time-major", "balanced"],
 )

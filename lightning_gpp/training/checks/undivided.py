@@ -26,25 +26,9 @@ from lightning_gpp.runtime.draws import Draws, NoShare
 from lightning_gpp.runtime.random import python_streams
 from lightning_gpp.runtime.stage import MicroBatch
 from lightning_gpp.stages.step import Invocation, StepRunner
-from lightning_gpp.training.checks.logged_reductions import (
-    LoggedReductions,
-    averaged_values,
-    summed_values,
-    unlike_means,
-)
+from lightning_gpp.training.checks.logged import Logged, other_reductions, unlike_means
 from lightning_gpp.training.checks.projections import differing, distance, norms, projections
-from lightning_gpp.training.checks.remedies import (
-    DEPENDENT,
-    MIXED_DRAWS,
-    OFF,
-    UNLIKE_ONE_DEVICE,
-    calls_differ,
-    changed,
-    kept_state,
-    logged_otherwise,
-    other_reduction,
-    small_state,
-)
+from lightning_gpp.wording import some
 
 log = logging.getLogger(__name__)
 
@@ -53,10 +37,28 @@ SAMPLES: Final = 2
 
 _ROUNDINGS: Final = 100.0
 """Machine epsilons by which rounding changes a gradient, relative to the largest, as other sums have other orders."""
-_FAR: Final = 10.0
-"""A gradient is named that differs by so many times more than all gradients together."""
 _ABSURD: Final = 10.0
 """A relative difference above which the gradient is near zero."""
+
+
+_OFF: Final = "strategy.self_check=false ends this comparison."
+_DEPENDENT: Final = (
+    "Samples depend on each other or do not count the same (a contrastive loss, a mean over unmasked tokens), the step "
+    "or a module keeps state between its calls, or the batch is cut along a dimension that does not count samples (say "
+    "which by strategy.batch_dims). Give the step the undivided mini-batch by strategy.step=whole, and its modules, "
+    "too, by strategy.num_micro_batches=1; or divide the loss by the number of samples."
+)
+_NORMALISES: Final = (
+    "BatchNorm normalises each micro-batch by itself: use larger micro-batches (strategy.micro_batch_size), or a norm "
+    "within samples. This compares the module before hooks of training run: what one of them puts into eval() will not "
+    "differ, nor what setup() puts into it. Otherwise:"
+)
+MIXED_DRAWS: Final = (
+    "The training step draws random numbers that mix its samples (a permutation, as for mixup), so its loss in "
+    "micro-batches was not compared with that of the same samples undivided (strategy.self_check). It draws anew for "
+    "each micro-batch, from the samples of that one; strategy.step=whole, or strategy.num_micro_batches=1, gives it "
+    "the undivided mini-batch."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +72,7 @@ class Result:
     sizes: list[int]
     gradients: Tensor
     norms: list[float]
-    logged: LoggedReductions
+    logged: Logged
     drawn: set[tuple[object, ...]]
 
     @property
@@ -123,19 +125,16 @@ class CutComparison:
     def warning(self) -> str:
         """A warning with the difference and the remedy; empty if there is none."""
         whole, parts = self._both()
-        self.combined.update(dict.fromkeys(averaged_values(whole.logged, parts.logged, self._near), "mean"))
-        self.combined.update(dict.fromkeys(summed_values(whole.logged, parts.logged, self._near), "sum"))
+        self.combined.update(other_reductions(whole.logged, parts.logged, self._near))
         if self._same(whole, parts):
             return self._logged_otherwise(whole, parts)
-        cause = self._cause(whole, parts)
-        if self.of_calls and cause == DEPENDENT:
-            return calls_differ(self.total, self.size)
+        if self.of_calls:
+            return _calls_differ(self.total, self.size)
         rate = distance(parts.gradients, whole.gradients) / max(whole.norm, 1e-30)
-        kind = "sum" if self.sums else "mean"
         return (
             f"The loss of the first {self.total} samples is {whole.sum:.6g} undivided, and {self._loss(parts):.6g} as "
-            f"the {kind} over micro-batches of {self.size}; their gradients differ{_by(rate)}"
-            f"{self._most(whole, parts, rate)}. {UNLIKE_ONE_DEVICE} {cause} {OFF}"
+            f"the {'sum' if self.sums else 'mean'} over micro-batches of {self.size}; their gradients differ{_by(rate)}"
+            f". So training in micro-batches is not training on one device. {self._cause(whole, parts)} {_OFF}"
         )
 
     def _logged_otherwise(self, whole: Result, parts: Result) -> str:
@@ -143,61 +142,28 @@ class CutComparison:
         unlike = unlike_means(whole.logged, parts.logged, parts.sizes, self._near)
         names = [name for name in unlike if name not in self.combined]
         again = self._again().logged if names else whole.logged
-        steady = [name for name in names if self._near(again.means[name][0], whole.logged.means[name][0])]
-        return logged_otherwise(steady) if steady else ""
+        steady = [name for name in names if self._near(again.values[name][0], whole.logged.values[name][0])]
+        return _no_means(steady) if steady else ""
 
     def _loss(self, parts: Result) -> float:
         return parts.sum if self.sums else parts.mean
 
     def _same(self, whole: Result, parts: Result) -> bool:
+        """True if loss and gradients are equal, also those of each parameter: a small term of the loss may differ."""
         near = self._near(self._loss(parts), whole.sum)
         as_a_whole = distance(parts.gradients, whole.gradients) <= 5 * self.tolerance * max(whole.norm, 1e-12)
-        return near and as_a_whole and not self._differing(whole, parts)
-
-    def _differing(self, whole: Result, parts: Result) -> list[int]:
-        """Positions of parameters whose own gradients differ, if only those of a small term of the loss do."""
         noise = _ROUNDINGS * self.epsilon
-        return differing(parts.gradients, whole.gradients, whole.norms, self.tolerance, noise)
-
-    def _most(self, whole: Result, parts: Result, rate: float) -> str:
-        """The parameter whose gradient differs most, if by far more than all together."""
-        rates = {
-            position: distance(parts.gradients[[position]], whole.gradients[[position]])
-            / max(whole.norms[position], 1e-30)
-            for position in self._differing(whole, parts)
-        }
-        most = max(rates, key=rates.__getitem__, default=-1)
-        if most < 0 or rates[most] < _FAR * rate:
-            return ""
-        names = [name for name, _ in self.module.named_parameters()]
-        return f", and that of {names[most]}{_by(rates[most])}"
+        each = differing(parts.gradients, whole.gradients, whole.norms, self.tolerance, noise)
+        return near and as_a_whole and not each
 
     def _near(self, actual: float, expected: float) -> bool:
         return abs(actual - expected) <= self.tolerance * max(abs(actual), abs(expected))
 
     def _cause(self, whole: Result, parts: Result) -> str:
-        before = small_state(self.module)
-        if math.isfinite(whole.sum) and not self._same(whole, self._again()):
-            return kept_state(changed(before, small_state(self.module)))
         if self._near(parts.mean if self.sums else parts.sum, whole.sum):
-            return other_reduction(self.sums)
-        if self._differs_by_batch_norm():
-            return (
-                "BatchNorm normalises each micro-batch by itself: use larger micro-batches "
-                "(strategy.micro_batch_size), or a norm within samples. This compares the module before hooks of "
-                "training run: what one of them puts into eval() will not differ, nor what setup() puts into it."
-            )
-        return DEPENDENT
-
-    def _differs_by_batch_norm(self) -> bool:
-        parts = [part for part in self.module.modules() if isinstance(part, BatchNorm) and part.training]
-        for part in parts:
-            part.eval()
-        try:
-            return bool(parts) and self._same(*self._both())
-        finally:
-            for part in parts:
-                part.train()
+            return f"This loss is a {'mean' if self.sums else 'sum'} over samples: set strategy.loss_reduction."
+        normalises = any(isinstance(part, BatchNorm) and part.training for part in self.module.modules())
+        return f"{_NORMALISES} {_DEPENDENT}" if normalises else _DEPENDENT
 
     def _both(self) -> tuple[Result, Result]:
         draws = Draws(self.total)
@@ -215,7 +181,7 @@ class CutComparison:
 
     def _run(self, draws: Draws, parts: Sequence[tuple[int, int]]) -> Result:
         self.module.zero_grad()
-        losses, logged, drawn = [], LoggedReductions(), set[tuple[object, ...]]()
+        losses, logged, drawn = [], Logged(), set[tuple[object, ...]]()
         for start, stop in parts:
             with ExitStack() as stack, torch.enable_grad(), logged.recorded(self.module):
                 if len(parts) > 1:
@@ -259,3 +225,24 @@ def difference(comparison: CutComparison, inform: Callable[[str], None] = log.in
 def _by(rate: float) -> str:
     """A relative difference in words; one of a gradient near zero says nothing as a number."""
     return f" by {100 * rate:.3g} %" if rate < _ABSURD else f" by more than {100 * _ABSURD:.0f} % (it is near zero)"
+
+
+def _calls_differ(samples: int, size: int) -> str:
+    """The warning of network calls whose results depend on the micro-batches in which they are computed."""
+    return (
+        f"The network calls of the step, which runs as a whole, have other results for {samples} samples at once than "
+        f"for micro-batches of {size}: an argument has another number of rows than samples (several images per sample "
+        "in one tensor), or a module combines samples. So this is not training on one device. "
+        f"strategy.num_micro_batches=1 leaves network calls undivided. {_OFF}"
+    )
+
+
+def _no_means(names: Sequence[str]) -> str:
+    """The warning of logged values that are no means over samples."""
+    many = len(names) > 1
+    return (
+        f"{some(names, most=5)}, which the training step logs, {'are' if many else 'is'} no mean over samples. It runs "
+        "once for each micro-batch, so the mean over micro-batches is logged, and not what one device logs. Training "
+        "itself is that of one device. Log a metric object (self.log(name, self.metric)), whose state is that of all "
+        f"samples, or set strategy.step=whole. {_OFF}"
+    )

@@ -6,11 +6,11 @@ import hashlib
 from collections.abc import Hashable
 from typing import Any, Final
 
+import torch
 from torch import Tensor
 
 from lightning_gpp._compat.torch import pytree
 from lightning_gpp.capture.batch import GUESSED, BatchDims, known_to_pytree, map_samples, samples_in
-from lightning_gpp.training.tensors.pickled import UNREADABLE
 
 
 def signature(batch: Any, dims: BatchDims = GUESSED, total: int | None = None) -> int:
@@ -63,6 +63,8 @@ def outline(batch: Any) -> Any:
     return pytree.tree_map(outlined, known_to_pytree(batch))
 
 
+UNREADABLE: Final = frozenset({torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2})
+"""Types of tensors whose pickles torch 2.13 does not read."""
 _FEW_NUMBERS: Final = 1 << 14
 """Elements of a tensor of floating-point numbers that is sent to all ranks with its values, such as boxes."""
 _MANY_NUMBERS: Final = 1 << 20

@@ -13,13 +13,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_gpp._compat.lightning_module import set_device
-from lightning_gpp._compat.torch import hand_over_gradient_hooks, without_torch_function
+from lightning_gpp._compat.torch import hand_over_gradient_hooks, with_gradient_hooks, without_torch_function
 from lightning_gpp.errors import ConfigError
 from lightning_gpp.plan import STEP, Plan, Stage
 from lightning_gpp.runtime.sharding.shards import local
 from lightning_gpp.runtime.transport import as_sent
 from lightning_gpp.training.control import Control
 from lightning_gpp.training.tensors.foreign import Foreign, Whereabouts, attributes_of, foreign_like
+from lightning_gpp.wording import some
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,3 +297,20 @@ def trained_flags(parameters: Iterable[Tensor]) -> bytes:
 
 
 _REQUIRES_GRAD: Final = attrgetter("requires_grad")
+
+
+def check_no_hooks(module: nn.Module, parameters: Sequence[Tensor]) -> None:
+    """Raise ConfigError if parameters of the module have hooks on their gradients; quick, for a look in every step.
+
+    Autograd would give a hook the part of each micro-batch, before parts are summed over ranks.
+    """
+    hooked = set(map(id, with_gradient_hooks(parameters)))
+    if not hooked:
+        return
+    names = [name for name, parameter in module.named_parameters() if id(parameter) in hooked]
+    raise ConfigError(
+        f"The parameters {some(names, most=3)} have hooks on their gradients (register_hook, "
+        "register_post_accumulate_grad_hook), which would get those of micro-batches. Change gradients in the hook "
+        "on_before_optimizer_step of the module or of a callback, where they are those of mini-batches, on every rank: "
+        "`for p in self.parameters(): p.grad is None or p.grad.clamp_(-1, 1)`."
+    )

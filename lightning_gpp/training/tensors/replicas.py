@@ -35,12 +35,10 @@ from lightning_gpp.training.dependencies.growth import check_grown
 from lightning_gpp.training.divided.members import check_tied
 from lightning_gpp.training.divided.tensor_parallel import TensorParallel
 from lightning_gpp.training.tensors.checkpoint import saved_here
-from lightning_gpp.training.tensors.parameters import Placement, tensors_of, trained_flags
+from lightning_gpp.training.tensors.parameters import Placement, check_no_hooks, tensors_of, trained_flags
 from lightning_gpp.training.tensors.shards import whole_states
-from lightning_gpp.training.tensors.walks import ParameterWalk
 from lightning_gpp.training.updates.gradient_norms import KnownNorms, exchanged
 from lightning_gpp.training.updates.optimizers import OptimizerIndex
-from lightning_gpp.training.updates.parameter_hooks import check_no_hooks
 
 Uses = Mapping[str, tuple[int, ...]]
 """The stages that use each parameter."""
@@ -126,7 +124,7 @@ class Replicas:
                 "The plan has sharding=fsdp, but tensor parallelism (tensor_parallel_size) has already divided the "
                 "parameters. Use strategy.sharding=zero1, which splits the optimizer's state."
             )
-        self._parameters, self._cut = ParameterWalk(module), cut
+        self._cut = cut
         self._facts = self._current_facts()
         self._pending, self._trained, self._frozen_since = False, self._names_trained(), set[str]()
         self._once_trained = set[str]()
@@ -290,7 +288,7 @@ class Replicas:
 
     def _current_facts(self) -> tuple[object, ...]:
         groups = (tuple(map(id, index.optimizer.param_groups)) for index in self._indices)
-        parameters = self._parameters()
+        parameters = list(self.module.parameters())
         if self._cut:
             check_no_hooks(self.module, parameters)
         return trained_flags(parameters), *groups

@@ -13,7 +13,6 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_gpp.errors import CheckpointError, ConfigError
 from lightning_gpp.training.tensors.shards import local_parts
-from lightning_gpp.wording import some
 
 NOTHING: Final[dict[str, Any]] = {"state": {}, "param_groups": []}
 """The state dict of an optimizer without parameters; that of Lightning for modules without an optimizer is empty."""
@@ -338,23 +337,3 @@ def check_first_order(optimizer: Optimizer) -> None:
             "configure_optimizers returned L-BFGS, which evaluates the model several times per step and takes inner "
             "products over all parameters, of which every rank has only its own. Use a first-order optimizer."
         )
-
-
-_OF_TORCH: Final = "torch.optim."
-"""The package whose optimizers treat each parameter on its own, except L-BFGS, which is refused."""
-
-
-def warning_of_others(optimizers: Iterable[Optimizer]) -> str:
-    """The warning that optimizers may need all parameters, of which ranks step their own; empty if none may."""
-    others = {type(each) for each in optimizers if not f"{type(each).__module__}.".startswith(_OF_TORCH)}
-    if not others:
-        return ""
-    names = some(sorted(kind.__name__ for kind in others))
-    return (
-        f"configure_optimizers returned {names}, of which each rank steps only the parameters of its own stages. It "
-        "trains as on one device if it treats every parameter on its own, and keeps its values in "
-        "optimizer.state[parameter]. One that combines parameters (a norm or a sum over all, as in Prodigy or "
-        "D-Adaptation), or keeps lists in the order of its parameters, does not: scale gradients by the norm over all "
-        "stages before the step (trainer.gradient_clip_val, or self.trainer.strategy.grad_norm() in "
-        "on_before_optimizer_step), or train on one device."
-    )

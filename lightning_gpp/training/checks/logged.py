@@ -3,8 +3,7 @@
 With `reduce_fx="sum"`, `"max"` or `"min"` they are reduced, too, or not: a count of right answers adds up, and a
 largest logit is the largest one of the micro-batches; the number of the batch is the same for every micro-batch, and a
 mean loss is a mean of theirs. The name does not tell, so both are tried on a few samples, undivided and in
-micro-batches. The same runs tell which of all other values, whose mean is logged, are no means over samples (an F1
-score, a perplexity).
+micro-batches. The same runs tell which values, whose mean is logged, are no means over samples (an F1 score).
 """
 
 from __future__ import annotations
@@ -16,25 +15,26 @@ from typing import Any, Final
 
 from torch import Tensor, nn
 
-REDUCTIONS: Final[Mapping[str, Callable[[Sequence[float]], float]]] = {"sum": sum, "max": max, "min": min}
-"""The reductions over batches that values of micro-batches may need, or not."""
+REDUCTIONS: Final[Mapping[str, Callable[[Sequence[float]], float]]] = {"sum": sum, "max": max, "min": min, "mean": sum}
+"""The reductions over batches, with what values of micro-batches may need instead of their mean."""
 _PLACE = 4
 """The place of `reduce_fx` among the positional arguments of `self.log` after name and value."""
 
+Near = Callable[[float, float], bool]
+"""True for numbers that only rounding tells apart."""
 
-class LoggedReductions:
+
+class Logged:
     """The logged values by name, in the order of the runs of the step.
 
     Attributes:
-        values: values of each name that has such a reduction.
-        means: those of each name whose mean is logged.
+        values: values of each name.
         plain: names that were logged as plain numbers.
         reductions: the reduction of each name.
     """
 
     def __init__(self) -> None:
         self.values: dict[str, list[float]] = {}
-        self.means: dict[str, list[float]] = {}
         self.plain: set[str] = set()
         self.reductions: dict[str, str] = {}
 
@@ -55,50 +55,39 @@ class LoggedReductions:
         reduction = str(getattr(given, "__name__", given)).lower()
         value = value.detach() if isinstance(value, Tensor) else value
         is_number = isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1)
-        if is_number and reduction == "mean":
-            self.means.setdefault(name, []).append(float(value))
-        elif is_number and reduction in REDUCTIONS:
+        if is_number and reduction in REDUCTIONS:
             self.values.setdefault(name, []).append(float(value))
             self.reductions[name] = reduction
             if not isinstance(value, Tensor):
                 self.plain.add(name)
 
 
-def averaged_values(whole: LoggedReductions, parts: LoggedReductions, near: Callable[[float, float], bool]) -> set[str]:
-    """The names whose undivided value is the mean of those of micro-batches, and not their sum, maximum or minimum.
+def other_reductions(whole: Logged, parts: Logged, near: Near) -> dict[str, str]:
+    """How values of micro-batches are combined, by name, where it is not as those of batches are.
 
-    A plain number that is zero everywhere counts as one: it was not computed from samples.
+    A logged mean may be a sum over samples (zeros are both, and stay means). Another reduction may be meant over
+    batches only; a plain number that is zero everywhere counts as one: it was not computed from samples.
     """
-    found = set()
+    found = {}
     for name, values in parts.values.items():
-        given = whole.values.get(name, [])
-        averages = len(given) == 1 and near(sum(values) / len(values), given[0])
-        if averages and (name in parts.plain or not near(REDUCTIONS[parts.reductions[name]](values), given[0])):
-            found.add(name)
+        given, reduction = whole.values.get(name, []), parts.reductions[name]
+        if len(given) != 1:
+            continue
+        averages, reduces = near(sum(values) / len(values), given[0]), near(REDUCTIONS[reduction](values), given[0])
+        if reduction == "mean" and reduces and not averages:
+            found[name] = "sum"
+        elif reduction != "mean" and averages and (name in parts.plain or not reduces):
+            found[name] = "mean"
     return found
 
 
-def summed_values(whole: LoggedReductions, parts: LoggedReductions, near: Callable[[float, float], bool]) -> set[str]:
-    """The names of logged means whose undivided value is the sum of those of micro-batches: a loss, a number of rows.
-
-    Zeros are both, and stay means.
-    """
-    pairs = ((name, values, whole.means.get(name, [])) for name, values in parts.means.items())
-    return {
-        name
-        for name, values, given in pairs
-        if len(given) == 1 and near(sum(values), given[0]) and not near(sum(values) / len(values), given[0])
-    }
-
-
-def unlike_means(
-    whole: LoggedReductions, parts: LoggedReductions, sizes: Sequence[int], near: Callable[[float, float], bool]
-) -> list[str]:
+def unlike_means(whole: Logged, parts: Logged, sizes: Sequence[int], near: Near) -> list[str]:
     """The names whose undivided value is not the mean of those of micro-batches, which is logged."""
     found = []
-    for name, values in parts.means.items():
-        given = whole.means.get(name, [])
-        if len(given) == 1 and len(values) == len(sizes) and all(map(math.isfinite, (*given, *values))):
+    for name, values in parts.values.items():
+        given = whole.values.get(name, [])
+        comparable = parts.reductions[name] == "mean" and len(given) == 1 and len(values) == len(sizes)
+        if comparable and all(map(math.isfinite, (*given, *values))):
             mean = sum(value * size for value, size in zip(values, sizes, strict=True)) / sum(sizes)
             if not near(mean, given[0]):
                 found.append(name)

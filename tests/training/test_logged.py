@@ -8,21 +8,20 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_gpp.training.checks.logged_reductions import LoggedReductions, averaged_values
+from lightning_gpp.training.checks.logged import Logged, other_reductions
 
 
-def logged(reduction: str, *values: torch.Tensor | float) -> LoggedReductions:
-    sums, module = LoggedReductions(), nn.Module()
+def logged(reduction: str, *values: torch.Tensor | float) -> Logged:
+    sums, module = Logged(), nn.Module()
     vars(module).update(log=lambda *_, **__: None)
     for value in values:
         with sums.recorded(module):
             module.log("a", value, reduce_fx=reduction)
-            module.log("mean", value)
     return sums
 
 
 @pytest.mark.parametrize(
-    ("reduction", "whole", "parts", "averaged"),
+    ("reduction", "whole", "parts", "otherwise"),
     [
         ("sum", torch.tensor(5.0), (torch.tensor(2.0), torch.tensor(3.0)), False),  # a count
         ("sum", torch.tensor(2.5), (torch.tensor(2.0), torch.tensor(3.0)), True),  # a mean
@@ -34,10 +33,13 @@ def logged(reduction: str, *values: torch.Tensor | float) -> LoggedReductions:
         ("max", torch.tensor(2.5), (torch.tensor(2.0), torch.tensor(3.0)), True),  # a mean
         ("min", torch.tensor(2.5), (torch.tensor(2.0), torch.tensor(3.0)), True),
         ("min", torch.tensor(2.0), (torch.tensor(2.0), torch.tensor(3.0)), False),
+        ("mean", torch.tensor(2.5), (torch.tensor(2.0), torch.tensor(3.0)), False),
+        ("mean", torch.tensor(0.0), (torch.tensor(0.0), torch.tensor(0.0)), False),
+        ("mean", 5.0, (2.0, 3.0), True),  # a number of rows
     ],
 )
-def test_values_that_are_averaged(
-    reduction: str, whole: torch.Tensor | float, parts: tuple[torch.Tensor, ...], averaged: bool
+def test_values_that_are_combined_otherwise(
+    reduction: str, whole: torch.Tensor | float, parts: tuple[torch.Tensor, ...], otherwise: bool
 ) -> None:
-    found = averaged_values(logged(reduction, whole), logged(reduction, *parts), math.isclose)
-    assert found == ({"a"} if averaged else set())
+    found = other_reductions(logged(reduction, whole), logged(reduction, *parts), math.isclose)
+    assert found == ({"a": "sum" if reduction == "mean" else "mean"} if otherwise else {})
