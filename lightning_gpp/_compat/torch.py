@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from itertools import chain
-from operator import attrgetter, methodcaller
 from typing import Any, Final
 
 import torch
@@ -98,16 +96,6 @@ def storage_id(tensor: Tensor) -> int:
 
 CHILDREN: Final = "_modules"
 """The attribute in which a module keeps its parts."""
-
-
-def registered_in(modules: Sequence[nn.Module]) -> list[object]:
-    """The modules and parameters that these modules have themselves; quick, for a look in every step."""
-    registries = chain(map(_MODULES, modules), map(_PARAMETERS, modules))
-    return list(chain.from_iterable(map(_VALUES, registries)))
-
-
-_MODULES, _PARAMETERS = attrgetter(CHILDREN), attrgetter("_parameters")
-_VALUES = methodcaller("values")  # scripted modules have registries that are no dicts
 
 
 def buffers_of(module: nn.Module) -> dict[str, Any]:
@@ -373,13 +361,6 @@ def uncompiled(function: Any) -> Any:
     inline = getattr(function, "__code__", None)  # torch puts a function of its own around those of torch.nn
     is_torchs = inline is not None and inline.co_filename.endswith("external_utils.py")
     return function.__wrapped__ if is_torchs else function
-
-
-def is_compiled(module: torch.nn.Module) -> bool:
-    """True if calls of a module run compiled code: of the module, wrapped or in place, or of its forward."""
-    forward = vars(module).get("forward")
-    in_place = vars(module).get(_COMPILED_IN_PLACE) is not None
-    return in_place or wraps_compiled(module) or uncompiled(forward) is not forward
 
 
 def wraps_compiled(module: torch.nn.Module) -> bool:

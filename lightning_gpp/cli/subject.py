@@ -37,7 +37,7 @@ from lightning_gpp.strategy.steps import CONTEXTS, stand_ins
 from lightning_gpp.training.data.batches import outline
 from lightning_gpp.training.divided.parallel_regions import captured_apart
 from lightning_gpp.training.divided.tensor_parallel import TensorParallel, check_divided, dividing
-from lightning_gpp.training.measured.costs import measured_costs
+from lightning_gpp.training.measured.job_machine import measured_costs
 from lightning_gpp.training.measured.machine import footprint_of, present
 from lightning_gpp.training.options import Context, Options
 from lightning_gpp.training.planner import TRAINING, Subject, captured_step

@@ -42,14 +42,10 @@ _INSTALLED: Final = sysconfig.get_path("purelib")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wait:
-    """The reason why a main thread does not go on: `what` completes "it waits for", `ranks` have to do something.
-
-    `brief` is a short form for tables.
-    """
+    """The reason why a main thread does not go on: `what` completes "it waits for", `ranks` have to do something."""
 
     what: str
     ranks: tuple[int, ...]
-    brief: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -55,8 +55,6 @@ class Executor:
 
     Attributes:
         timings: (action, start, stop) of the latest run, in seconds of `time.perf_counter`; empty without `trace`.
-        waits: (position of the instruction, seconds) of all waits for other devices in the latest run.
-        seconds: duration of the latest run.
         is_running: whether a run is under way.
         is_complete: whether the latest run has ended, and not by an error.
 
@@ -84,8 +82,7 @@ class Executor:
     ) -> None:
         self.program, self.device, self.pipeline, self._process = program, device, pipeline, process
         self.timings: list[tuple[Action, float, float]] = []
-        self.waits: list[tuple[int, float]] = []
-        self.seconds, self.is_running, self.is_complete = 0.0, False, False
+        self.is_running, self.is_complete = False, False
         tensors_on = torch_device or torch.device("cpu")
         self._state = DeviceState(program.plan.stages_on(device), tensors_on)
         self._weights, self._slots, self._sharding = weights, slots, sharding
@@ -179,8 +176,7 @@ class Executor:
             f"rank {self._rank(peer)} to {'take' if sends else 'send'} {kind} ({names}) of micro-batch "
             f"{action.micro_batch}, samples [{message.start}, {message.stop}), on {describe_edge(plan, edge)}"
         )
-        brief = f"rank {self._rank(peer)}: {kind} of micro-batch {action.micro_batch}"
-        return Wait(what=what, ranks=(self._rank(peer),), brief=brief)
+        return Wait(what=what, ranks=(self._rank(peer),))
 
     def _wait_for_replicas(self, action: Action) -> Wait | None:
         if action.kind not in COLLECTIVES or self._sharding is None:
@@ -222,8 +218,7 @@ class Executor:
         """
         first, last = step if first is None else first, step + 1 if last is None else last
         self.timings.clear()
-        self.waits.clear()
-        start, self.is_running, self.is_complete = time.perf_counter(), True, False
+        self.is_running, self.is_complete = True, False
         try:
             with torch.set_grad_enabled(self.program.training):
                 self._enter(step, first, last, loss_weight * grad_scale)
@@ -238,7 +233,7 @@ class Executor:
             self._drop()
             raise
         finally:
-            self.is_running, self.seconds = False, time.perf_counter() - start
+            self.is_running = False
 
     def give_up(self, step: int, last: int) -> None:
         """Drop the mini-batches in the pipeline, from `step` to `last`: nothing is computed for them any more.
@@ -295,13 +290,9 @@ class Executor:
                 operations[position]()
 
     def _finish_sends(self) -> None:
-        if not self._unfinished:
-            return
-        start = time.perf_counter()
         while self._unfinished:
             self._position = self._position_of[self._unfinished[0].message]
             self._unfinished.popleft().release()
-        self.waits.append((self._position, time.perf_counter() - start))
 
     def _compiled(self, phase: int, trace: bool, hollow: bool = False) -> list[Operation]:
         operations: list[Operation] = []
@@ -309,20 +300,8 @@ class Executor:
             operation = self._compiler.operation(position, instruction, phase, hollow=hollow)
             if trace and instruction.op is Op.COMPUTE:
                 operation = self._traced(action_of(self.program, instruction), operation)
-            elif instruction.op is Op.WAIT and not hollow:
-                operation = self._timed(position, operation)
             operations.append(operation)
         return operations
-
-    def _timed(self, position: int, operation: Operation) -> Operation:
-        note, clock = self.waits.append, time.perf_counter
-
-        def run() -> None:
-            start = clock()
-            operation()
-            note((position, clock() - start))
-
-        return run
 
     def _traced(self, action: Action, operation: Operation) -> Operation:
         name = str(action)

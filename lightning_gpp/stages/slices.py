@@ -37,11 +37,6 @@ class SlicedTensor:
         return tensor.narrow(dim, self.tokens[0], self.tokens[1] - self.tokens[0])
 
 
-def innermost(stage: StageModule) -> StageModule:
-    """The stage inside all wrappers."""
-    return innermost(stage.stage) if isinstance(stage, StageWrapper) else stage
-
-
 @dataclass(slots=True, kw_only=True)
 class SlicedStage(StageWrapper):
     """Computes the tokens of one slice.

@@ -16,9 +16,8 @@ from lightning_gpp._compat.lightning_loop import closure_repeated
 from lightning_gpp._compat.torch import BatchNorm
 from lightning_gpp.errors import ConfigError
 from lightning_gpp.plan import Plan
-from lightning_gpp.training.captures import STEPS
+from lightning_gpp.training.captures import STEPS, compiled_steps
 from lightning_gpp.training.checks.agreement import text_of
-from lightning_gpp.training.measured.compiled import compiled_steps
 from lightning_gpp.training.options import Options
 from lightning_gpp.training.planner import TRAINING
 from lightning_gpp.wording import some

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
+from torch import nn
 from torch.optim import Optimizer
 
+from lightning_gpp._compat.torch import uncompiled
 from lightning_gpp.capture.batch import samples_in
 from lightning_gpp.capture.calls import StepCalls
 from lightning_gpp.errors import CaptureError, ShapeError
@@ -85,3 +87,15 @@ def _captured_whole(job: Job, step: str, example: Any, calls: StepCalls | None) 
         return capture_whole(job, example, calls, step)
     except (CaptureError, ShapeError) as error:
         return uncaptured(job, step, example, error), None
+
+
+def compiled_steps(module: nn.Module, steps: Sequence[str]) -> Iterator[str]:
+    """Refusals of steps that are compiled together with the network that is to be cut."""
+    for step in steps:
+        function = getattr(module, step, None)
+        if uncompiled(function) is not function:
+            yield (
+                f"{type(module).__name__}.{step} is compiled (torch.compile) with the network inside, which is to be "
+                "cut into stages. Compile modules that it calls and that stages call undivided, for example "
+                "self.encoder.compile()."
+            )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Final
 
@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from lightning_gpp.capture.loss import loss_of
 from lightning_gpp.capture.record import step_arguments
-from lightning_gpp.errors import ConfigError, GPPError, ShapeError
+from lightning_gpp.errors import GPPError, ShapeError
 from lightning_gpp.failure.hangs import Wait
 from lightning_gpp.graph import OperatorGraph
 from lightning_gpp.plan import Plan
@@ -25,19 +25,10 @@ from lightning_gpp.training.planner import TRAINING
 from lightning_gpp.training.runner import Outputs, Runner, loss_and_rest, losses_of
 from lightning_gpp.training.session import Session
 from lightning_gpp.training.sessions import Sessions
-from lightning_gpp.training.tensors.checkpoint import (
-    check_held,
-    load_state,
-    make_whole,
-    own_optimizer_state,
-    own_state,
-    values_loaded,
-    values_saved,
-    whole_optimizer_state,
-    whole_state,
-)
+from lightning_gpp.training.states import DividedStates
+from lightning_gpp.training.tensors.checkpoint import make_whole
 from lightning_gpp.training.tensors.gathered import Door, install, remove
-from lightning_gpp.training.tensors.parameters import drop, move, tensors_of
+from lightning_gpp.training.tensors.parameters import move
 from lightning_gpp.training.tensors.replicas import Replicas
 from lightning_gpp.training.updates.gradient_norms import KnownNorms
 from lightning_gpp.training.updates.gradients import StageGradients
@@ -48,7 +39,7 @@ from lightning_gpp.training.whole.whole_step import WholeStep
 CPU: Final = torch.device("cpu")
 
 
-class Engine:
+class Engine(DividedStates):
     """Trains and evaluates a module in stages. `set_up` builds it; all ranks call its methods together.
 
     A loop calls `train_step` and `evaluate`, and steps and zeroes its optimizers as usual. Programs that do more in a
@@ -349,103 +340,6 @@ class Engine:
         if self._replicas is None:
             raise GPPError("The engine was set up to evaluate, so it cannot train.")
         return self._replicas
-
-    # -- states -------------------------------------------------------------------------------------------------------
-
-    def state_dict(self, *, sharded: bool = False) -> dict[str, Any]:
-        """The state dict of the undivided module; complete on global rank 0, elsewhere with foreign tensors.
-
-        `sharded`: nothing is sent; every rank has the entries that it saves, and meta tensors for others.
-        """
-        if self._released:
-            check_held(self.module, self._layout.placement, self.control)
-        with self.job.shown():
-            return (own_state if sharded else whole_state)(self.module, self._layout.placement, self.control)
-
-    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
-        """Load a state dict of the undivided module; every rank keeps its part.
-
-        Raises:
-            CheckpointError: keys or shapes do not fit.
-        """
-        with self.job.shown():
-            load_state(self.module, state, strict)
-        drop(self.module, self._layout.placement.elsewhere(self.control), self.device)
-        self._incoming.follow()
-
-    def divide(self, copy: nn.Module) -> None:
-        """Leave this rank's part of a copy of the module, which was made before set-up, as in the module itself."""
-        drop(copy, self._layout.placement.elsewhere(self.control), self.device)
-
-    def divides(self, optimizer: Optimizer) -> bool:
-        """True for an optimizer of which every rank has a part."""
-        return any(index.optimizer is optimizer for index in self._indices)
-
-    def optimizer_state_dict(self, optimizer: Optimizer, *, sharded: bool = False) -> dict[str, Any]:
-        """The state dict of the undivided optimizer, in the user's indexing; complete on global rank 0.
-
-        `sharded`: nothing is sent; every rank has the entries that it saves.
-        """
-        state = own_optimizer_state if sharded else whole_optimizer_state
-        index = self._index(optimizer)
-        with self.job.shown(), index.divided():
-            return state(index, tensors_of(self.module), self._layout.placement, self.control, self._owned)
-
-    @property
-    def _owned(self) -> bool:
-        """True if no two ranks step the same parameter."""
-        return self._replicas is not None and self._replicas.sharding == "zero1"
-
-    def part_of_optimizer(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The state dict of an optimizer as it is on this rank, in an indexing of its own."""
-        return self._index(optimizer).own_state_dict()
-
-    def load_optimizer_state_dict(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-        """Load a state dict of the undivided optimizer; every rank keeps its part.
-
-        Raises:
-            CheckpointError: the state is of another optimizer.
-        """
-        index = self._index(optimizer)
-        if self._replicas is not None:
-            self._replicas.follow()  # a callback may have made the groups of the checkpoint again
-        with self.job.shown(), index.divided():
-            index.load(state, tensors_of(self.module))
-        index.move(self.device)
-
-    def pipeline_state_dict(self, *, sharded: bool = False) -> dict[str, Any]:
-        """The state of a pipeline that does not flush, except module and optimizers; complete on global rank 0.
-
-        `sharded`: values are those that this rank saves.
-        With strategy.checkpoints=flush the mini-batches in the pipeline are dropped, so that little has to be saved.
-        """
-        asynchronous = self._asynchronous
-        if asynchronous is None:
-            return {}
-        if self.job.options.checkpoints == "flush":
-            self._runner.give_up(self.num_steps)
-        saved = asynchronous.policy.saved()
-        names = self._layout.kept_by(self.control)
-        values = values_saved(saved, self.module, names, self.control, whole=not sharded)
-        norms = {} if self._gradients is None else self._gradients.state()
-        return {**asynchronous.facts(self.num_steps), "step": self.num_steps, "values": values, "norms": norms}
-
-    def load_pipeline_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from a result of `pipeline_state_dict`; every rank keeps its part."""
-        if self._asynchronous is not None and state:
-            self.num_steps = state["step"]
-            here = self._layout.placement.names_on(self.control.device)
-            self._asynchronous.take(state, values_loaded(state["values"], self.module, here))
-            if self._gradients is not None:
-                self._gradients.load(state["norms"])
-
-    def _index(self, optimizer: Optimizer) -> OptimizerIndex:
-        for index in self._indices:
-            if index.optimizer is optimizer:
-                return index
-        raise ConfigError(
-            f"The {type(optimizer).__name__} is not one of the optimizers that the engine was set up with."
-        )
 
     # -- the end ------------------------------------------------------------------------------------------------------
 

@@ -19,13 +19,12 @@ from lightning_gpp.schedules.continuous import check_continuous
 from lightning_gpp.stages.step import UserStep
 from lightning_gpp.stages.undivided import Captured, Undivided, undivided
 from lightning_gpp.training.asynchronous import Asynchronous
-from lightning_gpp.training.checks.evaluation_checks import check_decisions, check_positions
 from lightning_gpp.training.data.batches import outline
 from lightning_gpp.training.data.incoming import Incoming
 from lightning_gpp.training.dependencies.frozen_attributes import FrozenAttributes, adopt
 from lightning_gpp.training.divided.members import agreed_regions
 from lightning_gpp.training.divided.parallel_regions import captured_apart
-from lightning_gpp.training.evaluation_plan import evaluation_plan
+from lightning_gpp.training.evaluation_plan import check_decisions, check_positions, evaluation_plan
 from lightning_gpp.training.host import Job
 from lightning_gpp.training.planner import TRAINING, captured_step, refitted
 from lightning_gpp.training.session import Session

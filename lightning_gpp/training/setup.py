@@ -6,7 +6,6 @@ capture the step  ->  plan on rank 0, for all  ->  agree on it  ->  connect the 
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import secrets
 from collections.abc import Callable, Sequence
@@ -158,7 +157,8 @@ def _set_up(
     machine = JobMachine(job, footprint or Footprint(), captured)
     found = noted_whole(_plan_of_rank_0(job, captured, batch, machine), job.whole)
     plan = plan_on_one_device(found) if job.options.delayed_devices else found
-    _check_agreement(job, captured, plan)
+    facts = {"the captured step": str(captured.fingerprint), "the plan (strategy.plan)": str(plan)}
+    check_alike(facts, job.control.everyone)
     _announce(job, captured, plan)
     transport = _connect(job, plan, "training")
     if found_calls is not None:
@@ -261,17 +261,6 @@ def _plan_of_rank_0(job: Job, captured: Captured, batch: Any, machine: JobMachin
         refused = outcome or GPPError("Rank 0 made no plan.")
         raise refused.with_traceback(None)  # on all ranks at one point of the program
     return outcome
-
-
-def _check_agreement(job: Job, captured: Captured, plan: Plan) -> None:
-    text = f"{captured.fingerprint} {plan}"
-    digests = job.control.gather_all(hashlib.sha256(text.encode()).hexdigest()[:12])
-    if len(set(digests)) > 1:
-        raise GPPError(
-            f"The ranks captured different steps or made different plans; fingerprints by rank: {digests}. The "
-            "model's structure must not depend on the rank or on unseeded random choices; or give all ranks one "
-            "plan by strategy.plan."
-        )
 
 
 def _announce(job: Job, captured: Captured, plan: Plan) -> None:

@@ -41,11 +41,9 @@ from lightning_gpp._compat.torch import (
     hook_tables,
     hooks_of,
     imitated_processes,
-    is_compiled,
     kept_version_counters,
     parameters_of,
     pytree,
-    registered_in,
     run_backward,
     saved,
     saved_unread,
@@ -228,14 +226,6 @@ def test_storage_id() -> None:
 
 def test_children() -> None:
     assert vars(nn.Sequential(nn.ReLU()))[CHILDREN].keys() == {"0"}
-
-
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
-def test_registered_in() -> None:
-    layer, script = nn.Linear(2, 3), torch.jit.script(nn.Linear(2, 3))
-    both = nn.Sequential(layer, script)
-    entries = registered_in([both, layer, script])
-    assert list(map(id, entries)) == list(map(id, [layer, script, *layer.parameters(), *script.parameters()]))
 
 
 def test_buffers_of() -> None:
@@ -478,11 +468,6 @@ def compiled_modules() -> list[nn.Module]:
     return [in_place, replaced, torch.compile(nn.Linear(1, 1), backend="eager")]  # type: ignore[list-item]
 
 
-def test_is_compiled() -> None:
-    assert [is_compiled(module) for module in compiled_modules()] == [True, True, True]
-    assert not is_compiled(nn.Linear(1, 1))
-
-
 def test_wraps_compiled() -> None:
     assert [wraps_compiled(module) for module in compiled_modules()] == [False, False, True]
 
@@ -493,8 +478,8 @@ def test_forget_compiled_call() -> None:
     copied = copy.copy(module)
     vars(copied).update(vars(module))
     forget_compiled_call(copied)
-    assert not is_compiled(copied)
-    assert is_compiled(module)
+    assert copied._compiled_call_impl is None
+    assert module._compiled_call_impl is not None
     forget_compiled_call(nn.Linear(1, 1))
 
 

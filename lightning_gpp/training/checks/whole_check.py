@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack, redirect_stdout
+from io import StringIO
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.random import fork_rng
 
 from lightning_gpp._compat.torch import pytree
 from lightning_gpp.capture.batch import known_to_pytree
@@ -14,8 +17,9 @@ from lightning_gpp.capture.fillings import CallArguments
 from lightning_gpp.capture.isolate import private_copy
 from lightning_gpp.capture.record import step_arguments, step_input
 from lightning_gpp.errors import CaptureError, ShapeError
+from lightning_gpp.runtime.neutral import Neutral
+from lightning_gpp.runtime.random import undisturbed
 from lightning_gpp.stages.answers import Answers
-from lightning_gpp.training.checks.unnoticed import unnoticed
 from lightning_gpp.training.host import Job
 from lightning_gpp.training.planner import TRAINING
 from lightning_gpp.training.tensors.copies import silenced
@@ -57,7 +61,7 @@ def given_arguments(job: Job, found: StepCalls, batch: Any) -> dict[str, CallArg
             return module(*args, **kwargs)
 
     answers, method = Answers(map(copied.get_submodule, found.arguments), answer), getattr(copied, TRAINING)
-    with unnoticed(job), torch.enable_grad(), answers.given(), job.host.context(TRAINING)():
+    with _unnoticed(job), torch.enable_grad(), answers.given(), job.host.context(TRAINING)():
         method(step_input(method, _kept(known_to_pytree(batch))), *step_arguments(method, 0))
     if missing := found.arguments.keys() - given.keys():
         raise CaptureError(f"the step does not call {sorted(missing)} for this mini-batch")
@@ -76,3 +80,18 @@ def _checked(known: Any, given: Any) -> Any:
     if not isinstance(given, Tensor) or given.shape != known.shape:
         raise ShapeError(f"an argument of shape {tuple(known.shape)} is now {getattr(given, 'shape', given)}")
     return given
+
+
+def _unnoticed(job: Job) -> ExitStack:
+    """A context without gradients, output, logs, and communication with others; random streams are kept."""
+    stack, device = ExitStack(), job.device
+    stack.enter_context(undisturbed())
+    stack.enter_context(fork_rng([] if device.type == "cpu" else [device]))
+    stack.enter_context(redirect_stdout(StringIO()))
+    stack.enter_context(job.host.unheard())
+    # torch.compile does not work under a dispatch mode, and remembers that for functions compiled there
+    stack.enter_context(torch.compiler.set_stance("force_eager"))
+    stack.enter_context(torch.no_grad())
+    stack.enter_context(job.control.mesh.peers(alone=True))
+    stack.enter_context(Neutral())  # type: ignore[no-untyped-call]
+    return stack
