@@ -58,6 +58,8 @@ def num_slices(plan: Plan) -> int:
 
 def unsliced(plan: Plan) -> Unsliced:
     """Join the slices of a plan. Edges between the slices of a stage disappear."""
+    if not plan.is_sliced:
+        return Unsliced(plan=plan, numbers=tuple(range(len(plan.stages))))
     first: dict[object, int] = {}
     keys = [(stage.modules if stage.tokens is not None else index) for index, stage in enumerate(plan.stages)]
     numbers = tuple(first.setdefault(key, len(first)) for key in keys)

@@ -15,10 +15,9 @@ from typing import Final
 from lightning_gpp.plan import Plan
 from lightning_gpp.schedules.actions import Kind, Schedule
 from lightning_gpp.schedules.fixed_order import in_order
-from lightning_gpp.schedules.handcrafted import samples_ahead
 from lightning_gpp.schedules.list_scheduling import SLACK, Clock, DeviceOrders, list_schedule
 from lightning_gpp.schedules.memory import fits, limits_of, needs_of, peaks_of
-from lightning_gpp.schedules.one_f_one_b import action_samples, slice_samples
+from lightning_gpp.schedules.one_f_one_b import action_samples, samples_ahead
 from lightning_gpp.schedules.one_f_one_b import lanes as lanes_of
 from lightning_gpp.schedules.work import Work, turns
 from lightning_gpp.slices import unsliced
@@ -46,19 +45,8 @@ class Preference:
 
 
 def forwards_ahead(plan: Plan, lead: float) -> list[int]:
-    """Number of micro-batches of every stage that amount to `samples_ahead` on each replica, at least one.
-
-    For a slice, it is the number of actions of all slices of the stage.
-    """
-    if plan.is_sliced:
-        return _slices_ahead(plan, lead)
-    samples = samples_ahead(plan, lead)
-    steps = [stage.micro_batch_size * turns(stage) for stage in plan.stages]
-    return [max(1, int(samples[stage] / step + 1e-9)) for stage, step in enumerate(steps)]
-
-
-def _slices_ahead(plan: Plan, lead: float) -> list[int]:
-    full, samples, sizes = unsliced(plan), slice_samples(plan, lead), action_samples(plan)
+    """Number of actions of every stage, over all its slices, that amount to `samples_ahead` on each replica."""
+    full, samples, sizes = unsliced(plan), samples_ahead(plan, lead), action_samples(plan)
     steps = [size * turns(stage) for size, stage in zip(sizes, full.plan.stages, strict=True)]
     return [max(len(full.parts(number)), int(samples[number] / steps[number] + 1e-9)) for number in full.numbers]
 

@@ -16,9 +16,9 @@ from typing import Final
 from lightning_gpp.plan import Plan
 from lightning_gpp.schedules.bubble_filling import Preference, fill, forwards_ahead
 from lightning_gpp.schedules.device_orders import Orders
-from lightning_gpp.schedules.handcrafted import split_orders
 from lightning_gpp.schedules.registry import register_schedule
 from lightning_gpp.schedules.work import work_of
+from lightning_gpp.schedules.zb_h1 import split_orders
 
 DISTANCE: Final = 2
 """Micro-batches between forward and backward per stage that follows."""

@@ -18,18 +18,19 @@ same order. Such plans are rare, 92 of 8 million random ones with sizes up to 13
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import networkx as nx
 
 from lightning_gpp.errors import ScheduleError
-from lightning_gpp.plan import SOURCE, Plan
+from lightning_gpp.plan import SOURCE, STEP, Edge, Plan, Stage
 from lightning_gpp.schedules.actions import Action, Kind
 from lightning_gpp.schedules.device_orders import StageOrders, device_orders
 from lightning_gpp.schedules.fixed_order import FixedOrder, in_order
-from lightning_gpp.schedules.list_scheduling import Task, TaskGraph, task_graph
+from lightning_gpp.schedules.list_scheduling import task_graph
 from lightning_gpp.schedules.registry import register_schedule
-from lightning_gpp.schedules.work import is_extra
-from lightning_gpp.slices import num_slices, unsliced
+from lightning_gpp.schedules.work import is_extra, links
+from lightning_gpp.slices import Unsliced, num_slices, unsliced
 
 # Two branches, 0 -> 1 and 2, that join in 3; four micro-batches; each stage on its own device. The warm-ups are the
 # depths 3, 2, 2, 1. The short branch holds one micro-batch less than stage 0, because only its own depth counts.
@@ -44,72 +45,123 @@ from lightning_gpp.slices import num_slices, unsliced
 @register_schedule("1f1b")
 def one_f_one_b(plan: Plan, batch_size: int) -> StageOrders:
     """Warm-up forwards, then one backward and one forward in turn, then the remaining backwards, on every stage."""
-    if plan.is_sliced:
-        return in_slices(plan, batch_size)
-    counts = warm_up(plan, batch_size)
-    return {stage: _order(stage, count, len(plan.intervals(stage, batch_size))) for stage, count in counts.items()}
+
+    def lane(members: Sequence[int], warm_up: int) -> tuple[Action, ...]:
+        forwards, backwards = (lane_actions(plan, members, kind, batch_size) for kind in (Kind.FORWARD, Kind.BACKWARD))
+        return alternating(forwards, backwards, warm_up)
+
+    return lane_orders(plan, batch_size, 1, lane)
 
 
-def _order(stage: int, warm_up: int, number: int) -> tuple[Action, ...]:
-    forwards, backwards = ([Action(stage, kind, i) for i in range(number)] for kind in (Kind.FORWARD, Kind.BACKWARD))
-    return alternating(forwards, backwards, warm_up)
+# Slices: a chain of two stages, two micro-batches in two slices; `F1b` is the forward of slice b of micro-batch 1. A
+# backward takes as long as a forward. Stage 0 holds three slices, stage 1 two: one and a half micro-batches, and one.
+#
+#   time      0    1    2    3    4    5    6    7    8    9
+#   stage 0  F0a  F0b  F1a       B0b  F1b  B0a       B1b  B1a
+#   stage 1       F0a  F0b  B0b  F1a  B0a  F1b  B1b  B1a
+
+LaneOrder = Callable[[Sequence[int], int], tuple[Action, ...]]
+"""From the slices of a stage, or the stage alone, and a warm-up to the order of all of them."""
+
+
+def lane_orders(plan: Plan, batch_size: int, lead: float, lane: LaneOrder) -> StageOrders:
+    """The order of every stage, of all its slices together, under the number of the first one.
+
+    Args:
+        plan: the plan.
+        batch_size: samples of the mini-batch.
+        lead: see `samples_ahead`.
+        lane: the order of a stage. Its warm-up is raised by as little as it takes to avoid deadlocks.
+
+    Raises:
+        ScheduleError: slices deadlock even with all forwards first.
+    """
+    ahead = zip(lanes(plan).items(), samples_ahead(plan, lead), action_samples(plan), strict=True)
+    members, counts = {}, {}
+    for (first, parts), samples, size in ahead:
+        members[first], counts[first] = parts, int(samples) // size
+    if not plan.is_sliced:
+        counts = without_deadlock(plan, batch_size, _capped(plan, batch_size, counts))
+        return {first: lane(members[first], count) for first, count in counts.items()}
+    while True:
+        orders = {first: lane(members[first], count) for first, count in counts.items()}
+        try:
+            device_orders(plan, orders, batch_size)
+        except ScheduleError:
+            if all(2 * count >= len(orders[first]) for first, count in counts.items()):
+                raise
+            counts = {first: count + 1 for first, count in counts.items()}  # with all forwards first, nothing waits
+        else:
+            return orders
+
+
+def lanes(plan: Plan) -> dict[int, list[int]]:
+    """The slices of every stage, by the first one."""
+    full = unsliced(plan)
+    return {members[0]: members for members in map(full.parts, range(len(full.plan.stages)))}
+
+
+def lane_actions(plan: Plan, members: Sequence[int], kind: Kind, batch_size: int) -> list[Action]:
+    """All actions of a kind of a stage's slices, in order: backwards begin with the last slice."""
+    ordered = members if kind is Kind.FORWARD else members[::-1]
+    numbers = range(len(plan.intervals(members[0], batch_size)))
+    return [Action(part, kind, index) for index in numbers for part in ordered]
 
 
 def warm_up(plan: Plan, batch_size: int) -> dict[int, int]:
     """Number of forwards before every stage's first backward, which is also its maximum of micro-batches in flight."""
-    counts = {}
-    for stage, samples in in_flight_samples(plan).items():
-        wanted = samples // plan.stages[stage].micro_batch_size
-        counts[stage] = min(wanted, len(plan.intervals(stage, batch_size)))
-    return without_deadlock(plan, batch_size, counts)
+    samples = in_flight_samples(plan)
+    counts = {stage: held // plan.stages[stage].micro_batch_size for stage, held in samples.items()}
+    return without_deadlock(plan, batch_size, _capped(plan, batch_size, counts))
+
+
+def _capped(plan: Plan, batch_size: int, counts: Mapping[int, int]) -> dict[int, int]:
+    return {stage: min(count, len(plan.intervals(stage, batch_size))) for stage, count in counts.items()}
 
 
 def in_flight_samples(plan: Plan) -> dict[int, int]:
-    """Samples that every stage holds in flight; see `samples_in_flight` and `slices_in_flight`."""
-    if plan.is_sliced:
-        return slices_in_flight(plan)
-    graph = plan.graph()
-    sizes = [stage.micro_batch_size for stage in plan.stages]
-    successors = [list(graph.successors(stage)) for stage in range(len(sizes))]
-    slack = [stage.slack * stage.micro_batch_size for stage in plan.stages]
-    return dict(enumerate(samples_in_flight(sizes, successors, slack=slack)))
-
-
-def slices_in_flight(plan: Plan) -> dict[int, int]:
-    """Samples that every stage holds in flight, for a plan whose stages are slices."""
+    """Samples that every stage, or slice of a stage, holds in flight."""
     full, number = unsliced(plan), num_slices(plan)
     return {
         part: -(-(int(flying) // plan.stages[part].micro_batch_size - position) // number)
         * plan.stages[part].micro_batch_size
-        for stage, flying in enumerate(slice_samples(plan))
+        for stage, flying in enumerate(samples_ahead(plan))
         for position, part in enumerate(full.parts(stage))
     }
 
 
-def slice_samples(plan: Plan, lead: float = 1) -> list[float]:
-    """Samples of slices that all slices of every unsliced stage together hold in flight.
+def samples_ahead(plan: Plan, lead: float = 1) -> list[float]:
+    """Samples that every unsliced stage holds in flight: a micro-batch, and `lead` times the rest of 1F1B's.
+
+    With one micro-batch size these are 1 + lead (d - 1) micro-batches on a stage of depth d.
 
     Each of the n slices of a micro-batch counts as many samples as the micro-batch. Backwards begin with the last
     slice, so stages nearest to the sink hold n slices, and others `lead` more for each stage on the path: in a chain
     n + distance, as in Seq1F1B. If micro-batch sizes differ, a slice waits for earlier ones in several micro-batches,
-    and stages are as far apart as without slices. A stage that holds only the user's step is skipped if its
+    and stages are as far apart as without slices. A stage that holds only the user's step is then skipped if its
     micro-batches have the same size: it runs on the device of the stage before it.
     """
-    full, number = unsliced(plan), num_slices(plan)
-    sizes, least = action_samples(plan), [stage.micro_batch_size * number for stage in full.plan.stages]
+    full, sizes, slack = unsliced(plan), action_samples(plan), None
+    least = [stage.micro_batch_size * num_slices(plan) for stage in full.plan.stages]
     graph = full.plan.graph()
-    for stage in list(graph):
-        same = all(least[before] == least[stage] for before in graph.predecessors(stage))
-        if same and is_extra(plan, full.parts(stage)[0]):
-            graph.remove_node(stage)
+    if plan.is_sliced:
+        graph.remove_nodes_from([stage for stage in graph if _shares_device(plan, full, graph, stage)])
+    else:
+        slack = [stage.slack * stage.micro_batch_size for stage in plan.stages]
     successors = [list(graph.successors(i)) if i in graph else [] for i in range(len(sizes))]
 
     def step(stage: int, successor: int) -> int:
         of = sizes if least[stage] == least[successor] else least
         return max(of[stage], of[successor])
 
-    flying = samples_in_flight(sizes, successors, least, step)
+    flying = samples_in_flight(sizes, successors, least, step, slack)
     return [base + lead * (usual - base) for base, usual in zip(least, flying, strict=True)]
+
+
+def _shares_device(plan: Plan, full: Unsliced, graph: nx.DiGraph, stage: int) -> bool:
+    """True for a stage that holds only the user's step, with micro-batches of the size of those before it."""
+    sizes = {full.plan.stages[before].micro_batch_size for before in graph.predecessors(stage)}
+    return sizes <= {full.plan.stages[stage].micro_batch_size} and is_extra(plan, full.parts(stage)[0])
 
 
 def action_samples(plan: Plan) -> list[int]:
@@ -119,13 +171,6 @@ def action_samples(plan: Plan) -> list[int]:
         stage.micro_batch_size * (number if len(full.parts(index)) == 1 else 1)
         for index, stage in enumerate(full.plan.stages)
     ]
-
-
-def slices_ahead(plan: Plan, lead: int = 1) -> dict[int, int]:
-    """Number of slices to hold in flight, by the first slice of every stage; micro-batches if it is unsliced."""
-    full = unsliced(plan)
-    flying = zip(slice_samples(plan, lead), action_samples(plan), strict=True)
-    return {full.parts(stage)[0]: int(samples) // size for stage, (samples, size) in enumerate(flying)}
 
 
 def samples_in_flight(
@@ -193,10 +238,40 @@ def without_deadlock(plan: Plan, batch_size: int, warm_up: Mapping[int, int]) ->
     counts = dict(warm_up)
     if _is_safe(plan, counts):
         return counts
-    stages = _StageTasks(plan, batch_size)
-    while (outcome := in_order(stages.tasks, stages.rows(counts))).deadlocks:
-        counts[stages.culprit(outcome)] += 1
-    return counts
+    pairs = [
+        [lane_actions(plan, [stage], kind, batch_size) for kind in (Kind.FORWARD, Kind.BACKWARD)] for stage in counts
+    ]
+    tasks = dict.fromkeys(((action.stage, action) for pair in pairs for row in pair for action in row), 0.0)
+    missing, readers = links(_apart(plan), batch_size, tasks, travels=False)
+    graph, depths = task_graph(tasks, readers, missing), plan.depths()
+    while True:
+        outcome = in_order(graph, [alternating(*pair, counts[stage]) for stage, pair in enumerate(pairs)])
+        if not outcome.deadlocks:
+            return counts
+        counts[min(_culprits(outcome), key=lambda stage: (depths[stage], stage))] += 1
+
+
+def _apart(plan: Plan) -> Plan:
+    """The same graph with each stage on a device of its own."""
+    modules = [(STEP,) if i == plan.step_stage else (str(i),) for i in range(len(plan.stages))]
+    stages = tuple(
+        Stage(name=str(i), modules=modules[i], devices=(i,), micro_batch_size=stage.micro_batch_size)
+        for i, stage in enumerate(plan.stages)
+    )
+    edges = (Edge(src=e.src, dst=e.dst, differentiable=e.differentiable) for e in plan.edges if e.src != SOURCE)
+    return Plan(stages=stages, edges=tuple(edges), batch_size=plan.batch_size, period=plan.period)
+
+
+def _culprits(outcome: FixedOrder) -> Iterator[int]:
+    """Stages that wait for gradients while another stage waits for a forward of theirs."""
+    tasks, missing = outcome.tasks, outcome.missing
+    heads = [next((task for task in row if missing[task]), None) for row in outcome.order]
+    kinds = [None if task is None else tasks.actions[task].kind for task in heads]
+    waiting = {task for task, kind in zip(heads, kinds, strict=True) if kind is Kind.FORWARD}
+    for task, action in enumerate(tasks.actions):
+        blocks = kinds[action.stage] is Kind.BACKWARD and action.kind is Kind.FORWARD and missing[task]
+        if blocks and any(reader in waiting for reader, _ in tasks.readers[task]):
+            yield action.stage
 
 
 def _is_safe(plan: Plan, warm_up: Mapping[int, int]) -> bool:
@@ -206,124 +281,3 @@ def _is_safe(plan: Plan, warm_up: Mapping[int, int]) -> bool:
     """
     one_size = len({stage.micro_batch_size for stage in plan.stages}) == 1
     return one_size and all(edge.src == SOURCE or warm_up[edge.src] >= warm_up[edge.dst] for edge in plan.edges)
-
-
-@dataclass(slots=True)
-class _StageTasks:
-    """The forwards and backwards of all stages, each stage on a device of its own."""
-
-    plan: Plan
-    batch_size: int
-    inputs: dict[Action, list[Action]] = field(init=False)
-    """Actions of other stages that an action waits for; they contain its last sample."""
-    tasks: TaskGraph = field(init=False)
-
-    def __post_init__(self) -> None:
-        stages = range(len(self.plan.stages))
-        actions = [
-            action
-            for stage in stages
-            for kind in (Kind.FORWARD, Kind.BACKWARD)
-            for action in self._actions(stage, kind)
-        ]
-        self.inputs = {action: [] for action in actions}
-        for edge in self.plan.edges:
-            if edge.src != SOURCE:
-                self._link(edge.src, edge.dst, Kind.FORWARD)
-            if edge.src != SOURCE and edge.differentiable:
-                self._link(edge.dst, edge.src, Kind.BACKWARD)
-        readers: dict[Task, list[tuple[Task, float]]] = {(action.stage, action): [] for action in actions}
-        for action, needs in self.inputs.items():
-            for need in needs:
-                readers[need.stage, need].append(((action.stage, action), 0.0))
-        missing = {(action.stage, action): len(needs) for action, needs in self.inputs.items()}
-        self.tasks = task_graph(dict.fromkeys(readers, 0.0), readers, missing)
-
-    def rows(self, warm_up: Mapping[int, int]) -> list[Sequence[Action]]:
-        """The order of every stage."""
-        return [
-            alternating(self._actions(stage, Kind.FORWARD), self._actions(stage, Kind.BACKWARD), warm_up[stage])
-            for stage in range(len(self.plan.stages))
-        ]
-
-    def culprit(self, outcome: FixedOrder) -> int:
-        """The stage nearest to a sink that waits for gradients while another stage waits for its next forward."""
-        depths = self.plan.depths()
-        heads = [next((task for task in row if outcome.missing[task]), None) for row in outcome.order]
-        kinds = [None if task is None else self.tasks.actions[task].kind for task in heads]
-        culprits = {
-            need.stage
-            for task in heads
-            if task is not None and self.tasks.actions[task].kind is Kind.FORWARD
-            for need in self.inputs[self.tasks.actions[task]]
-            if kinds[need.stage] is Kind.BACKWARD and outcome.missing[self.tasks.numbers[need.stage, need]]
-        }
-        return min(culprits, key=lambda stage: (depths[stage], stage))
-
-    def _actions(self, stage: int, kind: Kind) -> list[Action]:
-        return [Action(stage, kind, index) for index in range(len(self.plan.intervals(stage, self.batch_size)))]
-
-    def _link(self, src: int, dst: int, kind: Kind) -> None:
-        ends = (stop for _, stop in self.plan.intervals(dst, self.batch_size))
-        for action, stop in zip(self._actions(dst, kind), ends, strict=True):
-            number = self.plan.micro_batch_of(src, stop - 1, self.batch_size)
-            self.inputs[action].append(Action(src, kind, number))
-
-
-LaneOrder = Callable[[int, int], tuple[Action, ...]]
-"""From the first slice of a stage and a warm-up to the order of all its slices."""
-
-# A chain of two stages, two micro-batches in two slices: `F1b` is the forward of slice b of micro-batch 1. A backward
-# takes as long as a forward. Stage 0 holds three slices, stage 1 two: one and a half micro-batches, and one.
-#
-#   time      0    1    2    3    4    5    6    7    8    9
-#   stage 0  F0a  F0b  F1a       B0b  F1b  B0a       B1b  B1a
-#   stage 1       F0a  F0b  B0b  F1a  B0a  F1b  B1b  B1a
-
-
-def in_slices(plan: Plan, batch_size: int) -> StageOrders:
-    """The order of all slices of each stage together, under the number of the first slice."""
-    parts = lanes(plan)
-
-    def lane(first: int, warm_up: int) -> tuple[Action, ...]:
-        forwards = forwards_of(plan, parts[first], batch_size)
-        return alternating(forwards, backwards_of(plan, parts[first], batch_size), warm_up)
-
-    return without_deadlock_in_slices(plan, batch_size, slices_ahead(plan), lane)
-
-
-def lanes(plan: Plan) -> dict[int, list[int]]:
-    """The slices of every stage, by the first one."""
-    full = unsliced(plan)
-    return {members[0]: members for members in map(full.parts, range(len(full.plan.stages)))}
-
-
-def forwards_of(plan: Plan, members: Sequence[int], batch_size: int) -> list[Action]:
-    """All forwards of a stage's slices, in order."""
-    number = len(plan.intervals(members[0], batch_size))
-    return [Action(part, Kind.FORWARD, index) for index in range(number) for part in members]
-
-
-def backwards_of(plan: Plan, members: Sequence[int], batch_size: int, kind: Kind = Kind.BACKWARD) -> list[Action]:
-    """All backwards of a stage's slices, or halves of one kind, in order."""
-    number = len(plan.intervals(members[0], batch_size))
-    return [Action(part, kind, index) for index in range(number) for part in reversed(members)]
-
-
-def without_deadlock_in_slices(plan: Plan, batch_size: int, warm_up: Mapping[int, int], lane: LaneOrder) -> StageOrders:
-    """The orders with these warm-ups, all raised by as little as it takes to avoid deadlocks.
-
-    Raises:
-        ScheduleError: they deadlock even with all forwards first.
-    """
-    counts = dict(warm_up)
-    while True:
-        orders = {first: lane(first, count) for first, count in counts.items()}
-        try:
-            device_orders(plan, orders, batch_size)
-        except ScheduleError:
-            if all(2 * count >= len(orders[first]) for first, count in counts.items()):
-                raise
-            counts = {first: count + 1 for first, count in counts.items()}  # with all forwards first, nothing waits
-        else:
-            return orders

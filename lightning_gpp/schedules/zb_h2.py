@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from lightning_gpp.plan import Plan
 from lightning_gpp.schedules.device_orders import StageOrders
-from lightning_gpp.schedules.handcrafted import split_orders
 from lightning_gpp.schedules.registry import register_schedule
+from lightning_gpp.schedules.zb_h1 import split_orders
 
 # A chain of three stages, six micro-batches. Stages start and stop at different times, but none idles in between.
 #

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from lightning_gpp._compat.torch import kept_version_counters
 from lightning_gpp.plan import Plan
 from lightning_gpp.runtime.device_gradients import DeviceGradients
-from lightning_gpp.runtime.weights import Counting, Weights
+from lightning_gpp.runtime.weights import WeightPolicy, Weights
 from lightning_gpp.schedules import Program, compile_program
 from lightning_gpp.schedules.continuous import continuous_program, delays_of
 from lightning_gpp.schedules.delayed import on_one_device
@@ -48,7 +48,7 @@ class Asynchronous:
     def __init__(
         self,
         options: Options,
-        policy: Counting,
+        policy: WeightPolicy,
         plan: Plan,
         *,
         num_pipelines: int,

@@ -36,7 +36,7 @@ from lightning_gpp.reports import plan_table, terminal_width
 from lightning_gpp.reports.progress import search_progress
 from lightning_gpp.reports.terminal import wrapped
 from lightning_gpp.runtime.transport import DistributedTransport, pairs_of
-from lightning_gpp.runtime.weights import Counting, Weights, make_policy
+from lightning_gpp.runtime.weights import WeightPolicy, Weights, make_policy
 from lightning_gpp.schedules.delayed import plan_on_one_device
 from lightning_gpp.stages import build
 from lightning_gpp.stages.undivided import Captured, Undivided
@@ -231,7 +231,7 @@ def agreed_seed(seed: int | None, control: Control) -> int:
     return int(control.broadcast(secrets.randbits(62) if seed is None else seed))
 
 
-def _weight_policy(options: Options, optimizers: Sequence[Optimizer]) -> Counting | None:
+def _weight_policy(options: Options, optimizers: Sequence[Optimizer]) -> WeightPolicy | None:
     """The policy of asynchronous training, before anything else takes time: it may refuse the optimizers."""
     if options.weights == SYNCHRONOUS:
         return None

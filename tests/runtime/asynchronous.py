@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from lightning_gpp.plan import Plan
 from lightning_gpp.runtime import DistributedTransport, Executor, GradientSync, Mesh, MicroBatch, pairs_of
 from lightning_gpp.runtime.device_gradients import DeviceGradients
-from lightning_gpp.runtime.weights import Counting, Use, Weights, make_policy
+from lightning_gpp.runtime.weights import Use, WeightPolicy, Weights, make_policy
 from lightning_gpp.runtime.weights.context import update, weights_of
 from lightning_gpp.schedules.continuous import continuous_program
 from lightning_gpp.schedules.delayed import on_one_device
@@ -118,7 +118,7 @@ class OfPipeline:
     `first`: for every stage the number of its first micro-batch among those of all pipelines.
     """
 
-    policy: Counting
+    policy: WeightPolicy
     first: Mapping[int, int]
 
     @property
@@ -253,4 +253,4 @@ def _all_on_rank(rank: int, cases: list[AsyncCase]) -> list[AsyncOutcome]:
     return [on_rank(rank, case) for case in cases]
 
 
-__all__ = ["AsyncCase", "AsyncOutcome", "Counting", "delayed", "run_all", "run_async"]
+__all__ = ["AsyncCase", "AsyncOutcome", "WeightPolicy", "delayed", "run_all", "run_async"]

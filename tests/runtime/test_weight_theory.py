@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, NAdam, Optimizer, RMSprop
 
-from lightning_gpp.runtime.weights import Counting, Use, Weights, make_policy
+from lightning_gpp.runtime.weights import Use, WeightPolicy, Weights, make_policy
 from lightning_gpp.runtime.weights.context import update
 
 # -- largest stable steps ---------------------------------------------------------------------------------------------
@@ -76,7 +76,7 @@ def driven(
             yield weight.detach().clone()
 
 
-def forward(policy: Counting, weight: nn.Parameter, batch: int) -> Tensor:
+def forward(policy: WeightPolicy, weight: nn.Parameter, batch: int) -> Tensor:
     """The weight that a forward computes with."""
     policy.enter_forward(Use(0, batch, 0))
     value = weight.detach().clone()
@@ -84,7 +84,7 @@ def forward(policy: Counting, weight: nn.Parameter, batch: int) -> Tensor:
     return value
 
 
-def backward(policy: Counting, weight: nn.Parameter, batch: int) -> Tensor:
+def backward(policy: WeightPolicy, weight: nn.Parameter, batch: int) -> Tensor:
     """The weight that a backward computes with."""
     policy.enter_backward(Use(0, batch, 0, final=True))
     value = weight.detach().clone()
@@ -123,7 +123,7 @@ def test_rescaling_begins_when_updates_are_late() -> None:
     assert moved == pytest.approx([1, 1, 1, 1, 2**-0.75, 2**-0.5, 2**-0.25, 1, 1])
 
 
-def moved_by(policy: Counting, weight: nn.Parameter, batch: int) -> float:
+def moved_by(policy: WeightPolicy, weight: nn.Parameter, batch: int) -> float:
     """The change that an update by 1 makes."""
     before = backward(policy, weight, batch).item()
     with torch.no_grad(), update(policy, [weight]):

@@ -5,7 +5,7 @@ from lightning_gpp.runtime.weights import double_buffer as _double_buffer  # noq
 from lightning_gpp.runtime.weights import latest as _latest  # noqa: F401  registers itself
 from lightning_gpp.runtime.weights import predicted as _predicted  # noqa: F401  registers itself
 from lightning_gpp.runtime.weights import stash as _stash  # noqa: F401  registers itself
-from lightning_gpp.runtime.weights.interface import Counting, Use, WeightPolicy, Weights
+from lightning_gpp.runtime.weights.interface import Use, WeightPolicy, Weights
 from lightning_gpp.runtime.weights.registry import (
     check_options,
     copies_of,
@@ -16,7 +16,6 @@ from lightning_gpp.runtime.weights.registry import (
 )
 
 __all__ = [
-    "Counting",
     "Use",
     "WeightPolicy",
     "Weights",

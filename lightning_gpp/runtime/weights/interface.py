@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, NamedTuple, Protocol
+from typing import ClassVar, NamedTuple
 
 from torch import Tensor
 from torch.nn import Parameter
@@ -64,59 +64,13 @@ class Weights:
         return max(map(self.late, self.delays), default=0)
 
 
-class WeightPolicy(Protocol):
-    """Policy of one device, called around every computation with weights, and around updates."""
+class WeightPolicy:
+    """Base class of policies, each of one device: counts updates, and measures delays.
 
-    @property
-    def rewrites(self) -> bool:
-        """True if a backward may compute with other values than its forward, where updates lie between them."""
-        ...
-
-    def begin(self, before: Callable[[int], int], first: int) -> None:
-        """Start with an empty pipeline at mini-batch `first`. `before(n)`: number of updates before mini-batch n's.
-
-        A run that resumes with a pipeline that was not empty fills it again, beginning where it was last empty.
-        """
-        ...
-
-    def enter_period(self, period: int) -> None:
-        """Begin a period; during a fill it may belong after earlier updates."""
-        ...
-
-    def enter_forward(self, use: Use) -> None:
-        """Give the stage's parameters the values for a forward."""
-        ...
-
-    def leave_forward(self, use: Use) -> None:
-        """Restore their newest values."""
-        ...
-
-    def enter_backward(self, use: Use) -> None:
-        """Give the stage's parameters the values for a backward, or for the recomputation before it."""
-        ...
-
-    def leave_backward(self, use: Use) -> None:
-        """Restore their newest values."""
-        ...
-
-    def before_update(self) -> None:
-        """Prepare for an optimizer step, which changes the newest values in place."""
-        ...
-
-    def after_update(self) -> None:
-        """Take note of the optimizer step's end."""
-        ...
-
-    @property
-    def bytes_kept(self) -> int:
-        """Current memory of weights besides the newest ones."""
-        ...
-
-
-class Counting:
-    """Base class of policies: counts updates, and measures delays.
+    It is called around every computation with weights, and around updates.
 
     Attributes:
+        rewrites: whether a backward may compute with other values than its forward, where updates lie between them.
         updates: optimizer steps before the current period: the newest version, unless a resumed run fills its pipeline.
         log: if not None, every computation appends (use, "F" or "B", version of its weights).
     """
@@ -140,12 +94,15 @@ class Counting:
         return 0
 
     def begin(self, before: Callable[[int], int], first: int) -> None:
-        """See `WeightPolicy`."""
+        """Start with an empty pipeline at mini-batch `first`. `before(n)`: number of updates before mini-batch n's.
+
+        A run that resumes with a pipeline that was not empty fills it again, beginning where it was last empty.
+        """
         self._before, self.first = before, first
         self.updates = before(first)
 
     def enter_period(self, period: int) -> None:
-        """See `WeightPolicy`."""
+        """Begin a period; during a fill it may belong after earlier updates."""
         self.updates = self._before(max(period, self.first))
 
     def empty(self) -> None:
@@ -162,27 +119,27 @@ class Counting:
         return self._before(mini_batch) - self._before(max(mini_batch - ahead, self.first))
 
     def enter_forward(self, use: Use) -> None:
-        """See `WeightPolicy`."""
+        """Give the stage's parameters the values for a forward."""
 
     def leave_forward(self, use: Use) -> None:
-        """See `WeightPolicy`."""
+        """Restore their newest values."""
 
     def enter_backward(self, use: Use) -> None:
-        """See `WeightPolicy`."""
+        """Give the stage's parameters the values for a backward, or for the recomputation before it."""
 
     def leave_backward(self, use: Use) -> None:
-        """See `WeightPolicy`."""
+        """Restore their newest values."""
 
     def before_update(self) -> None:
-        """See `WeightPolicy`."""
+        """Prepare for an optimizer step, which changes the newest values in place."""
 
     def after_update(self) -> None:
-        """See `WeightPolicy`."""
+        """Take note of the optimizer step's end."""
         self.updates += 1
 
     @property
     def bytes_kept(self) -> int:
-        """See `WeightPolicy`."""
+        """Current memory of weights besides the newest ones."""
         return 0
 
     def saved(self) -> dict[str, dict[Parameter, Tensor]]:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_gpp.runtime.weights.interface import Counting, Use, Weights
+from lightning_gpp.runtime.weights.interface import Use, WeightPolicy, Weights
 from lightning_gpp.runtime.weights.registry import register_weights
 
 Values = Mapping[Parameter, Tensor]
@@ -19,7 +19,7 @@ Values = Mapping[Parameter, Tensor]
 
 
 @register_weights("latest")
-class Latest(Counting):
+class Latest(WeightPolicy):
     """No copies. Subclasses write other values into the memory of the parameters during a computation.
 
     Autograd keeps pointers into that memory, so a backward computes with its content at that time. The values of a

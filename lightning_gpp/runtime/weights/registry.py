@@ -10,11 +10,11 @@ from pydantic import TypeAdapter, ValidationError
 
 from lightning_gpp.errors import ConfigError
 from lightning_gpp.registry import Registry
-from lightning_gpp.runtime.weights.interface import Counting, Weights
+from lightning_gpp.runtime.weights.interface import WeightPolicy, Weights
 
-Policy = TypeVar("Policy", bound=type[Counting])
+Policy = TypeVar("Policy", bound=type[WeightPolicy])
 
-WEIGHT_POLICIES: Final[Registry[type[Counting]]] = Registry(
+WEIGHT_POLICIES: Final[Registry[type[WeightPolicy]]] = Registry(
     setting="strategy.weights",
     kind="weight policy",
     decorator="runtime.weights.register_weights",
@@ -30,7 +30,7 @@ def register_weights(name: str) -> Callable[[Policy], Policy]:
         ConfigError: the name is taken.
     """
 
-    def entry(policy: Policy) -> type[Counting]:
+    def entry(policy: Policy) -> type[WeightPolicy]:
         return policy
 
     return WEIGHT_POLICIES.adding(name, entry)
@@ -41,7 +41,7 @@ def weight_policy_names() -> tuple[str, ...]:
     return WEIGHT_POLICIES.names()
 
 
-def make_policy(name: str, weights: Weights, **options: Any) -> Counting:
+def make_policy(name: str, weights: Weights, **options: Any) -> WeightPolicy:
     """The policy registered under a name, for the weights of one device.
 
     Raises:

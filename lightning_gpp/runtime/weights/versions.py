@@ -12,12 +12,12 @@ from typing import ClassVar
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_gpp.runtime.weights.interface import Counting, Use, Weights
+from lightning_gpp.runtime.weights.interface import Use, WeightPolicy, Weights
 
 _Key = tuple[int, int, int]
 
 
-class Versioned(Counting):
+class Versioned(WeightPolicy):
     """Computes with the version that `version_of` names; `oldest` bounds the versions of later forwards."""
 
     rewrites: ClassVar[bool] = False
