@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from lightning_gpp.plan import Plan
 from lightning_gpp.schedules.actions import Action, Kind, Schedule
-from lightning_gpp.schedules.modulo_slots import line
+from lightning_gpp.schedules.interleaved import line
 from lightning_gpp.schedules.registry import register_schedule
 
 # A chain of four stages on two devices, 0 and 2 on the first, 1 and 3 on the second; four micro-batches. `2F1` is the

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from lightning_gpp.plan import Plan
 from lightning_gpp.schedules.actions import Action, Schedule
-from lightning_gpp.schedules.nominal_times import actions, by_nominal_time
+from lightning_gpp.schedules.nominal_times import Template, actions, actions_of, by_nominal_time
 from lightning_gpp.schedules.registry import register_schedule
-from lightning_gpp.schedules.template import Template, actions_of
 from lightning_gpp.schedules.work import work_of
 
 # Two devices, four micro-batches; capital letters are stages 0 and 1, small ones stages 3 and 2. B takes two units.

@@ -4,7 +4,7 @@ A task graph has the tasks of one mini-batch; the clock knows which devices are 
 ready tasks start, so the resulting orders cannot deadlock. Every order of this package that is not written by hand
 comes from here; the policies are
 
-    Priorities      the ready task of least rank that fits the memory (`device_orders`, `due_dates`)
+    Priorities      the ready task of least rank that fits the memory (`device_orders`, `bidirectional`)
     BubbleFilling   input gradients and forwards; weight gradients where the device would idle (`bubble_filling`)
     Compaction      a given order, whose actions may move up into gaps (`compaction`)
 """

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Final
 
 from lightning_gpp.errors import PlanError, ScheduleError
 from lightning_gpp.plan import SOURCE, Edge, Plan
@@ -136,18 +137,19 @@ def _end(plan: Plan, index: int) -> str:
     return f"{name} (micro_batch_size {stage.micro_batch_size}, {len(stage.devices)} replicas)"
 
 
+LOOKAHEAD: Final = 2
+"""Actions between posting a buffer and reading it."""
+
 Links = dict[tuple[int, Action], tuple[int, ...]]
 Posts = dict[tuple[int, int], list[int]]
 """Messages (ids) that a device posts before its n-th action: `posts[device, n]`."""
 
 
-def lower(
-    plan: Plan, schedule: Schedule, batch_size: int | None = None, training: bool = True, lookahead: int = 2
-) -> Program:
+def lower(plan: Plan, schedule: Schedule, batch_size: int | None = None, training: bool = True) -> Program:
     """Insert all communication into a schedule.
 
     A message is sent right after the action that produces it and waited for right before the action that reads it. Its
-    buffer is posted `lookahead` actions before the latter, so that it can arrive while the device computes, or earlier
+    buffer is posted `LOOKAHEAD` actions before the latter, so that it can arrive while the device computes, or earlier
     if a later message from the same device needs it, because messages between two devices match by order alone. Posts
     never wait, so receivers delay nobody: a program can deadlock only if the schedule does.
 
@@ -156,7 +158,6 @@ def lower(
         schedule: the order of actions on every device.
         batch_size: samples of the mini-batch of one pipeline replica; the plan's own by default.
         training: whether the schedule contains backwards.
-        lookahead: actions between posting a buffer and reading it.
 
     Raises:
         ScheduleError: the schedule does not run what the plan needs.
@@ -167,7 +168,7 @@ def lower(
     _check_schedule(plan, schedule, total, training, split)
     messages = derive_messages(plan, total, training, split)
     inputs, outputs = _links(schedule, messages)
-    posts = _posts(schedule, messages, outputs, lookahead)
+    posts = _posts(schedule, messages, outputs)
     devices = tuple(_instructions(device, schedule, messages, inputs, outputs, posts) for device in _range(schedule))
     return Program(
         plan=plan,
@@ -246,11 +247,11 @@ def _links(schedule: Schedule, messages: tuple[Message, ...]) -> tuple[Links, Li
     return {task: tuple(ids) for task, ids in inputs.items()}, {task: tuple(ids) for task, ids in outputs.items()}
 
 
-def _posts(schedule: Schedule, messages: tuple[Message, ...], outputs: Links, lookahead: int) -> Posts:
+def _posts(schedule: Schedule, messages: tuple[Message, ...], outputs: Links) -> Posts:
     position = _positions(schedule)
     posts: Posts = defaultdict(list)
     for (_, receiver), channel in sorted(_channels(schedule, messages, outputs).items()):
-        points = [max(0, position[receiver, messages[number].consumer] - lookahead) for number in channel]
+        points = [max(0, position[receiver, messages[number].consumer] - LOOKAHEAD) for number in channel]
         for i in reversed(range(len(points) - 1)):
             points[i] = min(points[i], points[i + 1])
         for number, point in zip(channel, points, strict=True):

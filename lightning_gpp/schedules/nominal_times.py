@@ -2,18 +2,24 @@
 
 Stages are treated by their level, the distance to the sink: all stages of a level act like one stage of a chain.
 Nominal times grow along every dependency, so orders sorted by them cannot deadlock, in any layout.
+
+Published orders of a V are such times, too: stages take theirs from the chain for which the order is made (`Template`).
+A chain of 2p stages turns back at device p, so rank i of the V holds stages i and 2p - 1 - i. An order is a list of
+actions per rank. Run with unit durations, it gives the time at which a level works on a micro-batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
 from lightning_gpp.plan import Plan
 from lightning_gpp.schedules.actions import Action, Kind
-from lightning_gpp.schedules.list_scheduling import Task
+from lightning_gpp.schedules.fixed_order import in_order
+from lightning_gpp.schedules.list_scheduling import Task, task_graph
 from lightning_gpp.schedules.work import Work, is_extra
 
 _STEP: Final = 1e-3
@@ -87,3 +93,94 @@ def stage_of_largest(plan: Plan) -> int:
 def actions(rows: TimedRows, *, weights: bool = True) -> list[list[Action]]:
     """The order of every device without times, with or without weight gradients."""
     return [[entry.action for entry in row if weights or entry.action.kind is not Kind.WEIGHT] for row in rows]
+
+
+RankOrder = Callable[[int, int, int], Sequence[Action]]
+"""A function from rank, number of ranks and number of micro-batches to the rank's order, in stages of the chain."""
+
+_UNITS: Final = {Kind.FORWARD: 1, Kind.INPUT: 1, Kind.WEIGHT: 1, Kind.BACKWARD: 2}
+
+
+class Template:
+    """A published order, run on a chain as long as the plan's depth.
+
+    Args:
+        plan: the plan whose stages take the times.
+        batch_size: samples of the mini-batch.
+        order: the order of the V's ranks.
+    """
+
+    def __init__(self, plan: Plan, batch_size: int, order: RankOrder) -> None:
+        self._levels, length = levels(plan)
+        self._numbers = coarse_numbers(plan, batch_size)
+        # An order needs enough micro-batches to fill the pipeline; the times of additional ones are never read.
+        ranks, enough = length // 2, max(length, *(row[-1] + 1 for row in self._numbers))
+        self._start = start_times([list(order(rank, ranks, enough)) for rank in range(ranks)], length)
+
+    def time(self, action: Action) -> float:
+        """Start of an action in the template, or of the full backward that contains it."""
+        place = self._place(action)
+        return self._start.get(place, self._start.get(place.of_kind(Kind.BACKWARD), 0.0))
+
+    def is_split(self, action: Action) -> bool:
+        """True if the template splits the backward of the action's stage and micro-batch."""
+        return self._place(action).of_kind(Kind.INPUT) in self._start
+
+    def _place(self, action: Action) -> Action:
+        """The action of the chain that corresponds to an action of the plan."""
+        number = self._numbers[action.stage][action.micro_batch]
+        return Action(self._levels[action.stage], action.kind, number)
+
+
+def actions_of(steps: Sequence[str], stages: tuple[int, int]) -> list[Action]:
+    """The actions of steps: the n-th of each kind and stage is for micro-batch n.
+
+    `F0` is a forward of the first stage, `I` and `W` are the halves of a backward, `B` is a full one; `W` without a
+    stage is the oldest pending one.
+    """
+    counts: Counter[tuple[str, str]] = Counter()
+    waiting: list[Action] = []
+    done: list[Action] = []
+    for step in steps:
+        kind, stage = step[0], step[1:]
+        if kind == "W":
+            done.append(next(action for action in waiting if not stage or action.stage == stages[int(stage)]))
+            waiting.remove(done[-1])
+            continue
+        count = (kind.replace("I", "B"), stage)
+        done.append(Action(stages[int(stage)], Kind(kind), counts[count]))
+        counts[count] += 1
+        if kind == "I":
+            waiting.append(done[-1].of_kind(Kind.WEIGHT))
+    return done
+
+
+def start_times(rows: Sequence[Sequence[Action]], length: int) -> Mapping[Action, float]:
+    """Start of every action if all ranks follow their orders and messages take no time.
+
+    Args:
+        rows: order of every rank.
+        length: number of stages of the chain.
+    """
+    rank_of = {action: rank for rank, row in enumerate(rows) for action in row}
+    inputs = {action: need for action in rank_of if (need := _input(action, length, rank_of)) is not None}
+    tasks = {(rank, action): action for action, rank in rank_of.items()}
+    readers: dict[Task, list[tuple[Task, float]]] = {task: [] for task in tasks}
+    for action, need in inputs.items():
+        readers[rank_of[need], need].append(((rank_of[action], action), 0.0))
+    graph = task_graph(
+        {task: _UNITS[action.kind] for task, action in tasks.items()},
+        readers,
+        {task: int(action in inputs) for task, action in tasks.items()},
+    )
+    return dict(zip(rank_of, in_order(graph, rows).start, strict=True))
+
+
+def _input(action: Action, length: int, present: Collection[Action]) -> Action | None:
+    """The action of the neighbouring stage that an action waits for; None if there is none."""
+    if action.kind is Kind.FORWARD:
+        return action._replace(stage=action.stage - 1) if action.stage else None
+    if action.kind is Kind.WEIGHT or action.stage == length - 1:
+        return None
+    after = action._replace(stage=action.stage + 1)
+    return next(a for kind in (Kind.INPUT, Kind.BACKWARD) if (a := after.of_kind(kind)) in present)

@@ -238,9 +238,10 @@ def without_deadlock(plan: Plan, batch_size: int, warm_up: Mapping[int, int]) ->
     counts = dict(warm_up)
     if _is_safe(plan, counts):
         return counts
-    pairs = [
-        [lane_actions(plan, [stage], kind, batch_size) for kind in (Kind.FORWARD, Kind.BACKWARD)] for stage in counts
-    ]
+    forwards, backwards = (
+        [lane_actions(plan, [stage], kind, batch_size) for stage in counts] for kind in (Kind.FORWARD, Kind.BACKWARD)
+    )
+    pairs = list(zip(forwards, backwards, strict=True))
     tasks = dict.fromkeys(((action.stage, action) for pair in pairs for row in pair for action in row), 0.0)
     missing, readers = links(_apart(plan), batch_size, tasks, travels=False)
     graph, depths = task_graph(tasks, readers, missing), plan.depths()

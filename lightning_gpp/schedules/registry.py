@@ -129,13 +129,11 @@ def compile_program(
         PlanError: tensors would have to be cut that cannot be.
     """
     replicated = {i for i, stage in enumerate(plan.stages) if len(stage.devices) * copies > 1 and _reduces(stage)}
-    schedule = make_schedule(plan, batch_size, training, replicated=replicated)
-    if not reduce:
-        schedule = schedule.without(Kind.REDUCE)
-    program = lower(plan, schedule, batch_size, training)
-    if collective_deadlock(program):
-        schedule = make_schedule(plan, batch_size, training, replicated=replicated, apart=True)
+    for apart in (False, True):
+        schedule = make_schedule(plan, batch_size, training, replicated=replicated, apart=apart)
         program = lower(plan, schedule if reduce else schedule.without(Kind.REDUCE), batch_size, training)
+        if not collective_deadlock(program):
+            break
     verify(program, flights(schedule) if training else {})
     return program
 

@@ -24,7 +24,6 @@ from typing import Final
 from lightning_gpp.errors import VerificationError
 from lightning_gpp.plan import Plan, Stage
 from lightning_gpp.schedules.actions import COLLECTIVES, RELEASES, Action, Kind
-from lightning_gpp.schedules.device_orders import FIRST
 from lightning_gpp.schedules.lowering import (
     Part,
     carries_gradient,
@@ -107,6 +106,16 @@ def _readers(program: Program, parts: dict[int, Parts]) -> Iterator[tuple[int, b
         if program.training and carries_gradient(edge):
             yield from ((index, True, part) for part in parts[edge.src].values())
 
+
+FIRST: Final = {
+    Kind.RECOMPUTE: (Kind.FORWARD, "forward"),
+    Kind.BACKWARD: (Kind.FORWARD, "forward"),
+    Kind.INPUT: (Kind.FORWARD, "forward"),
+    Kind.WEIGHT: (Kind.INPUT, "input gradients"),
+    Kind.OFFLOAD: (Kind.FORWARD, "forward"),
+    Kind.LOAD: (Kind.OFFLOAD, "offload"),
+}
+"""The kind of the same micro-batch's action that must precede one of a kind, and its name."""
 
 _VERBS: Final = {Op.SEND: "sends", Op.POST: "posts a buffer for", Op.WAIT: "waits for"}
 _INFINITIVES: Final = {Op.SEND: "send", Op.POST: "post a buffer for", Op.WAIT: "wait for"}

@@ -12,9 +12,8 @@ from lightning_gpp.schedules.actions import Action, Schedule
 from lightning_gpp.schedules.building_blocks import compacted_blocks
 from lightning_gpp.schedules.compaction import compact, compacted, fastest
 from lightning_gpp.schedules.memory import compaction_limits, fits, peaks_of
-from lightning_gpp.schedules.nominal_times import actions, by_nominal_time
+from lightning_gpp.schedules.nominal_times import Template, actions, actions_of, by_nominal_time
 from lightning_gpp.schedules.registry import register_schedule
-from lightning_gpp.schedules.template import Template, actions_of
 from lightning_gpp.schedules.v_half import V_HALF
 from lightning_gpp.schedules.v_min import V_MIN
 from lightning_gpp.schedules.work import work_of

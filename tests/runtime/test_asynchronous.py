@@ -141,9 +141,8 @@ def test_every_policy_with_every_optimizer_on_every_graph(name: str, optimizer: 
 def versions(case: AsyncCase) -> dict[tuple[int, int], tuple[int, int]]:
     """For every stage and mini-batch of one micro-batch the versions of its forward and of its backward."""
     found: dict[tuple[int, int], dict[str, int]] = {}
-    for outcome in run_async(case):
-        for stage, batch, _, kind, version in outcome.log:
-            found.setdefault((stage, batch), {})[kind] = version
+    for stage, batch, _, kind, version in delayed(case).log:
+        found.setdefault((stage, batch), {})[kind] = version
     return {key: (pair["F"], pair["B"]) for key, pair in found.items()}
 
 
@@ -183,17 +182,16 @@ def test_a_flush_after_every_mini_batch_is_synchronous() -> None:
     number = 5
     wanted = plain_loop(CHAIN_OF_TWO, number, late=0)
     cases = [AsyncCase(plan=CHAIN_OF_TWO, policy=p, options=o, segments=(1,) * number) for p, o in POLICIES]
-    for case, outcomes in zip(cases, run_all(cases), strict=True):
-        for outcome in outcomes:
-            for name, weight in outcome.weights.items():
-                torch.testing.assert_close(weight, wanted[name], rtol=1e-12, atol=1e-13, msg=f"{case.policy}: {name}")
+    for case in cases:
+        for name, weight in delayed(case).weights.items():
+            torch.testing.assert_close(weight, wanted[name], rtol=1e-12, atol=1e-13, msg=f"{case.policy}: {name}")
 
 
 def test_double_buffering_is_a_plain_loop_with_a_late_gradient() -> None:
     wanted = plain_loop(TOWERS, 8, late=1)
-    for outcome in run_async(AsyncCase(plan=TOWERS, policy="double_buffer", segments=(5, 3))):
-        for name, weight in outcome.weights.items():
-            torch.testing.assert_close(weight, wanted[name], rtol=1e-12, atol=1e-13)
+    outcome = delayed(AsyncCase(plan=TOWERS, policy="double_buffer", segments=(5, 3)))
+    for name, weight in outcome.weights.items():
+        torch.testing.assert_close(weight, wanted[name], rtol=1e-12, atol=1e-13)
 
 
 def plain_loop(plan: Plan, number: int, late: int) -> dict[str, torch.Tensor]:

@@ -129,11 +129,6 @@ class Call(nn.Module):
         return self.function(self, **values)
 
 
-def test_mlp() -> None:
-    assert check(mlp(), normal(3, 8)).splits
-    assert deferred(mlp(), normal(3, 8)) == {"0.weight", "0.bias", "2.weight", "2.bias"}
-
-
 def renamed(module: nn.Module) -> Call:
     return Call(lambda self, input: self.module(input), module=module)
 
@@ -145,14 +140,6 @@ def test_transformer_block(norm_first: bool) -> None:
     early = {"norm1.weight", "norm1.bias", "norm2.weight", "norm2.bias", "self_attn.in_proj_bias"}
     names = {name for name, _ in module.module.named_parameters()}
     assert deferred(module, normal(2, 5, 8)) == {f"module.{name}" for name in names - early}
-
-
-@pytest.mark.parametrize("training", [True, False])
-def test_convolution_and_batch_norm(training: bool) -> None:
-    module = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.Conv2d(4, 2, 3))
-    module.train(training)
-    check(module, normal(2, 3, 8, 8))
-    assert deferred(module, normal(2, 3, 8, 8)) == {"0.weight", "0.bias", "3.weight", "3.bias"}
 
 
 def test_source_stage_does_everything_at_once() -> None:
@@ -187,13 +174,6 @@ def test_hooks_where_the_graph_is_cut_act_once() -> None:
     assert len(deferred(module, normal(3, 8))) == 6
 
 
-def test_weight_used_side_by_side_waits() -> None:
-    module = Call(lambda self, a, b: self.last(self.shared(a) * self.shared(b)), shared=mlp(), last=nn.Linear(8, 8))
-    inputs: Inputs = lambda: {"a": torch.randn(3, 8), "b": torch.randn(3, 8)}  # noqa: E731
-    check(module, inputs)
-    assert deferred(module, inputs) == {name for name, _ in module.named_parameters()}
-
-
 def test_weight_used_at_several_depths_waits() -> None:
     def forward(self: Any, input: Tensor) -> Tensor:
         for _ in range(4):
@@ -218,14 +198,6 @@ def test_outputs_of_all_kinds() -> None:
     inputs: Inputs = lambda: {"a": torch.randn(4, 8), "b": torch.randn(4, 8)}  # noqa: E731
     check(module, inputs)
     assert deferred(module, inputs) >= {"free.0.weight", "free.2.bias"}
-
-
-def test_frozen_parameters() -> None:
-    module = nn.Sequential(mlp(), mlp(), nn.LayerNorm(8))
-    module[0].requires_grad_(False)
-    module[1][0].weight.requires_grad_(False)
-    check(module, normal(3, 8))
-    assert deferred(module, normal(3, 8)) == {"1.0.bias", "1.2.weight", "1.2.bias"}
 
 
 def test_autocast() -> None:
@@ -300,12 +272,6 @@ def test_checkpoints_are_recomputed_once(reentrant: bool) -> None:
     run(module, normal(2, 5, 8), ORDERS[1], Splitter())
     assert len(calls) == 6  # a forward and a recomputation of three micro-batches
     assert deferred(module, normal(2, 5, 8)) == (set() if reentrant else {"last.weight", "last.bias"})
-
-
-def test_a_stage_without_products_says_so() -> None:
-    splitter = check(nn.Sequential(nn.LayerNorm(8), nn.GELU()), normal(3, 8))
-    assert not splitter.splits
-    assert "no product" in str(splitter.reason)
 
 
 def test_hooks_on_parameters_fire_once() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -12,8 +11,8 @@ from lightning_gpp.graph import Affine
 from lightning_gpp.plan import Plan
 from lightning_gpp.planning.assignment.estimate import timed
 from lightning_gpp.schedules import Action, Kind, compile_program, schedule_names
+from lightning_gpp.schedules.adaptive import improved
 from lightning_gpp.schedules.fixed_order import in_order
-from lightning_gpp.schedules.local_search import improved
 from lightning_gpp.schedules.memory import peaks_of
 from lightning_gpp.schedules.registry import method_of
 from lightning_gpp.schedules.work import work_of
@@ -25,16 +24,6 @@ SECONDS = st.tuples(st.integers(1, 5), st.integers(1, 9))
 
 def _simulated(plan: Plan, costs: StageCosts) -> Timeline:
     return simulate(compile_program(plan), costs)
-
-
-@pytest.mark.parametrize(("num_stages", "number"), [(2, 4), (4, 12), (8, 24)])
-def test_chains_reach_the_least_possible_time_with_the_memory_of_1f1b(num_stages: int, number: int) -> None:
-    """With F = I = W = 1 the last device cannot start before `num_stages` - 1, and has three units per micro-batch."""
-    plan = replace(chain((1,) * num_stages, number), schedule="adaptive")
-    costs = StageCosts.uniform(plan, 1, 2, 1)
-    timeline = _simulated(plan, costs)
-    assert timeline.makespan == num_stages - 1 + 3 * number
-    assert max(timeline.peak_in_flight.values()) == num_stages
 
 
 def test_it_is_as_drawn() -> None:
@@ -66,12 +55,6 @@ def test_swaps_shorten_an_order() -> None:
     assert max(peaks_of(work, better.rows)) <= 3
     narrow = improved(order, limits=(1.0,) * 3, tries=5000)
     assert max(peaks_of(work, narrow.rows)) == 1
-
-
-def test_an_order_that_deadlocks() -> None:
-    plan = plan_of([(0, 1)], (1, 1), 1, devices=[(0,), (0,)])
-    rows = [[Action.parse(text) for text in ("1F0", "0F0", "1I0", "1W0", "0I0", "0W0")]]
-    assert in_order(work_of(plan, 1).tasks, rows).deadlocks
 
 
 def test_it_keeps_to_the_memory() -> None:

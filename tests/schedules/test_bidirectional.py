@@ -10,8 +10,7 @@ import pytest
 from lightning_gpp.cluster import Link
 from lightning_gpp.graph import Affine
 from lightning_gpp.plan import Plan
-from lightning_gpp.schedules import Action, Kind, Program, Schedule, compile_program, in_flight, lower, make_schedule
-from lightning_gpp.schedules.registry import method_of
+from lightning_gpp.schedules import Action, Kind, Program, Schedule, compile_program, lower, make_schedule
 from lightning_gpp.schedules.verifier import computed
 from lightning_gpp.simulation import StageCosts, simulate
 from tests.schedules.mirrored import (
@@ -43,12 +42,6 @@ def test_bitpipe_on_two_devices() -> None:
         "0: 0F0 1F1 2F1 3F0 3B0 2B1 1B1 0B0",
         "1: 0F1 1F0 2F0 3F1 3B1 2B0 1B0 0B1",
     ]
-
-
-def test_what_they_want_of_a_plan() -> None:
-    chimera, bitpipe = map(method_of, NAMES)
-    assert (chimera.bidirectional, chimera.stages_per_device) == (True, 1)
-    assert (bitpipe.bidirectional, bitpipe.stages_per_device, bitpipe.layout) == (True, 2, "zigzag")
 
 
 @pytest.mark.parametrize("devices", [2, 4, 6, 8, 12])
@@ -138,32 +131,11 @@ def test_bitpipe_with_room_has_the_least_bubble(devices: int, number: int) -> No
     assert max(peaks(timeline)) <= 5 * devices // 2
 
 
-@pytest.mark.parametrize("schedule", NAMES)
-@pytest.mark.parametrize("number", [1, 2, 3, 7, 10])
-def test_any_number_of_micro_batches(schedule: str, number: int) -> None:
-    plan = mirrored_chain(4, number, schedule)
-    for each in (plan, step_alone(plan)):
-        timeline = played(each)
-        assert timeline.peak_in_flight == in_flight(each)
-        assert timeline.makespan <= sum(sum(span.stop - span.start for span in spans) for spans in timeline.devices)
-
-
 @pytest.mark.parametrize("num_bytes", [4, 5, 6, 8])
 def test_memory_is_kept_to(num_bytes: int) -> None:
     plan = with_room(mirrored_chain(4, 16), num_bytes)
     costs = replace(StageCosts.uniform(plan, 1, 2), parameter_copies=0)
     assert max(simulate(compile_program(plan), costs).peak_bytes) <= num_bytes
-
-
-def test_too_little_memory_is_overdrawn_rather_than_waited_for() -> None:
-    timeline = played(with_room(mirrored_chain(4, 8), 0.5))
-    assert max(peaks(timeline)) <= 2
-
-
-def test_more_memory_is_never_slower() -> None:
-    spans = [played(with_room(mirrored_chain(8, 16), room)).makespan for room in (4, 6, 8, 12)]
-    assert spans == sorted(spans, reverse=True)
-    assert spans[0] > spans[-1]
 
 
 @pytest.mark.parametrize("schedule", NAMES)
@@ -174,13 +146,6 @@ def test_messages_that_take_time_are_planned_for(schedule: str) -> None:
     known = replace(plan, edges=tuple(replace(edge, seconds=Affine(0, 1)) for edge in plan.edges))
     ignored, planned = (simulate(compile_program(each), costs).makespan for each in (plan, known))
     assert planned <= 0.9 * ignored
-
-
-def test_messages_that_take_time_in_little_room() -> None:
-    plan = mirrored_chain(4, 16)
-    costs = replace(StageCosts.uniform(plan, 1, 2), default_link=Link(latency=1))
-    known = replace(plan, edges=tuple(replace(edge, seconds=Affine(0, 1)) for edge in plan.edges))
-    assert simulate(compile_program(known), costs).makespan <= simulate(compile_program(plan), costs).makespan
 
 
 @pytest.mark.parametrize("schedule", NAMES)
@@ -210,16 +175,6 @@ def test_gradients_are_summed_in_bubbles() -> None:
 
 
 @pytest.mark.parametrize("schedule", NAMES)
-@pytest.mark.parametrize("number", [3, 4, 9, 16])
-def test_gradients_are_summed_early_where_pipelines_differ(schedule: str, number: int) -> None:
-    """The step on device 0 alone, an odd number: the devices of a pair complete their stages in different orders, but
-    never wait for the end with all sums."""
-    program = compile_program(step_alone(mirrored_chain(4, number, schedule)))
-    early = [sum(entry[1] == "G" and "B" in " ".join(row[i:]) for i, entry in enumerate(row)) for row in sums(program)]
-    assert min(early[0] + early[3], early[1] + early[2]) >= (1 if schedule == "chimera" else 5)
-
-
-@pytest.mark.parametrize("schedule", NAMES)
 @pytest.mark.parametrize("number", [1, 2, 3, 8])
 def test_sharded_parameters(schedule: str, number: int) -> None:
     """Where the devices of a pair go back and forth between their stages, parameters are gathered once for all."""
@@ -227,13 +182,3 @@ def test_sharded_parameters(schedule: str, number: int) -> None:
     program = compile_program(plan)
     assert program.reduced == set(range(len(plan.stages) - 1))
     compile_program(plan, training=False)
-
-
-@pytest.mark.parametrize("schedule", NAMES)
-def test_messages_do_not_cross(schedule: str) -> None:
-    plan = mirrored_chain(4, 7, schedule)
-    for message in compile_program(plan).messages:
-        pipeline = message.producer.micro_batch % 2
-        assert message.consumer.micro_batch % 2 == pipeline
-        assert message.src == plan.stages[message.producer.stage].devices[pipeline]
-        assert message.dst == plan.stages[message.consumer.stage].devices[pipeline]

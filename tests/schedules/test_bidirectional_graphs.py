@@ -14,7 +14,7 @@ from lightning_gpp.planning.assignment.layout import laid_out
 from lightning_gpp.schedules import compile_program
 from lightning_gpp.schedules.registry import method_of
 from lightning_gpp.simulation import StageCost, StageCosts, simulate
-from tests.schedules.mirrored import mirrored_chain, peaks, played, round_robin
+from tests.schedules.mirrored import peaks, played, round_robin
 from tests.strategies import plan_of, plans
 
 NAMES = ("chimera", "bitpipe")
@@ -50,23 +50,6 @@ def test_towers_are_faster_than_their_chain(schedule: str, devices: int, number:
     own, twin = played(plan), played(plan.chained())
     assert (own.makespan, twin.makespan) == (graph, chain)
     assert max(peaks(own)) <= max(peaks(twin)) <= len(plan.stages)
-
-
-def test_of_equal_orders_that_in_less_room_is_taken() -> None:
-    """The towers' depth asks for nine stage micro-batches, their chain for sixteen."""
-    plan = towers_both_ways("bitpipe", 8, 32)
-    assert plan.depth == 9
-    assert max(peaks(played(plan))) == 12
-    assert max(peaks(played(plan.chained()))) == 16
-
-
-@pytest.mark.parametrize("schedule", NAMES)
-def test_edges_that_a_chain_implies_change_nothing(schedule: str) -> None:
-    """A chain with edges beyond the next stage is as deep as it was."""
-    plan = mirrored_chain(4, 8, schedule)
-    wide = replace(plan, edges=(*plan.edges, replace(plan.edges[0], dst=3)))
-    assert wide.chained() == wide
-    assert played(wide).makespan == played(plan).makespan
 
 
 @st.composite

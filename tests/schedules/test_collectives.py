@@ -9,7 +9,7 @@ import pytest
 
 from lightning_gpp.errors import VerificationError
 from lightning_gpp.plan import Plan
-from lightning_gpp.schedules import Kind, Schedule, compile_program, make_schedule, verify
+from lightning_gpp.schedules import Kind, Schedule, verify
 from lightning_gpp.schedules.lowering import lower
 from lightning_gpp.schedules.passes import check_collectives, with_collectives
 from tests.strategies import chain, plan_of
@@ -38,20 +38,6 @@ def test_whole_parameters_are_summed_once() -> None:
     schedule = with_collectives(plan, Schedule.parse(DEPTH_FIRST), {0, 2})
     assert str(schedule).endswith("2F1 2B1 2G0 1B1 0B1 0G0")
     assert Kind.UNSHARD not in {action.kind for action in schedule.devices[0]}
-
-
-def test_only_stages_of_several_ranks_meet() -> None:
-    plan = plan_of([(0, 1)], (2, 2), 2, devices=[(1, 2), (0,)])
-    assert compile_program(plan).reduced == {0}
-    assert compile_program(plan, copies=2).reduced == {0, 1}
-    assert compile_program(plan, copies=2, reduce=False).reduced == frozenset()
-    assert compile_program(plan, copies=2, training=False).reduced == frozenset()
-
-
-def test_inference_gathers_too() -> None:
-    kinds = [action.kind for action in make_schedule(SHARDED, training=False, replicated={0, 1}).devices[0]]
-    assert kinds.count(Kind.UNSHARD) == 2
-    assert Kind.REDUCE not in kinds
 
 
 def test_devices_that_complete_stages_in_different_orders_sum_in_one() -> None:

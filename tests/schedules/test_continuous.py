@@ -11,7 +11,7 @@ from hypothesis import assume, given, settings
 from lightning_gpp.cluster import Link
 from lightning_gpp.errors import ScheduleError
 from lightning_gpp.plan import Plan
-from lightning_gpp.schedules import compile_program, continuous, verify
+from lightning_gpp.schedules import compile_program, verify
 from lightning_gpp.schedules.actions import Kind
 from lightning_gpp.schedules.continuous import continuous_program, delays_of, unrolled
 from lightning_gpp.schedules.delayed import on_one_device
@@ -52,16 +52,6 @@ def test_the_period_of_1f1b() -> None:
     assert text_of(program, 2) == "0F0' 0B0 0F1' 0B1"
     assert text_of(program, 1) == "1F1 1B0 1F0' 1B1"
     assert text_of(program, 0) == "2F0 2B0 2F1 2B1"
-
-
-def test_one_micro_batch_per_mini_batch_is_pipedream() -> None:
-    program = continuous_program(chain([1] * 4, 1))
-    assert [text_of(program, device) for device in range(4)] == [
-        "3F0 3B0",
-        "2F0' 2B0",
-        "1F0'' 1B0",
-        "0F0''' 0B0",
-    ]
 
 
 @pytest.mark.parametrize("depth", [2, 3, 5, 8])
@@ -125,10 +115,6 @@ def test_fsdp_is_refused() -> None:
         continuous_program(replace(REPLICATED, sharding="fsdp"))
 
 
-def test_uneven_micro_batches_of_other_sizes() -> None:
-    continuous_program(plan_of([(0, 1), (1, 2)], [2, 3, 5], 8, data=True))
-
-
 @settings(max_examples=25, deadline=None)
 @given(plans(max_stages=5))
 def test_random_graphs(plan: Plan) -> None:
@@ -164,16 +150,6 @@ def test_a_period_has_no_bubble(name: str, depth: int) -> None:
     assert period.seconds == pytest.approx(2 * count)
     assert period.flushed == pytest.approx(2 * (count + depth - 1))
     assert period.fill_and_drain == pytest.approx(2 * (depth - 1))
-
-
-def test_a_period_is_found_in_few_mini_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fill and drain take one mini-batch each if it has more micro-batches than stages."""
-    numbers: list[int] = []
-    many = continuous._many
-    monkeypatch.setattr(continuous, "_many", lambda *given: (numbers.append(given[-1]), many(*given))[1])
-    program = continuous_program(chain([1] * 8, 16))
-    assert program.lead == 1
-    assert numbers == [6]
 
 
 def test_on_one_device_every_action_has_the_same_lead() -> None:

@@ -16,9 +16,9 @@ from lightning_gpp.graph import Affine
 from lightning_gpp.plan import STEP, Figures, Plan
 from lightning_gpp.planning.assignment.layout import laid_out
 from lightning_gpp.schedules import Action, Kind, compile_program, make_schedule
-from lightning_gpp.schedules.modulo_slots import group_size, period, weights
+from lightning_gpp.schedules.interleaved import group_size, period, weights
 from lightning_gpp.simulation import StageCost, StageCosts, Timeline, simulate
-from tests.strategies import chain, plan_of, plans, towers
+from tests.strategies import chain, plans, towers
 
 NAMES = ("breadth_first", "interleaved", "hanayo")
 
@@ -52,54 +52,6 @@ def live(timeline: Timeline) -> int:
     """The most micro-batches in flight on a device, over all of its stages."""
     signs = {Kind.FORWARD: 1, Kind.BACKWARD: -1}
     return max(max(accumulate(signs.get(span.action.kind, 0) for span in spans)) for spans in timeline.devices)
-
-
-def test_orders_of_two_devices() -> None:
-    assert computed(folded("breadth_first", 2, 2, 2)) == {
-        0: "0F0 0F1 2F0 2F1 2B0 2B1 0B0 0B1",
-        1: "1F0 1F1 3F0 3F1 3B0 3B1 1B0 1B1",
-    }
-    assert computed(folded("interleaved", 2, 2, 4)) == {
-        0: "0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 2F2 0B0 2F3 0B1 2B2 2B3 0B2 0B3",
-        1: "1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 1F3 1B1 3F2 3B2 3F3 3B3 1B2 1B3",
-    }
-    assert computed(folded("hanayo", 2, 2, 2)) == {
-        0: "0F0 0F1 3F0 3B0 3F1 3B1 0B0 0B1",
-        1: "1F0 2F0 1F1 2F1 2B0 1B0 2B1 1B1",
-    }
-
-
-def test_a_last_group_that_is_smaller() -> None:
-    assert computed(folded("interleaved", 2, 2, 3)) == {
-        0: "0F0 0F1 2F0 2F1 0F2 2B0 2B1 2F2 0B0 0B1 2B2 0B2",
-        1: "1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 1B1 3F2 3B2 1B2",
-    }
-
-
-@pytest.mark.parametrize("rank", [0, 1, 2, 3])
-@pytest.mark.parametrize(("num_devices", "chunks"), [(2, 2), (3, 2), (4, 2), (4, 3)])
-@pytest.mark.parametrize("rounds", [1, 2, 3])
-def test_interleaved_equals_megatron(rank: int, num_devices: int, chunks: int, rounds: int) -> None:
-    rank, micro_batches = rank % num_devices, rounds * num_devices
-    expected = " ".join(map(str, _megatron(rank, num_devices, chunks, micro_batches)))
-    assert computed(folded("interleaved", num_devices, chunks, micro_batches))[rank] == expected
-
-
-def _megatron(rank: int, num_devices: int, chunks: int, micro_batches: int) -> list[Action]:
-    """The rule of the paper, as a plain loop."""
-    total = micro_batches * chunks
-    warm_up = min(total, 2 * (num_devices - rank - 1) + (chunks - 1) * num_devices)
-
-    def action(kind: Kind, step: int) -> Action:
-        chunk = step % (num_devices * chunks) // num_devices
-        chunk = chunk if kind is Kind.FORWARD else chunks - 1 - chunk
-        number = step // (num_devices * chunks) * num_devices + step % num_devices
-        return Action(chunk * num_devices + rank, kind, number)
-
-    actions = [action(Kind.FORWARD, step) for step in range(warm_up)]
-    for step in range(total - warm_up):
-        actions += [action(Kind.FORWARD, warm_up + step), action(Kind.BACKWARD, step)]
-    return actions + [action(Kind.BACKWARD, step) for step in range(total - warm_up, total)]
 
 
 @pytest.mark.parametrize(("num_devices", "chunks", "micro_batches"), [(2, 2, 4), (3, 2, 6), (4, 2, 8), (4, 4, 4)])
@@ -170,14 +122,6 @@ def test_what_waves_cost(num_devices: int, waves: int) -> None:
     assert live(timeline) / (2 * waves) <= num_devices
 
 
-@pytest.mark.parametrize(("waves", "expected", "most"), [(1, 0.125, 4), (2, 0.078, 7.75), (4, 0.060, 11.875)])
-def test_many_micro_batches_in_waves(waves: int, expected: float, most: float) -> None:
-    """Measured with 16 micro-batches on 4 devices: more waves take less time and more memory."""
-    timeline = full(folded("hanayo", 4, 2 * waves, 16), 2 * waves)
-    assert overhead(timeline) == pytest.approx(expected, abs=1e-3)
-    assert live(timeline) / (2 * waves) == most
-
-
 def test_a_single_stage_per_device_is_1f1b() -> None:
     plan = towers(2, 2, 6, schedule="interleaved")
     assert make_schedule(plan) == make_schedule(replace(plan, schedule="1f1b"))
@@ -240,13 +184,3 @@ def test_orders_of_stages_rise(plan: Plan) -> None:
             for stage in range(len(plan.stages)):
                 numbers = [a.micro_batch for a in actions if (a.stage, a.kind) == (stage, kind)]
                 assert numbers == sorted(numbers)
-
-
-def test_branches_side_by_side() -> None:
-    """Two arms, 0 -> 2 and 1 -> 3, that join in 4, on two devices of which one holds the join, too."""
-    arms = [(0, 2), (1, 3), (2, 4), (3, 4)]
-    plan = plan_of(arms, (1,) * 5, 2, schedule="interleaved", devices=[[0], [1], [0], [1], [0]])
-    assert computed(plan) == {
-        0: "0F0 2F0 4F0 4B0 0F1 2B0 2F1 0B0 4F1 4B1 2B1 0B1",
-        1: "1F0 3F0 1F1 3B0 3F1 1B0 3B1 1B1",
-    }

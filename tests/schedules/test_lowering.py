@@ -8,23 +8,13 @@ import pytest
 
 from lightning_gpp.errors import PlanError, ScheduleError
 from lightning_gpp.plan import SOURCE, Edge, Plan
-from lightning_gpp.schedules import Op, Program, Schedule, compile_program, lower, make_schedule
+from lightning_gpp.schedules import Op, Program, Schedule, compile_program, lower
 from tests.strategies import chain, plan_of
 
 
 def forward_messages(program: Program) -> list[str]:
     """`producer@device>consumer@device start-stop` of all forward messages."""
     return [f"{m.producer}@{m.src}>{m.consumer}@{m.dst} {m.start}-{m.stop}" for m in program.messages if not m.gradient]
-
-
-def test_equal_micro_batches_give_one_message_each() -> None:
-    program = compile_program(chain((2, 2), 4))
-    assert forward_messages(program) == ["0F0@1>1F0@0 0-2", "0F1@1>1F1@0 2-4"]
-    gradients = [m for m in program.messages if m.gradient]
-    assert [(str(m.producer), str(m.consumer), m.src, m.dst) for m in gradients] == [
-        ("1B0", "0B0", 0, 1),
-        ("1B1", "0B1", 0, 1),
-    ]
 
 
 def test_unequal_micro_batches_share_their_intersections() -> None:
@@ -56,12 +46,6 @@ def test_text_of_a_program() -> None:
     )
 
 
-def test_messages_on_one_device_need_no_instruction() -> None:
-    program = compile_program(plan_of([(0, 1)], (1, 1), 2, devices=[(0,), (0,)]))
-    assert len(program.messages) == 4
-    assert all(instruction.op is Op.COMPUTE for instruction in program.devices[0])
-
-
 def test_data_go_from_the_devices_of_the_step() -> None:
     program = compile_program(plan_of([(0, 1)], (1, 2), 4, data=True), training=False)
     data = [m for m in program.messages if program.plan.edges[m.edge].src == SOURCE]
@@ -80,38 +64,11 @@ def test_no_gradients_through_detached_edges_and_in_inference() -> None:
     assert not any(message.gradient for message in compile_program(plan, training=False).messages)
 
 
-def test_artificial_edges_order_both_ways() -> None:
-    plan = plan_of([(0, 2), (1, 2)], (1, 1, 1), 1).chained()
-    pairs = {(str(m.producer), str(m.consumer)) for m in compile_program(plan).messages}
-    assert {("0F0", "1F0"), ("1B0", "0B0")} <= pairs
-
-
-def _posted_before(program: Program, device: int) -> list[int]:
-    """For every message that a device waits for, the actions between its post and its wait."""
-    posted: dict[int | None, int] = {}
-    distances, actions = [], 0
-    for instruction in program.devices[device]:
-        actions += instruction.op is Op.COMPUTE
-        if instruction.op is Op.POST:
-            posted[instruction.message] = actions
-        elif instruction.op is Op.WAIT:
-            distances.append(actions - posted[instruction.message])
-    return distances
-
-
-@pytest.mark.parametrize("lookahead", [0, 1, 2, 5])
-def test_lookahead(lookahead: int) -> None:
-    plan = chain((1, 1), 8)
-    program = lower(plan, make_schedule(plan), lookahead=lookahead)
-    expected = [min(lookahead, 2 * number) for number in range(8)]
-    assert _posted_before(program, 0) == expected
-
-
 def test_a_buffer_is_posted_earlier_where_a_later_message_needs_it() -> None:
     """Device 1 makes the inputs of stages 1 and 2 of device 0 in the order 0F0, 0F1; device 0 reads them otherwise."""
     plan = plan_of([(0, 1)], (1, 1), 3, devices=[(1,), (0,)])
     schedule = Schedule.parse("0: 1F2 1F1 1F0 1B0 1B1 1B2\n1: 0F0 0F1 0F2 0B0 0B1 0B2")
-    program = lower(plan, schedule, lookahead=0)
+    program = lower(plan, schedule)
     posts = [i.message for i in program.devices[0] if i.op is Op.POST]
     sends = [i.message for i in program.devices[1] if i.op is Op.SEND]
     assert posts == sends
@@ -136,25 +93,8 @@ def test_tensors_that_cannot_be_cut() -> None:
         compile_program(_plan_with(edge, (2, 2), [(2,), (0, 1)]))
 
 
-def test_data_that_cannot_be_cut() -> None:
-    edge = Edge(src=SOURCE, dst=0, sliceable=False, differentiable=False)
-    with pytest.raises(PlanError, match=r"The data source \(on the devices of stage 'stage1'\) \(micro_batch_size 4"):
-        compile_program(_plan_with(edge, (2, 4), [(1,), (0,)]))
-
-
 def test_schedule_that_lacks_an_action() -> None:
     plan = chain((1, 1), 2)
     schedule = Schedule.parse("0: 1F0 1B0 1F1 1B1\n1: 0F0 0F1 0B0")
     with pytest.raises(ScheduleError, match="device 1 lacks 0B1; the plan needs each micro-batch of 2 samples once"):
         lower(plan, schedule)
-
-
-def test_training_schedule_for_inference() -> None:
-    plan = chain((1, 1), 1)
-    with pytest.raises(ScheduleError, match=r"one too many of 1B0.*make_schedule\(plan, 1, training=False\)"):
-        lower(plan, make_schedule(plan), training=False)
-
-
-def test_schedule_for_other_devices() -> None:
-    with pytest.raises(ScheduleError, match="The schedule is for 3 devices, the plan needs 2"):
-        lower(chain((1, 1), 1), make_schedule(chain((1, 1, 1), 1)))

@@ -39,18 +39,3 @@ def test_the_peak_of_1f1b_follows_from_its_warm_up(held: HeldBytes, samples: int
     kinds = [part for kind in order for part in ((Kind.RECOMPUTE, kind) if kind is Kind.BACKWARD else (kind,))]
     expected = warm_up_peak(0.0, held.kept.at(samples), held.working.at(samples), warm_up)
     assert peak(changes[kind] for kind in kinds) == expected
-
-
-def test_half_a_backward_leaves_what_is_pending() -> None:
-    held = HeldBytes(kept=Affine(2), working=Affine(3), pending=Affine(1))
-    changes = held.changes(2, recomputes=True)
-    assert changes == {
-        Kind.FORWARD: 4.0,
-        Kind.OFFLOAD: 0.0,
-        Kind.LOAD: 0.0,
-        Kind.RECOMPUTE: 6.0,
-        Kind.INPUT: -8.0,
-        Kind.WEIGHT: -2.0,
-        Kind.BACKWARD: -10.0,
-    }
-    assert peak([]) == 0

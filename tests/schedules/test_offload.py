@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 
-from lightning_gpp.errors import ScheduleError, VerificationError
+from lightning_gpp.errors import VerificationError
 from lightning_gpp.plan import Plan
-from lightning_gpp.schedules import Action, Instruction, Op, Program, compile_program, lower, make_schedule, verify
+from lightning_gpp.schedules import Action, Instruction, Op, compile_program, make_schedule, verify
 from lightning_gpp.schedules.actions import COMPUTING, COPIES, Kind
 from lightning_gpp.schedules.work import MOST_COPIED, Leaving
 from tests.schedules.test_verifier import edited
@@ -34,16 +33,6 @@ def row(schedule: str) -> str:
 @pytest.mark.parametrize("schedule", LITERAL)
 def test_literal(schedule: str) -> None:
     assert row(schedule) == LITERAL[schedule]
-
-
-def test_only_stages_that_offload_have_copies_and_only_in_training() -> None:
-    plan = chain((1, 1), 2)
-    plan = replace(plan, stages=(replace(plan.stages[0], offload=True), plan.stages[1]))
-    kinds = [{action.kind for action in actions} for actions in make_schedule(plan).devices]
-    assert [kind & set(COPIES) for kind in kinds] == [set(), set(COPIES)]
-    assert not any(
-        action.kind in COPIES for actions in make_schedule(plan, training=False).devices for action in actions
-    )
 
 
 @settings(max_examples=60, deadline=None)
@@ -99,10 +88,6 @@ def moved(action: str, before: str) -> Callable[[list[Instruction]], None]:
     return edit
 
 
-def test_the_edited_program_is_the_pictured_one() -> None:
-    assert str(PROGRAM) == "0: 0F0 0O0 0F1 0O1 0L0 0F2 0O2 0L1 0B0 0L2 0B1 0B2"
-
-
 @pytest.mark.parametrize(
     ("action", "before", "message"),
     [
@@ -114,21 +99,3 @@ def test_the_edited_program_is_the_pictured_one() -> None:
 def test_misordered(action: str, before: str, message: str) -> None:
     with pytest.raises(VerificationError, match=message):
         verify(edited(PROGRAM, 0, moved(action, before)))
-
-
-@pytest.mark.parametrize("action", ["0O1", "0L1"])
-def test_missing_and_repeated(action: str) -> None:
-    entry = Instruction(Op.COMPUTE, action=Action.parse(action))
-    with pytest.raises(VerificationError, match=f"device 0 lacks {action}"):
-        verify(edited(PROGRAM, 0, lambda rows: rows.remove(entry)))
-    with pytest.raises(VerificationError, match=f"device 0 has one too many of {action}"):
-        verify(edited(PROGRAM, 0, lambda rows: rows.append(entry)))
-
-
-def test_a_stage_that_does_not_offload_has_no_copies() -> None:
-    kept = offloading(PLAN, False)
-    with pytest.raises(ScheduleError, match="has one too many of 0O0 0O1 0L0"):
-        lower(kept, make_schedule(PLAN))
-    program: Program = replace(PROGRAM, plan=kept)
-    with pytest.raises(VerificationError, match="has one too many of"):
-        verify(program)

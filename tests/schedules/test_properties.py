@@ -30,10 +30,10 @@ RUNS = settings(max_examples=60, deadline=None)
 
 
 @RUNS
-@given(plan=plans(), lookahead=st.integers(0, 4), latency=st.sampled_from([0, 0.3, 5]))
-def test_any_plan_verifies_and_keeps_its_promise(plan: Plan, lookahead: int, latency: float) -> None:
+@given(plan=plans(), latency=st.sampled_from([0, 0.3, 5]))
+def test_any_plan_verifies_and_keeps_its_promise(plan: Plan, latency: float) -> None:
     promise = in_flight(plan)
-    program = lower(plan, make_schedule(plan), lookahead=lookahead)
+    program = lower(plan, make_schedule(plan))
     verify(program, promise)
     costs = replace(StageCosts.uniform(plan, 1, 2), default_link=Link(latency=latency, bytes_per_second=100))
     timeline = simulate(program, costs)

@@ -14,7 +14,7 @@ from lightning_gpp.graph import Affine
 from lightning_gpp.plan import STEP, Edge, Plan, Stage
 from lightning_gpp.schedules import Schedule, compile_program, make_schedule, schedule_names
 from lightning_gpp.schedules.registry import method_of
-from lightning_gpp.simulation import StageCost, StageCosts, simulate
+from lightning_gpp.simulation import StageCosts, simulate
 from lightning_gpp.slices import num_slices, unsliced
 
 
@@ -118,24 +118,6 @@ def _of(schedule: Schedule, device: int, stages: tuple[int, ...]) -> str:
     return " ".join(str(action) for action in schedule.devices[device] if action.stage in stages)
 
 
-@pytest.mark.parametrize(("schedule", "lead"), [("zb_h1", 1), ("zb_h2", 2), ("layerpipe", 2), ("zero_bubble", 1)])
-@pytest.mark.parametrize(("devices", "slices", "micro_batches"), [(2, 8, 4), (4, 4, 8), (8, 2, 8), (6, 8, 4)])
-def test_halves_of_backwards_fill_waits(
-    schedule: str, lead: int, devices: int, slices: int, micro_batches: int
-) -> None:
-    """p - 1 units are lost where a forward and both halves of a slice take one each, and devices hold the n slices and
-    `lead` more for each stage on the way."""
-    plan = sliced_chain(devices, slices, micro_batches, schedule)
-    cost = StageCosts.uniform(plan, 1, 2, 1)
-    free = StageCost(forward=Affine(), backward=Affine())
-    timeline = simulate(compile_program(plan), replace(cost, stages=(*cost.stages[:-1], free)))
-    assert timeline.makespan == 3 * micro_batches * slices + devices - 1
-    promised = slices + lead * (devices - 1)
-    if schedule == "layerpipe":  # its promise is twice the room that 1F1B has
-        promised = 2 * (slices + devices - 1)
-    assert max(timeline.peak_bytes) <= promised * cost.stages[0].activation_bytes.at(1)
-
-
 def test_slices_of_micro_batches_of_other_sizes() -> None:
     """Every slice of two samples waits for the same slice of two micro-batches, so four of them, eight slices, come
     before the first backward; with fewer than six, stages would wait for each other."""
@@ -178,12 +160,6 @@ def test_slices_put_together(plan: Plan) -> None:
     assert unsliced(whole.plan).plan == whole.plan
 
 
-def test_slices_survive_a_file(tmp_path) -> None:  # type: ignore[no-untyped-def]
-    plan = sliced_chain(2, 3, 4)
-    plan.save(tmp_path / "plan.yaml")
-    assert Plan.load(tmp_path / "plan.yaml") == plan
-
-
 @pytest.mark.parametrize("tokens", [(1, 2), (0, 0), (0, 1)])
 def test_slices_that_do_not_follow_each_other(tokens: tuple[int, int]) -> None:
     plan = sliced_chain(2, 2, 2)
@@ -204,9 +180,3 @@ def test_slices_of_other_tokens() -> None:
     crossed = tuple(replace(edge, dst=3) if (edge.src, edge.dst) == (0, 2) else edge for edge in plan.edges)
     with pytest.raises(PlanError, match="Edge 0 -> 3 joins slices of different tokens"):
         replace(plan, edges=crossed)
-
-
-def test_the_step_has_no_slices() -> None:
-    plan = sliced_chain(1, 2, 2)
-    with pytest.raises(PlanError, match="the stage of the user's step"):
-        replace(plan, stages=(*plan.stages[:-1], replace(plan.stages[-1], tokens=(0, 1))))

@@ -16,7 +16,7 @@ from lightning_gpp.plan import STEP, Edge, Figures, Plan, Stage
 from lightning_gpp.schedules import Action, Kind, Schedule, compile_program, make_schedule
 from lightning_gpp.schedules.compaction import WINDOWS, compact
 from lightning_gpp.schedules.memory import peaks_of
-from lightning_gpp.schedules.registry import method_of, orders_of
+from lightning_gpp.schedules.registry import orders_of
 from lightning_gpp.schedules.work import work_of
 from lightning_gpp.simulation import StageCost, StageCosts, Timeline, simulate
 from tests.strategies import plan_of, plans
@@ -46,12 +46,6 @@ def bubble_rate(timeline: Timeline) -> float:
     return bubble(timeline) / (bubble(timeline) + max(timeline.busy))
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_registered_for_a_v(name: str) -> None:
-    method = method_of(name)
-    assert (method.layout, method.stages_per_device) == ("zigzag", 2)
-
-
 # --- literal orders ---------------------------------------------------------------------------------------------------
 
 
@@ -73,26 +67,6 @@ def _flat(entries: Sequence[object]) -> Iterator[str]:
         if entry is not None:
             parts = getattr(entry, "sub_actions", None)
             yield from _flat(parts) if parts else [str(entry)]
-
-
-def test_zbv_of_two_devices() -> None:
-    assert str(make_schedule(v_chain(2, 4, "zbv"))).splitlines() == [
-        "0: 0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0F3 0I0 0W0 3F2 3I2 3W2 0I1 0W1 3F3 3I3 3W3 0I2 0W2 0I3 0W3",
-        "1: 1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 1W0 2F2 2I1 2W1 1F3 1I1 1W1 2F3 2I2 2W2 1I2 2I3 1I3 1W2 2W3 1W3",
-    ]
-
-
-def test_v_min_of_two_devices() -> None:
-    assert str(make_schedule(v_chain(2, 2, "v_min"))).splitlines() == [
-        "0: 0F0 0F1 3F0 3I0 3F1 3I1 0I0 3W0 0I1 3W1 0W0 0W1",
-        "1: 1F0 2F0 1F1 2F1 2I0 1I0 2I1 1I1 2W0 1W0 2W1 1W1",
-    ]
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_inference_runs_forwards_only(name: str) -> None:
-    schedule = make_schedule(v_chain(2, 3, name), training=False)
-    assert {action.kind for actions in schedule.devices for action in actions} == {Kind.FORWARD}
 
 
 # --- published figures ------------------------------------------------------------------------------------------------
@@ -209,12 +183,6 @@ def test_own_times_make_zbv_no_slower(seconds: list[tuple[int, int, int]], trave
         assert seconds_of(timed, timed) == max(spans[-1].stop - spans[0].start for spans in timeline.devices)
 
 
-def test_own_times_make_zbv_faster() -> None:
-    plan = v_chain(4, 12, "zbv")
-    timed = with_figures(plan, [(2, 2, 1)] * 8)
-    assert (seconds_of(timed, timed), seconds_of(timed, plan)) == (125, 126)
-
-
 @pytest.mark.parametrize(
     ("name", "memory", "peak"),
     [("zbv", 16, 16), ("zbv", 15, 10), ("zbv", 9, 8), ("v_half", 99, 10), ("v_half", 9, 8), ("v_min", 99, 8)],
@@ -222,11 +190,6 @@ def test_own_times_make_zbv_faster() -> None:
 def test_the_block_that_fits(name: str, memory: int, peak: int) -> None:
     plan = with_figures(v_chain(8, 24, name), [(1, 1, 1)] * 16, memory_bytes=(float(memory),) * 8)
     assert max(timeline_of(plan).peak_bytes) == peak
-
-
-def test_less_memory_than_any_block_needs() -> None:
-    plan = with_figures(v_chain(4, 8, "zbv"), [(1, 1, 1)] * 8, memory_bytes=(1.0,) * 4)
-    assert max(timeline_of(plan).peak_bytes) == 4
 
 
 def test_stages_without_parameters_run_whole_backwards() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -72,15 +71,6 @@ def test_room_is_kept_where_stages_have_devices_of_their_own(plan: Plan, room: i
     cost = StageCost(activation_bytes=Affine(5), pending_bytes=Affine(2))
     timeline = simulate(compile_program(plan), StageCosts(stages=(cost,) * number))
     assert max(timeline.peak_bytes) <= 5 * room
-
-
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("number", [1, 2, 3, 5])
-@pytest.mark.parametrize("places", [(0, 1, 2, 0, 1, 2), (2, 1, 0, 0, 1, 2), (0, 0, 0, 0, 0, 0)])
-def test_several_stages_per_device_with_few_micro_batches(name: str, number: int, places: tuple[int, ...]) -> None:
-    plan = plan_of([(i, i + 1) for i in range(5)], (1,) * 6, number, schedule=name, devices=[(i,) for i in places])
-    timeline = simulate(compile_program(plan), StageCosts.uniform(plan, 1, 2, 1))
-    assert sum(len(spans) for spans in timeline.devices) == 3 * 6 * number
 
 
 def test_what_lacks_room_goes_on_from_now() -> None:

@@ -40,20 +40,6 @@ def test_sums_begin_while_a_device_goes_on() -> None:
     assert _simulated(plan, costs).reductions == ()
 
 
-def test_a_slow_replica_holds_up_the_sum() -> None:
-    plan = plan_of([], (2,), 2, devices=[(0, 1)])
-    slow = StageCost(forward=Affine(0, 3), backward=Affine(0, 4))
-    costs = replace(StageCosts.uniform(plan), replicas={(0, 1): slow}, all_reduce=(2.0,))
-    timeline = _simulated(plan, costs)
-    assert [spans[-1].stop for spans in timeline.devices] == [2, 7]
-    assert timeline.reductions == (Collective(0, (0, 1), 7, 9),)
-
-
-def test_inference_sums_nothing() -> None:
-    plan = plan_of([], (2,), 2, devices=[(0, 1)])
-    assert _simulated(plan, replace(StageCosts.uniform(plan), all_reduce=(2.0,)), training=False).reductions == ()
-
-
 @settings(max_examples=40, deadline=None)
 @given(plan=plans(), seconds=st.floats(0.1, 10))
 def test_sums_come_after_the_last_backward_of_their_stage(plan: Plan, seconds: float) -> None:
@@ -107,12 +93,6 @@ def test_sums_of_gradients_may_take_the_time_of_devices() -> None:
         for busy in ((), (2,))
     ]
     assert last == [5, 8]
-
-
-def test_without_a_cluster_the_default_link_joins_all() -> None:
-    plan = chain((1, 1, 1), 1)
-    timeline = _simulated(plan, replace(StageCosts.uniform(plan), default_link=Link(latency=3)))
-    assert {entry.stop - entry.start for entry in timeline.transfers} == {3}
 
 
 def test_activations_that_are_computed_again_count_during_a_backward() -> None:

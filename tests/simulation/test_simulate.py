@@ -10,11 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_gpp.cluster import Cluster, Device
-from lightning_gpp.errors import PlanError, VerificationError
 from lightning_gpp.graph import Affine
 from lightning_gpp.plan import Plan
-from lightning_gpp.schedules import Action, Kind, Program, Schedule, compile_program, lower
+from lightning_gpp.schedules import Action, Kind, Program, compile_program
 from lightning_gpp.simulation import Link, StageCost, StageCosts, simulate
 from tests.strategies import chain, plan_of, plans, towers
 
@@ -46,15 +44,6 @@ def test_towers_take_their_depth(schedule: str, num_towers: int, length: int) ->
     )
 
 
-def test_warm_up_and_in_flight_follow_depth_not_the_number_of_stages() -> None:
-    plan = towers(2, 4, 16)
-    timeline = simulate(compile_program(plan), StageCosts.uniform(plan))
-    depths = {0: 5, 1: 4, 2: 3, 3: 2, 4: 5, 5: 4, 6: 3, 7: 2, 8: 1}
-    assert timeline.warm_up == timeline.peak_in_flight == depths
-    chained = simulate(compile_program(plan.chained()), StageCosts.uniform(plan))
-    assert chained.warm_up == chained.peak_in_flight == {stage: 9 - stage for stage in range(9)}
-
-
 def test_latency_and_bandwidth() -> None:
     """One message each way of 3 samples x 4 bytes: 0.5 s + 12 bytes / 6 bytes/s = 2.5 s."""
     plan = chain((3, 3), 3)
@@ -62,14 +51,6 @@ def test_latency_and_bandwidth() -> None:
     timeline = simulate(compile_program(plan), costs)
     assert timeline.makespan == 1 + 2.5 + 2 + 2.5 + 1
     assert [(t.src, t.dst, t.start, t.stop) for t in timeline.transfers] == [(1, 0, 1, 3.5), (0, 1, 5.5, 8)]
-
-
-def test_links_differ_by_direction() -> None:
-    plan = chain((1, 1), 1)
-    device = Device(name="any", memory_bytes=1, peak_flops={"float32": 1}, peak_bytes_per_second=1)
-    cluster = replace(Cluster.uniform(device, 2), links={(0, 1): Link(latency=7)})
-    costs = replace(StageCosts.uniform(plan), cluster=cluster)
-    assert simulate(compile_program(plan), costs).makespan == 4 + 7
 
 
 def test_transfers_of_one_pair_queue_up() -> None:
@@ -86,18 +67,6 @@ def test_sends_do_not_block_computing() -> None:
     assert [(span.start, span.stop) for span in spans[:3]] == [(0, 1), (1, 2), (2, 3)]
 
 
-def test_a_transfer_waits_for_its_buffer() -> None:
-    """Without lookahead the buffer for the second micro-batch is posted only when the first backward is done."""
-    plan = chain((1, 1), 2)
-    schedule = Schedule.parse("0: 1F0 1B0 1F1 1B1\n1: 0F0 0F1 0B0 0B1")
-    costs = replace(StageCosts.uniform(plan), default_link=Link(latency=1))
-    starts = {
-        lookahead: simulate(lower(plan, schedule, lookahead=lookahead), costs).transfers[1].start
-        for lookahead in (0, 2)
-    }
-    assert starts == {0: 4, 2: 2}
-
-
 def test_affine_costs_shares_and_empty_shares() -> None:
     plan = plan_of([], (2,), 3, devices=[(0, 1)])
     cost = StageCost(forward=Affine(2, 1), backward=Affine(3, 0.5))
@@ -107,14 +76,6 @@ def test_affine_costs_shares_and_empty_shares() -> None:
         {"0F0": 3, "0B0": 3.5, "0F1": 0, "0B1": 0},
         {"0F0": 3, "0B0": 3.5, "0F1": 3, "0B1": 3.5},
     ]
-
-
-def test_data_actions_take_time() -> None:
-    plan = plan_of([(0, 1)], (1, 1), 2, data=True)
-    timeline = simulate(compile_program(plan), replace(StageCosts.uniform(plan), data=Affine(0, 5)))
-    assert [str(span.action) for span in timeline.devices[0][:2]] == ["1D0", "1D1"]
-    assert timeline.devices[1][0].start == 5
-    assert timeline.makespan == 10 + 2 + 2 + 1
 
 
 def test_peak_bytes() -> None:
@@ -138,26 +99,6 @@ def test_memory_over_time_reaches_the_peak(sharding: Literal["none", "zero1", "f
         assert max(held for _, held in curve) == peak
         assert curve[0][1] == curve[-1][1] < peak
         assert [time for time, _ in curve] == sorted(time for time, _ in curve)
-
-
-def test_inference_has_no_warm_up_to_speak_of() -> None:
-    plan = chain((1, 1), 3)
-    timeline = simulate(compile_program(plan, training=False), StageCosts.uniform(plan))
-    assert timeline.makespan == 4
-    assert timeline.peak_in_flight == {0: 1, 1: 1}
-
-
-def test_costs_of_another_plan() -> None:
-    plan = chain((1, 1), 1)
-    with pytest.raises(PlanError, match="The costs are for 1 stages, the plan has 2"):
-        simulate(compile_program(plan), StageCosts(stages=(StageCost(),)))
-
-
-def test_a_program_that_deadlocks() -> None:
-    plan = chain((1, 1), 2)
-    program = lower(plan, Schedule.parse("0: 1F0 1F1 1B0 1B1\n1: 0F0 0B0 0F1 0B1"))
-    with pytest.raises(VerificationError, match="The program deadlocks; verify"):
-        simulate(program, StageCosts.uniform(plan))
 
 
 @settings(max_examples=60, deadline=None)

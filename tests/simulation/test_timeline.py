@@ -87,11 +87,6 @@ def test_a_trace_shows_waits_and_memory() -> None:
         assert held[0] == held[-1]
 
 
-def test_empty() -> None:
-    empty = Timeline(stages=(), devices=((),))
-    assert (empty.makespan, empty.busy, empty.bubble_fractions) == (0, (0,), (0,))
-
-
 def sharded() -> Timeline:
     """Devices 1 and 2 hold two stages, gather their parameters in a second each, and sum their gradients."""
     plan = plan_of([(0, 1), (1, 2)], [2, 2, 2], 4, devices=[(1, 2), (1, 2), (0,)])
@@ -111,13 +106,3 @@ def test_collectives_have_a_row_of_their_own_in_traces() -> None:
     assert row not in {tid for name, tid in rows.items() if "stage" not in name}
     labels = {(event["pid"], event["tid"]): event["args"]["name"] for event in events if event["name"] == "thread_name"}
     assert {key for key, name in labels.items() if name == "collectives"} == {(1, row), (2, row)}
-
-
-def test_rows_of_a_trace_do_not_overlap() -> None:
-    rows: dict[tuple[int, int], list[tuple[float, float]]] = {}
-    for event in trace_of(sharded()).events:
-        if event["ph"] == "X":
-            rows.setdefault((event["pid"], event["tid"]), []).append((event["ts"], event["ts"] + event["dur"]))
-    for spans in rows.values():
-        spans.sort()
-        assert all(first[1] <= second[0] + 1e-6 for first, second in zip(spans, spans[1:], strict=False))
