@@ -90,6 +90,18 @@ def refusal(name: str, value: object, allowed: str) -> ConfigError:
     return ConfigError(f"strategy.{name} is {shown(value)}; it must be {allowed}.")
 
 
+Problems = Mapping[str, tuple[bool, str]]
+"""By option whether it is given as it does not go together with something; the reason, and the remedy."""
+
+
+def refuse_beside(beside: str, options: Any, problems: Problems) -> None:
+    """Raise ConfigError for the first of these options that does not go together with something."""
+    for name, (given, reason) in problems.items():
+        if given:
+            value = shown(getattr(options, name))
+            raise ConfigError(f"strategy.{name}={value} does not go together with {beside}: it {reason}.")
+
+
 def option(
     default: Any, help: str, *, section: str = "", allowed: str = "", convert: Callable[[Any], Any] | None = None
 ) -> Any:

@@ -26,10 +26,6 @@ KEY: Final = "gpp"
 """Entry of a checkpoint: seed and step counter of the random streams, the plan's text, and names."""
 
 
-_KINDS: Final = {"seed": int, "step": int, "mini_batches": int, "plan": str, "pipeline": Mapping}
-_PIPELINE_KINDS: Final = {"step": int, "policy": str, "updates": int, "filled": int, "values": Mapping}
-
-
 def entry_of(checkpoint: Any, path: object) -> dict[str, Any]:
     """This library's entry of a checkpoint; empty in one of plain Lightning.
 
@@ -44,23 +40,7 @@ def entry_of(checkpoint: Any, path: object) -> dict[str, Any]:
     if not isinstance(entry, Mapping):
         what = f"its entry {KEY!r} is a {type(entry).__name__}" if entry is not None else "it is no mapping"
         raise CheckpointError(f"{path} cannot be resumed: {what}. Give a checkpoint of a trainer (ckpt_path).")
-    _check(entry, _KINDS, KEY, path)
-    _check(entry.get("pipeline", {}), _PIPELINE_KINDS, f"{KEY}.pipeline", path)
     return dict(entry)
-
-
-def _check(entry: Mapping[str, Any], kinds: Mapping[str, type], where: str, path: object) -> None:
-    """Raise CheckpointError for a value of another kind, and for a negative number."""
-    for name, kind in kinds.items():
-        value = entry.get(name)
-        whole = kind is not int or (type(value) is int and value >= 0)
-        if name in entry and not (whole and isinstance(value, kind)):
-            needed = "a whole number, 0 or more" if kind is int else f"of the type {kind.__name__.lower()}"
-            raise CheckpointError(
-                f"{path} cannot be resumed: its entry {where}.{name} is {repr(value)[:80]}, not {needed}. It was "
-                f"changed or damaged; give another one (ckpt_path), or delete the entry {KEY!r} to resume it as one "
-                "of plain Lightning."
-            )
 
 
 def split(checkpoint: Mapping[str, Any], first: bool = True) -> tuple[dict[str, Any], dict[str, Any]]:

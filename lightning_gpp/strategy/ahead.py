@@ -12,8 +12,8 @@ import torch
 
 from lightning_gpp._compat import lightning as _compat
 from lightning_gpp.strategy.data import AgreedLoader
-from lightning_gpp.training.data.feed import Feed
 from lightning_gpp.training.data.incoming import Incoming
+from lightning_gpp.training.data.segments import Feed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,7 @@ from lightning_gpp.failure.hangs import Wait
 from lightning_gpp.graph import OperatorGraph
 from lightning_gpp.plan import Plan
 from lightning_gpp.training.asynchronous import Asynchronous
-from lightning_gpp.training.data.feed import Feed
+from lightning_gpp.training.data.segments import Feed
 from lightning_gpp.training.evaluation import EvaluationSteps
 from lightning_gpp.training.measured.machine import Machine
 from lightning_gpp.training.planner import TRAINING

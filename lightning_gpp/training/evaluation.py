@@ -8,9 +8,8 @@ from typing import Any, Final
 
 from lightning_gpp.errors import CaptureError, GPPError, NoNetworkError, PlanError, ShapeError
 from lightning_gpp.training.data.batches import outline
-from lightning_gpp.training.data.feed import Feed
 from lightning_gpp.training.data.incoming import Incoming
-from lightning_gpp.training.data.segments import Segments
+from lightning_gpp.training.data.segments import Feed, Segments
 from lightning_gpp.training.runner import Runner, combined
 from lightning_gpp.training.session import Session
 from lightning_gpp.training.sessions import Sessions

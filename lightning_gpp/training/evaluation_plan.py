@@ -7,10 +7,12 @@ from dataclasses import replace
 from functools import partial
 from typing import Final
 
+import networkx as nx
+
 from lightning_gpp.capture import Capture
 from lightning_gpp.capture.recording import Ref
 from lightning_gpp.capture.refusal import refusal
-from lightning_gpp.graph import OperatorGraph
+from lightning_gpp.graph import Operator, OperatorGraph
 from lightning_gpp.plan import SOURCE, WHOLE, Plan, Stage
 from lightning_gpp.planning.assignment.assign import (
     assign,
@@ -119,3 +121,33 @@ def _has_positions(step: UserStep, ref: Ref) -> bool:
     """True for whole numbers of all samples that the step has made, or has got from the mini-batch."""
     spec = step.spec_of(ref)
     return ref.call < 0 and spec.varies and "int" in spec.dtype
+
+
+_CLUSTER: Final = "reductions"
+
+
+def with_reductions_in_step(captured: Capture) -> Capture:
+    """The capture with the operators that combine samples, and all that follow from them, in the stage of the step.
+
+    In training a loss that a module computes is that of a micro-batch; in evaluation the step runs once, and computes
+    that of all samples. The capture is unchanged if one of them uses parameters, draws random numbers or has to stay
+    with others.
+    """
+    graph = captured.graph
+    names = {operator.name for operator in graph if operator.target != "step" and _mixes(operator)}
+    names |= {follower for name in names for follower in nx.descendants(graph.nx, name)}
+    found = [graph[name] for name in names]
+    if not found or not all(map(_can_move, found)):
+        return captured
+    moved = replace(graph, nx=graph.nx.copy())
+    for operator in found:
+        moved.nx.nodes[operator.name]["operator"] = replace(operator, cluster=_CLUSTER)
+    return replace(captured, graph=moved)
+
+
+def _mixes(operator: Operator) -> bool:
+    return any(spec.mixes_samples for spec in operator.outputs)
+
+
+def _can_move(operator: Operator) -> bool:
+    return not (operator.parameters or operator.buffers or operator.random or operator.cluster)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import os
 import socket
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from types import MethodType
 from typing import Any
 
@@ -125,8 +124,6 @@ def _with_step(module: nn.Module, step: StepFunction | None) -> Iterator[None]:
         yield
         return
 
-    _check_parameters(step)
-
     @functools.wraps(step, assigned=(), updated=())
     def method(self: nn.Module, batch: Any, *rest: int) -> Any:
         return step(self, batch, *rest)
@@ -138,22 +135,6 @@ def _with_step(module: nn.Module, step: StepFunction | None) -> Iterator[None]:
     finally:
         for name in names:
             del vars(module)[name]
-
-
-def _check_parameters(step: StepFunction) -> None:
-    """Raise ConfigError for a function that cannot be called with a module, a mini-batch, and perhaps its number."""
-    try:
-        signature = inspect.signature(step)
-    except ValueError:  # a function that is not written in Python
-        return
-    for given in ((None, None), (None, None, 0)):
-        with suppress(TypeError):
-            signature.bind(*given)
-            return
-    raise ConfigError(
-        f"initialize(step=...) calls the function as step(module, batch), or step(module, batch, batch_idx), but its "
-        f"parameters are {signature}."
-    )
 
 
 def _default_device() -> torch.device:

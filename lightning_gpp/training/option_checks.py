@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from lightning_gpp.errors import ConfigError
+from lightning_gpp.option import Problems, refuse_beside
 from lightning_gpp.planning.assignment.complete import check_sharded_slices
 from lightning_gpp.planning.assignment.stages_spec import read
 from lightning_gpp.planning.micro_batches import check_one_given
@@ -26,13 +27,61 @@ def check_together(options: Any) -> None:
         ConfigError: names the options and a remedy.
     """
     check_one_given(options.num_micro_batches, options.micro_batch_size)
-    _check_slices(options)
+    if options.slicing is not None:
+        check_sharded_slices(options.sharding, is_sliced=True)
+    if options.weights != SYNCHRONOUS:
+        check_policy(options.weights, options.weight_options or {})
+    refuse_beside(f"strategy.weights={options.weights}", options, _beside_weights(options))
+    for beside, problems in _problems(options).items():
+        refuse_beside(f"strategy.{beside}", options, problems)
     _check_sharding(options)
     _check_layout(options)
     _check_stages(options)
-    _check_weights(options)
-    _check_streaming(options)
     _check_members(options)
+
+
+def _beside_weights(options: Any) -> Problems:
+    if options.weights == SYNCHRONOUS:
+        reason = "is for asynchronous training. Choose a weight policy (strategy.weights=stash), or leave it out"
+        names = ("weight_options", "synchronous_steps", "flush_every", "delayed_devices")
+        unused = {name: (bool(getattr(options, name)), reason) for name in names}
+        return {**unused, "clip_norm": (options.clip_norm == "stage", reason)}
+    predicts = options.weights == "predicted" and options.sharding in ("zero1", "auto")
+    return {
+        "on_nonfinite": (options.on_nonfinite == "skip", "needs a flush before each step. Use stop"),
+        "schedule": (options.schedule == AUTO, "compares schedules that flush. Use 1f1b"),
+        "sharding": (
+            options.sharding == "fsdp" or predicts,
+            "splits what a policy predicts by, the state of optimizers. Use strategy.sharding=none, or weights=stash"
+            if predicts
+            else "gathers parameters for one mini-batch at a time. Use strategy.sharding=zero1",
+        ),
+    }
+
+
+def _problems(options: Any) -> dict[str, Problems]:
+    """Options that exclude others, and these."""
+    unsliced = options.slices is None
+    sliced, sharded = options.slicing is not None, options.sharding == "fsdp"
+    unused = "is given without the number of slices. Give that, or leave it out"
+    return {
+        "slices=null": {
+            "slice_dim": (unsliced and options.slice_dim != 1, unused),
+            "slice_modules": (unsliced and options.slice_modules is not None, unused),
+        },
+        f"slices={options.slices}": {
+            "offload": (
+                sliced and bool(options.offload),
+                "moves tensors that slices hand on, which stay on the device. Use strategy.recompute",
+            )
+        },
+        f"sharding={options.sharding}": {
+            "streaming": (
+                sharded and options.streaming is True,
+                "needs parameters for several mini-batches at a time. Use strategy.streaming=auto, which then flushes",
+            )
+        },
+    }
 
 
 def _check_members(options: Any) -> None:
@@ -42,7 +91,7 @@ def _check_members(options: Any) -> None:
         return
     sliced = options.slicing is not None or (plan is not None and plan.is_sliced)
     offloads = bool(options.offload) or (plan is not None and any(stage.offload for stage in plan.stages))
-    refused = {
+    problems = {
         "sharding": (options.sharding == "fsdp", "shards what members have already divided. Use zero1"),
         "weights": (options.weights != SYNCHRONOUS, f"keeps copies of undivided weights. Use {SYNCHRONOUS}"),
         "slices": (sliced, "cuts sequences inside the modules that are divided. Leave it out"),
@@ -52,12 +101,7 @@ def _check_members(options: Any) -> None:
         "costs": (options.costs == "measured", "times undivided blocks on one process. Use roofline"),
         "trace": (options.trace, "draws one process per device. Leave it out"),
     }
-    for name, (given, reason) in refused.items():
-        if given:
-            raise ConfigError(
-                f"strategy.{name}={getattr(options, name)!r} does not go together with {_members_said(options)}: it "
-                f"{reason}."
-            )
+    refuse_beside(_members_said(options), options, problems)
 
 
 def _members_said(options: Any) -> str:
@@ -66,26 +110,6 @@ def _members_said(options: Any) -> str:
     if most == options.tensor_parallel_size:
         return f"strategy.tensor_parallel_size={most}"
     return f"tensor_parallel_size={most} of a stage in strategy.{'stages' if options.plan is None else 'plan'}"
-
-
-def _check_slices(options: Any) -> None:
-    if options.slices is None:
-        _check_unused(options)
-    if options.slicing is None:
-        return
-    check_sharded_slices(options.sharding, is_sliced=True)
-    if options.offload:
-        raise ConfigError(
-            f"strategy.slices={options.slices} cannot be combined with strategy.offload={options.offload!r}: slices "
-            "hand on tensors that stay on the device. Use strategy.recompute, or remove strategy.slices."
-        )
-
-
-def _check_unused(options: Any) -> None:
-    dim, modules = options.slice_dim, options.slice_modules
-    unused = [f"slice_dim={dim}"] * (dim != 1) + [f"slice_modules={modules}"] * (modules is not None)
-    if unused:
-        raise ConfigError(f"strategy.{unused[0]} is given without strategy.slices, the number of slices.")
 
 
 def _check_sharding(options: Any) -> None:
@@ -133,50 +157,3 @@ def _on_devices(options: Any) -> bool:
     """True if the user's stages have devices of the user's choice."""
     entries = read(options.stages) if options.stages is not None else []
     return any(entry.devices is not None for entry in entries)
-
-
-def _check_weights(options: Any) -> None:
-    if options.weights != SYNCHRONOUS:
-        check_policy(options.weights, options.weight_options or {})
-        _check_without_flush(options)
-        return
-    if options.clip_norm == "stage":
-        raise ConfigError(
-            f"strategy.clip_norm=stage is for asynchronous training, and strategy.weights is {SYNCHRONOUS}, where the "
-            "full model's norm is known in time. Remove strategy.clip_norm, or choose a weight policy "
-            "(strategy.weights=stash)."
-        )
-    for name in ("weight_options", "synchronous_steps", "flush_every", "delayed_devices"):
-        if getattr(options, name):
-            raise ConfigError(
-                f"strategy.{name}={getattr(options, name)} is for asynchronous training, and strategy.weights is "
-                f"{SYNCHRONOUS}. Choose a weight policy (strategy.weights=stash), or remove strategy.{name}."
-            )
-
-
-def _check_without_flush(options: Any) -> None:
-    """Refuse what needs a flush, with the nearest that does not."""
-    refused = {
-        "on_nonfinite=skip": (options.on_nonfinite == "skip", "strategy.on_nonfinite=stop"),
-        "schedule=auto": (options.schedule == AUTO, "strategy.schedule=1f1b"),
-        "sharding=fsdp": (options.sharding == "fsdp", "strategy.sharding=zero1"),
-    }
-    for given, (found, instead) in refused.items():
-        if found:
-            raise ConfigError(
-                f"strategy.{given} cannot be combined with strategy.weights={options.weights}, which does not flush "
-                f"the pipeline. Use {instead}, or strategy.weights={SYNCHRONOUS}."
-            )
-    if options.weights == "predicted" and options.sharding in ("zero1", "auto"):
-        raise ConfigError(
-            "strategy.weights=predicted cannot be combined with strategy.sharding=zero1: a replica predicts by the "
-            "state of its optimizer, of which it has a part. Use strategy.sharding=none, or strategy.weights=stash."
-        )
-
-
-def _check_streaming(options: Any) -> None:
-    if options.streaming is True and options.sharding == "fsdp":
-        raise ConfigError(
-            "strategy.streaming=true cannot be combined with strategy.sharding=fsdp, which gathers parameters for one "
-            "mini-batch at a time. Use strategy.streaming=auto, which then flushes, or another strategy.sharding."
-        )

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import pickle
-from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 from torch import nn
 
 from lightning_gpp.capture import Capture
-from lightning_gpp.capture.attributes import Attribute, dotted
+from lightning_gpp.capture.attributes import dotted
 from lightning_gpp.capture.batch import samples_in
-from lightning_gpp.errors import CaptureError, GPPError, NoNetworkError, ScheduleError, ShapeError
+from lightning_gpp.errors import CaptureError, NoNetworkError, ScheduleError, ShapeError
 from lightning_gpp.plan import Plan
 from lightning_gpp.runtime.transport import Transport
 from lightning_gpp.schedules.continuous import check_continuous
@@ -24,13 +22,17 @@ from lightning_gpp.training.data.incoming import Incoming
 from lightning_gpp.training.dependencies.frozen_attributes import FrozenAttributes, adopt
 from lightning_gpp.training.divided.members import agreed_regions
 from lightning_gpp.training.divided.parallel_regions import captured_apart
-from lightning_gpp.training.evaluation_plan import check_decisions, check_positions, evaluation_plan
+from lightning_gpp.training.evaluation_plan import (
+    check_decisions,
+    check_positions,
+    evaluation_plan,
+    with_reductions_in_step,
+)
 from lightning_gpp.training.host import Job
 from lightning_gpp.training.planner import TRAINING, captured_step, refitted
 from lightning_gpp.training.session import Session
 from lightning_gpp.training.tensors.replicas import Layout, Replicas
 from lightning_gpp.training.tensors.shards import without_shards
-from lightning_gpp.training.updates.reductions import with_reductions_in_step
 from lightning_gpp.training.whole.whole_step import made_for_whole, may_evaluate_whole
 
 
@@ -134,8 +136,6 @@ class Sessions:
             changed = self._at_capture.changes() if control.runs_step else {}
             if not control.share_flag(bool(changed)):
                 return self.captured
-        if control.runs_step and control.num_devices > 1:
-            check_shared(changed)
         facts = (outline(batch), incoming.trained(), changed, incoming.has_others) if control.runs_step else None
         example, trained, changed, general = control.share_object(facts)
         incoming.train_as(trained)  # user code may have changed it only where the step runs
@@ -166,18 +166,6 @@ def _frozen_in(module: nn.Module, captured: Captured) -> FrozenAttributes:
         cut = {key: value for scope, read in scopes.items() if scope != -1 for key, value in read.items()}
         found.add({**recording.decisive, **cut}, scopes.get(-1, {}))
     return found
-
-
-def check_shared(changed: Mapping[Attribute, Any]) -> None:
-    """Raise GPPError if a value cannot be sent to other ranks."""
-    for attribute, value in changed.items():
-        try:
-            pickle.dumps(value)
-        except (pickle.PicklingError, AttributeError, TypeError) as error:
-            raise GPPError(
-                f"{dotted(attribute)} changed, and what is cut into stages depends on it, but its new value cannot "
-                f"be sent to other ranks ({error}). Define its class at the top of a file, or keep numbers in it."
-            ) from error
 
 
 def capture_of(job: Job, step: str, example: Any, known: Plan | None, *, general: bool = False) -> Captured:

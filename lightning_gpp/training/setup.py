@@ -47,8 +47,8 @@ from lightning_gpp.training.checks.self_check import check_first
 from lightning_gpp.training.checks.whole_check import comparison
 from lightning_gpp.training.control import Control
 from lightning_gpp.training.data.batches import outline
-from lightning_gpp.training.data.feed import Feed
 from lightning_gpp.training.data.incoming import Incoming
+from lightning_gpp.training.data.segments import Feed
 from lightning_gpp.training.engine import Engine
 from lightning_gpp.training.host import Job
 from lightning_gpp.training.measured.job_machine import JobMachine

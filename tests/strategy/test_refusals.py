@@ -34,7 +34,7 @@ from tests.strategy.harness import TwoTowers, loader
             {"stages": [{"modules": ["a"], "device": 1}]},
             r"strategy.stages\[0\].device is not a key. Did you mean devices",
         ),
-        ({"stages": ["a"]}, "'a' is not a mapping"),
+        ({"stages": ["a"]}, r"strategy.stages\[0\] is 'a'; it must be a mapping"),
         ({"failure_timeout": "soon"}, "failure_timeout is 'soon'; give seconds"),
     ],
 )

@@ -170,7 +170,7 @@ def test_validation_in_between(weights: str) -> None:
 
 
 def test_fsdp_is_refused_where_streaming_is_asked_for() -> None:
-    with pytest.raises(ConfigError, match=r"streaming=true cannot be combined with strategy.sharding=fsdp.*=auto"):
+    with pytest.raises(ConfigError, match=r"streaming=True does not go together with strategy.sharding=fsdp.*=auto"):
         GPPStrategy(streaming=True, sharding="fsdp")
 
 

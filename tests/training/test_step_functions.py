@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gpp_examples.plain_loop import Batch, Branches, batches, loss_of
-from lightning_gpp import ConfigError, Options, initialize
+from lightning_gpp import Options, initialize
 from tests.distributed import run_distributed
 
 calls = 0
@@ -69,14 +69,3 @@ def by_number(rank: int) -> list[float]:
 def test_a_step_may_take_the_number_of_the_mini_batch() -> None:
     (found,) = run_distributed(1, by_number)
     assert found == pytest.approx(alone(), rel=1e-12)
-
-
-def refused(rank: int) -> str:
-    with pytest.raises(ConfigError) as raised:
-        losses(lambda batch: batch)
-    return str(raised.value)
-
-
-def test_other_parameters_are_refused() -> None:
-    (text,) = run_distributed(1, refused)
-    assert "step(module, batch), or step(module, batch, batch_idx), but its parameters are (batch)" in text

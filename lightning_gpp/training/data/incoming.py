@@ -13,8 +13,7 @@ from lightning_gpp.capture.batch import GUESSED, BatchDims, samples_in
 from lightning_gpp.capture.uniform import values_at
 from lightning_gpp.training.control import Control
 from lightning_gpp.training.data.batches import outer_form, signature
-from lightning_gpp.training.data.feed import Feed
-from lightning_gpp.training.data.segments import Facts
+from lightning_gpp.training.data.segments import Facts, Feed
 from lightning_gpp.training.dependencies.frozen_attributes import FrozenAttributes
 from lightning_gpp.training.tensors.parameters import trained_flags
 

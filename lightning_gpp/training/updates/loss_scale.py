@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.amp import GradScaler
 
 from lightning_gpp._compat.torch import check_gradients_by, check_gradients_plainly
-from lightning_gpp.errors import ConfigError
+from lightning_gpp.option import refuse_beside
 from lightning_gpp.training.control import Control
 from lightning_gpp.training.option_values import SYNCHRONOUS
 from lightning_gpp.training.options import Options
@@ -62,16 +62,14 @@ def check_scaled(options: Options) -> None:
         ConfigError: names the option and a remedy.
     """
     problems = {
-        "weights": (options.weights != SYNCHRONOUS, "mini-batches in the pipeline would have different scales"),
-        "sharding": (options.sharding == "fsdp", "the scaler cannot look at sharded gradients"),
+        "weights": (
+            options.weights != SYNCHRONOUS,
+            "would give mini-batches in flight different scales. Leave it out",
+        ),
+        "sharding": (options.sharding == "fsdp", "shards gradients, at which the scaler cannot look. Leave it out"),
         "on_nonfinite": (
             options.on_nonfinite in ("stop", "skip"),
-            "the scaler skips these steps, on all ranks, and takes a smaller scale",
+            "is what the scaler does, on all ranks, which then takes a smaller scale. Leave it out",
         ),
     }
-    for name, (given, reason) in problems.items():
-        if given:
-            raise ConfigError(
-                f"strategy.{name}={getattr(options, name)!r} does not go together with trainer.precision='16-mixed', "
-                f"which scales the loss: {reason}. Leave it out, or use precision='bf16-mixed'."
-            )
+    refuse_beside("trainer.precision='16-mixed', which scales the loss (bf16-mixed does not)", options, problems)

@@ -27,6 +27,7 @@ from lightning_gpp.capture.calls import (
     tied,
 )
 from lightning_gpp.errors import ConfigError, GPPError
+from lightning_gpp.option import refuse_beside
 from lightning_gpp.plan import Plan
 from lightning_gpp.runtime.transport import Transport
 from lightning_gpp.stages import Pipeline
@@ -274,9 +275,4 @@ def check_whole(options: Options, *, steps_itself: bool = False) -> None:
             "in your code",
         ),
     }
-    for name, (given, reason) in problems.items():
-        if given:
-            raise ConfigError(
-                f"strategy.{name}={getattr(options, name)!r} does not go together with strategy.step=whole (which "
-                f"manual optimization needs): it {reason}."
-            )
+    refuse_beside("strategy.step=whole (which manual optimization needs)", options, problems)
