@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, Final
 
 from torch import nn
@@ -25,12 +25,6 @@ def metrics_of(module: nn.Module) -> dict[str, Metric | MetricCollection]:
         for place, metric in own:
             found.setdefault(id(metric), (place, metric))
     return dict(found.values())
-
-
-def metrics_at(module: nn.Module, places: Sequence[str]) -> list[Metric | MetricCollection]:
-    """The metrics of a module at these places, see `metrics_of`."""
-    found = metrics_of(module)
-    return [found[place] for place in places if place in found]
 
 
 def metrics_in(owner: object, path: str) -> Iterator[tuple[str, Metric | MetricCollection]]:

@@ -59,24 +59,15 @@ class SlicedStage(StageWrapper):
 
     def forward(self, values: Mapping[str, Tensor], micro_batch: MicroBatch) -> dict[str, Tensor]:
         """The slice's part of every result, from its part of every input and the tensors carried to it."""
-        outputs, kept = self._run(values, micro_batch)
-        parts = {cut.part: outputs[cut.name] for cut in self.sent}
-        return {**parts, **dict(zip(self.later, kept, strict=False))}
-
-    def carried(
-        self, values: Mapping[str, Tensor], earlier: Sequence[Tensor], micro_batch: MicroBatch
-    ) -> tuple[dict[str, Tensor], Sequence[Tensor]]:
-        """The stage's results for the slice's tokens under their original names, and the tensors for the next slice."""
-        return self._run({**values, **dict(zip(self.earlier, earlier, strict=True))}, micro_batch)
-
-    def _run(self, values: Mapping[str, Tensor], micro_batch: MicroBatch) -> tuple[dict[str, Tensor], Sequence[Tensor]]:
         inputs = {**values, **{cut.name: values[cut.part] for cut in self.received}}
         try:
             with computing(self.tokens[0], self.length, [values[name] for name in self.earlier]) as kept:
-                return self.stage.forward(inputs, micro_batch), kept
+                outputs = self.stage.forward(inputs, micro_batch)
         except Exception as error:
             add_note(error, _where(self.tokens))
             raise
+        parts = {cut.part: outputs[cut.name] for cut in self.sent}
+        return {**parts, **dict(zip(self.later, kept, strict=False))}
 
 
 def _where(tokens: Tokens) -> str:

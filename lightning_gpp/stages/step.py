@@ -17,7 +17,6 @@ from lightning_gpp.capture.fillings import CallArguments, delivered
 from lightning_gpp.capture.items import are_plain
 from lightning_gpp.capture.kept import Holder, kept_by
 from lightning_gpp.capture.loss import loss_of
-from lightning_gpp.capture.metrics import metrics_at
 from lightning_gpp.capture.network import InputKey, Network
 from lightning_gpp.capture.own_streams import OwnStreams
 from lightning_gpp.capture.recording import ModuleCall, Recorded, Ref, StateRef
@@ -30,7 +29,6 @@ from lightning_gpp.stages.answers import answered
 from lightning_gpp.stages.code import variable
 from lightning_gpp.stages.effects import holders_in, modules_of_step, without_effects
 from lightning_gpp.stages.holes import Holes
-from lightning_gpp.stages.kept_metrics import states_kept
 from lightning_gpp.wording import named
 
 
@@ -192,7 +190,6 @@ class UserStep(StepRunner):
         self._paths = {id(module): path for path, module in self._modules.items()}
         self._mixes = len(self._calls) > 1
         self._changed = self.network.recording.changed_before_the_end()
-        self._updated = self.network.recording.metrics_before_the_end()
         self._glue = {call.step_number: call for call in self.network.calls if call.scope == -1}
         self._of_step = modules_of_step(self.module, self._modules, self.network.recording.touched)
         self._inside: list[Holder] = []
@@ -241,7 +238,6 @@ class UserStep(StepRunner):
         with (
             own.finding(key) if own else nullcontext(),
             without_effects(self._of_step, self._changed, self._inside),
-            states_kept(metrics_at(self.module, self._updated), holes) if self._updated else nullcontext(),
             answered(self._modules, answer),
             torch.set_grad_enabled(self.returns_loss),
         ):

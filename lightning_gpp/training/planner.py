@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from lightning_gpp.capture import Capture, capture_step
+from lightning_gpp.capture.refusal import refusal
 from lightning_gpp.errors import ConfigError, PlanError
 from lightning_gpp.graph import OperatorGraph
 from lightning_gpp.plan import STEP, Plan
@@ -66,12 +67,23 @@ def captured_step(
         uncut=uncut,
         general=general,
     )
+    _refuse_early_metrics(captured)
     plan = known or options.plan
     slicing = options.slicing or (slicing_of(plan) if plan is not None else None)
     if slicing is None or step != TRAINING:
         return captured
     captured = replace(captured, graph=with_whole_inputs(captured, module, slicing.dim, context, device))
     return replace(captured, graph=kept_together(captured.graph, slicing.dim))
+
+
+def _refuse_early_metrics(captured: Capture) -> None:
+    """Refuse a step that updates metrics before its last module call: up to there, it runs twice on a micro-batch."""
+    if metrics := captured.network.recording.metrics_before_the_end():
+        raise refusal(
+            "a line before its last call of a module",
+            f"it updates the metric {metrics[0]!r} there",
+            "update metrics after the last call of a module",
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

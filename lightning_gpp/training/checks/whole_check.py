@@ -14,7 +14,6 @@ from lightning_gpp._compat.torch import pytree
 from lightning_gpp.capture.batch import known_to_pytree
 from lightning_gpp.capture.calls import StepCalls, joint_batch
 from lightning_gpp.capture.fillings import CallArguments
-from lightning_gpp.capture.isolate import private_copy
 from lightning_gpp.capture.record import step_arguments, step_input
 from lightning_gpp.errors import CaptureError, ShapeError
 from lightning_gpp.runtime.neutral import Neutral
@@ -22,7 +21,7 @@ from lightning_gpp.runtime.random import undisturbed
 from lightning_gpp.stages.answers import Answers
 from lightning_gpp.training.host import Job
 from lightning_gpp.training.planner import TRAINING
-from lightning_gpp.training.tensors.copies import silenced
+from lightning_gpp.training.tensors.copies import silent_copy
 
 
 def comparison(job: Job, found: StepCalls, batch: Any, num_samples: int) -> Any:
@@ -51,7 +50,7 @@ def given_arguments(job: Job, found: StepCalls, batch: Any) -> dict[str, CallArg
         CaptureError: the step does not call a module as it did on fake tensors.
         ShapeError: tensors have other shapes than there.
     """
-    copied, given = silenced(private_copy(job.module).to(job.device), job.module), dict[str, CallArguments]()
+    copied, given = silent_copy(job.module, job.device), dict[str, CallArguments]()
     vars(copied).update(job.host.stand_ins(copied))
     paths = {id(copied.get_submodule(path)): path for path in found.arguments}
 
