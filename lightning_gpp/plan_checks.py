@@ -32,17 +32,14 @@ def check_stages(stages: Sequence[Stage]) -> None:
 
 
 def _check_flags(stage: Stage) -> None:
-    if not isinstance(stage.slack, int) or stage.slack < 0:
+    if stage.slack < 0:
         raise PlanError(f"Stage {stage.name!r}: slack is {stage.slack!r}; it must be a whole number, 0 or more.")
-    if not isinstance(stage.round_robin, bool):
-        raise PlanError(f"Stage {stage.name!r}: round_robin is {stage.round_robin!r}; it must be true or false.")
-    _check_recompute(stage)
-    _check_offload(stage)
-
-
-def _check_offload(stage: Stage) -> None:
-    if not isinstance(stage.offload, bool):
-        raise PlanError(f"Stage {stage.name!r}: offload is {stage.offload!r}; it must be true or false.")
+    if stage.reruns and STEP in stage.modules:
+        raise PlanError(
+            f"Stage {stage.name!r} has recompute=true, but it runs the user's step ({STEP!r}), which would log and "
+            f"count twice. List modules to recompute, or give {STEP!r} a stage of its own, after the modules of this "
+            "one, or leave recompute out."
+        )
     if stage.offload and stage.reruns:
         raise PlanError(
             f"Stage {stage.name!r} has offload=true and recompute=true: it would keep only its inputs, which are not "
@@ -52,20 +49,6 @@ def _check_offload(stage: Stage) -> None:
         raise PlanError(
             f"Stage {stage.name!r} has offload=true, but is a slice, which hands on tensors that stay on the device. "
             "Leave out offload, or strategy.slices."
-        )
-
-
-def _check_recompute(stage: Stage) -> None:
-    paths = isinstance(stage.recompute, tuple) and all(isinstance(path, str) for path in stage.recompute)
-    if not isinstance(stage.recompute, bool) and not paths:
-        raise PlanError(
-            f"Stage {stage.name!r}: recompute is {stage.recompute!r}; it must be true or false, or a list of modules."
-        )
-    if stage.reruns and STEP in stage.modules:
-        raise PlanError(
-            f"Stage {stage.name!r} has recompute=true, but it runs the user's step ({STEP!r}), which would log and "
-            f"count twice. List modules to recompute, or give {STEP!r} a stage of its own, after the modules of this "
-            "one, or leave recompute out."
         )
 
 

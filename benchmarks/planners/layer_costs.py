@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_gpp.planning.partitioners.downset_search import Crossing, Fitting
+from lightning_gpp.planning.partitioners.piper import Crossing, Fitting
 from lightning_gpp.planning.problem.problem import Array
 
 

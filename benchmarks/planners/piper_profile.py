@@ -36,7 +36,6 @@ from lightning_gpp.files import read_json
 from lightning_gpp.graph import Affine, Operator, OperatorGraph, TensorSpec
 from lightning_gpp.plan import STEP
 from lightning_gpp.planning.assignment.modules import DATA
-from lightning_gpp.planning.graph_file import cyclic
 from lightning_gpp.validation import validated
 
 FORWARD_SHARE = 1 / 3
@@ -145,7 +144,7 @@ def _ordered(nodes: Iterable[int], edges: Sequence[_Edge], file: str) -> nx.DiGr
                 raise PlanError(f"{file}: edges[{index}].{key} is {end}; it must be the id of a node.")
         order.add_edge(edge.source, edge.target, size=edge.bytes)
     if not nx.is_directed_acyclic_graph(order):
-        raise cyclic(file, [str(source) for source, *_ in nx.find_cycle(order)])
+        raise PlanError(f"{file}: edges form a cycle: {nx.find_cycle(order)}. Remove one of them.")
     return order
 
 

@@ -40,18 +40,18 @@ from lightning_gpp.files import read_json
 from lightning_gpp.graph import Affine, Operator, OperatorGraph, TensorSpec
 from lightning_gpp.planning import DraftStage, Request, best_plan
 from lightning_gpp.planning.assignment.modules import DATA
-from lightning_gpp.planning.partitioners.downset_search import (
+from lightning_gpp.planning.partitioners.piper import (
     Border,
-    Carried,
     DownsetSearch,
     FirstStage,
+    downsets,
     members_of,
 )
-from lightning_gpp.planning.partitioners.downsets import downsets
-from lightning_gpp.planning.partitioners.piper import MAX_COUNTED
+from lightning_gpp.planning.partitioners.piper import MAX_DOWNSETS
 from lightning_gpp.planning.problem.draft import Draft, side_by_side
 from lightning_gpp.planning.problem.evaluate import Evaluator
 from lightning_gpp.planning.problem.partitioner import SearchControl, partitioner_of
+from lightning_gpp.planning.problem.units import Value
 from lightning_gpp.simulation import no_copies
 
 BYTES_PER_SECOND: Final = 25 * 2**30
@@ -105,7 +105,7 @@ class Profile:
     """A file in Piper's format: layers without tensor parallelism, and the bytes on its edges."""
 
     layers: LayerProfile
-    carried: tuple[Carried, ...]
+    carried: tuple[Value, ...]
     names: tuple[str, ...]
 
     @classmethod
@@ -127,7 +127,11 @@ class Profile:
             num_micro_batches=case.num_micro_batches or content["mbsInBatch"],
         )
         carried = tuple(
-            Carried(position[edge["sourceId"]], position[edge["destId"]], edge["communicationCost"])
+            Value(
+                src=position[edge["sourceId"]],
+                dsts=(position[edge["destId"]],),
+                bytes=Affine(edge["communicationCost"]),
+            )
             for edge in content["edges"]
         )
         names = unique_names({node["id"]: str(node.get("name", f"node{node['id']}")) for node in nodes})
@@ -149,8 +153,8 @@ def _modes(node: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any
 
 def optimum(profile: Profile, num_devices: int) -> tuple[float, list[FirstStage]]:
     """Piper's objective of the best plan, and its stages; infinite and none if no plan fits."""
-    found = downsets(profile.order, MAX_COUNTED)
-    members = members_of(found.sets, len(profile.names))
+    found = downsets(profile.order, MAX_DOWNSETS)
+    members = members_of(found, len(profile.names))
     costs = LayerCosts(profile.layers, members, num_devices)
     search = DownsetSearch(members, Border(profile.carried, members), [costs], num_devices, idle=True)
     for index in range(1, len(members)):

@@ -12,7 +12,7 @@ from lightning_gpp.cli.task import Task, predict, task_of
 from lightning_gpp.cli.time_limit import TimeIsUp, time_limit
 from lightning_gpp.errors import ConfigError, GPPError, PlanError
 from lightning_gpp.planning import Prediction, partitioner_names
-from lightning_gpp.planning.assignment.layout_check import layout_mismatch
+from lightning_gpp.planning.assignment.layout import layout_mismatch
 from lightning_gpp.reports import Compared, comparison_table, terminal_width
 from lightning_gpp.schedules import schedule_names
 

@@ -10,7 +10,7 @@ from omegaconf import DictConfig
 from lightning_gpp.cli.sizes import best_of_sizes, sizes_of
 from lightning_gpp.errors import ConfigError
 from lightning_gpp.planning import Prediction
-from lightning_gpp.planning.assignment.layout_check import layout_mismatch
+from lightning_gpp.planning.assignment.layout import layout_mismatch
 from lightning_gpp.reports import graph_svg, prediction_text, terminal_width, timeline_svg
 from lightning_gpp.reports.page import report_html
 from lightning_gpp.reports.terminal import wrapped

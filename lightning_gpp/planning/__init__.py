@@ -1,9 +1,8 @@
 """Planning: finds a plan for a captured model with a partitioner, or builds the one that the user describes."""
 
-from lightning_gpp.planning.assignment.devices import count_pipelines, devices_per_pipeline, number_devices
 from lightning_gpp.planning.assignment.estimate import estimate
-from lightning_gpp.planning.assignment.fit import check_model
-from lightning_gpp.planning.assignment.manual import manual
+from lightning_gpp.planning.assignment.layout import count_pipelines, devices_per_pipeline, number_devices
+from lightning_gpp.planning.assignment.manual import check_model, manual
 from lightning_gpp.planning.partitioners import edgepipe as _edgepipe  # noqa: F401  registers itself
 from lightning_gpp.planning.partitioners import graphpipe as _graphpipe  # noqa: F401  registers itself
 from lightning_gpp.planning.partitioners import pipedream as _pipedream  # noqa: F401  registers itself

@@ -1,38 +1,26 @@
-"""The message for models that fit no device: the reason, and changes that help. Every suggestion was tried."""
+"""The message for models that fit no device: what is missing where, and settings that change it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from math import inf, isfinite
+from math import isfinite
 from typing import Final
 
-from lightning_gpp.costs.model import OPTIMIZER_STATES
 from lightning_gpp.plan import STEP
+from lightning_gpp.planning.assignment.assign import compress
 from lightning_gpp.planning.assignment.modules import stage_names
-from lightning_gpp.planning.problem.draft import Draft, compress
+from lightning_gpp.planning.problem.draft import Draft
 from lightning_gpp.planning.problem.evaluate import Evaluation, Evaluator
 from lightning_gpp.planning.problem.partitioner import SearchControl, partitioner_of
 from lightning_gpp.planning.problem.problem import Problem
 from lightning_gpp.planning.problem.stage_figures import static_bytes
 
-SECONDS_PER_TRIAL: Final = 1.0
-"""Time limit of the search under one suggestion."""
-
-SMALLER: Final = 4
-"""Number of smaller micro-batch sizes to try, each half of the one before."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Suggestion:
-    """A change of the problem in words, and the changed problem."""
-
-    text: str
-    problem: Problem
+SECONDS: Final = 1.0
+"""Time limit of the search for a draft to describe."""
 
 
 def advice(problem: Problem, draft: Draft | None) -> str:
-    """The memory excess of the draft's worst device, its stage, and changes that would make it fit.
+    """The memory excess of the draft's worst device, its stage, and settings that may make it fit.
 
     Args:
         problem: the one that has no plan.
@@ -40,94 +28,60 @@ def advice(problem: Problem, draft: Draft | None) -> str:
     """
     if problem.num_units * problem.max_replicas < problem.num_devices and not problem.idle_devices:
         return _too_many_devices(problem)
-    draft = draft or searched(problem)
-    evaluation = Evaluator(problem)(draft) if draft is not None else Evaluation(seconds=inf)
-    if draft is None or not isfinite(evaluation.seconds):
+    draft = draft or partitioner_of("auto")(problem, SearchControl(seconds=SECONDS)).draft
+    evaluation = Evaluator(problem)(draft) if draft is not None else None
+    if draft is None or evaluation is None or not isfinite(evaluation.seconds):
         return _no_stages(problem)
     if evaluation.fits:
         return "The partitioner 'auto' finds a plan that fits: choose strategy.partitioner=auto."
-    working = _working(problem)
-    remedy = "What would make it fit (each was tried): " + "; ".join(working) if working else _nothing_helps(problem)
-    return f"{described(problem, draft, evaluation)} {remedy}."
+    return f"{_described(problem, draft, evaluation)} {_too_large(problem) or _remedies(problem)}."
 
 
-def described(problem: Problem, draft: Draft, evaluation: Evaluation) -> str:
+def _described(problem: Problem, draft: Draft, evaluation: Evaluation) -> str:
     """The device that lacks most memory, what it needs, and for what."""
     limits = [min(stage.devices, key=lambda device: problem.memory_bytes[device]) for stage in draft.stages]
     lacks = [peak - problem.memory_bytes[device] for peak, device in zip(evaluation.peak_bytes, limits, strict=True)]
     worst = max(range(len(lacks)), key=lacks.__getitem__)
     stage, device, peak = draft.stages[worst], limits[worst], evaluation.peak_bytes[worst]
-    static, copied = static_bytes(problem, stage, evaluation.sharding), evaluation.copied_bytes[worst]
-    loaded = evaluation.loaded_bytes[worst]
-    besides = f"{_gb(copied)} older weights (strategy.weights), " if copied else ""
-    besides += f"{_gb(loaded)} the mini-batch, which is loaded there, " if loaded else ""
+    static, number = static_bytes(problem, stage, evaluation.sharding), evaluation.in_flight[worst]
     return (
         f"The model does not fit the devices: stage {_name(problem, draft, worst)!r} needs {_gb(peak)} on device "
         f"{device} ({problem.cluster.devices[device].name}), which has {_gb(problem.memory_bytes[device])}: "
         f"{_gb(lacks[worst])} too much. {_gb(static)} are weights, gradients and the state of the optimizer "
-        f"({problem.footprint.optimizer}), {besides}{_gb(peak - static - copied - loaded)} activations of "
-        f"{_batches(evaluation.in_flight[worst])} of {stage.share} samples in flight"
-        f"{' (recomputed)' if evaluation.recompute[worst] else ''}"
-        f"{' (offloaded)' if evaluation.offload[worst] else ''}."
+        f"({problem.footprint.optimizer}), {_gb(peak - static)} the activations of {number} "
+        f"micro-batch{'es' * (number > 1)} of {stage.share} samples in flight, and what else is held."
     )
 
 
-def searched(problem: Problem, seconds: float = SECONDS_PER_TRIAL) -> Draft | None:
-    """The draft that the default partitioner finds in a short time, whether it fits or not."""
-    return partitioner_of("auto")(problem, SearchControl(seconds=seconds)).draft
+def _remedies(problem: Problem) -> str:
+    return f"What may help: {'; '.join(_settings(problem))}"
 
 
-def _working(problem: Problem) -> list[str]:
-    """Suggestions with which the model fits: the mildest of each kind; if no single one suffices, all together."""
-    kinds = (_recomputed, _scheduled, _smaller, _shared, _leaner)
-    found = (next(filter(_fits, kind(problem)), None) for kind in kinds)
-    return [suggestion.text for suggestion in found if suggestion] or _together(problem)
-
-
-def _fits(suggestion: Suggestion) -> bool:
-    found = searched(suggestion.problem)
-    return found is not None and Evaluator(suggestion.problem)(found).fits
-
-
-def _recomputed(problem: Problem) -> Iterator[Suggestion]:
+def _settings(problem: Problem) -> Iterator[str]:
+    """Settings that the user has chosen and may change."""
     if problem.recompute is False:
-        yield Suggestion(text="strategy.recompute=true", problem=replace(problem, recompute=True))
-
-
-def _scheduled(problem: Problem) -> Iterator[Suggestion]:
+        yield "strategy.recompute=true"
     if problem.schedules == ("gpipe",):
-        yield Suggestion(text="strategy.schedule=1f1b", problem=replace(problem, schedules=("1f1b",)))
+        yield "strategy.schedule=1f1b"
+    if len(problem.sizes) == 1 and problem.sizes[0] > 1:
+        yield f"strategy.micro_batch_size={problem.sizes[0] // 2} or less"
+    if problem.max_replicas < problem.num_devices:
+        yield "strategy.max_replicas=null"
+    if not problem.footprint.optimizer.startswith("sgd"):
+        yield "SGD as optimizer (for a graph from a file: optimizer=sgd)"
+    yield "more or larger devices"
 
 
-def _smaller(problem: Problem) -> Iterator[Suggestion]:
-    """Smaller micro-batches, if the user fixed the size; otherwise the partitioner has tried them."""
-    halves = (problem.sizes[0] >> shift for shift in range(1, SMALLER + 1) if len(problem.sizes) == 1)
-    for size in filter(None, halves):
-        yield Suggestion(text=f"strategy.micro_batch_size={size}", problem=replace(problem, sizes=(size,)))
-
-
-def _shared(problem: Problem) -> Iterator[Suggestion]:
-    if isfinite(problem.max_replicas) and problem.max_replicas < problem.num_devices:
-        yield Suggestion(text="strategy.max_replicas=null", problem=replace(problem, max_replicas=inf))
-
-
-def _leaner(problem: Problem) -> Iterator[Suggestion]:
-    states = OPTIMIZER_STATES[problem.footprint.optimizer]
-    for name, words in (("sgd_momentum", "SGD with momentum"), ("sgd", "SGD without momentum")):
-        if OPTIMIZER_STATES[name] < states:
-            leaner = replace(problem, footprint=replace(problem.footprint, optimizer=name))
-            text = f"{words} as optimizer (for a graph from a file: optimizer={name})"
-            yield Suggestion(text=text, problem=leaner)
-
-
-def _together(problem: Problem) -> list[str]:
-    """All suggestions, each at its strongest, combined."""
-    strongest, texts = problem, list[str]()
-    for kind in (_recomputed, _scheduled, _smaller, _leaner):
-        for suggestion in [*kind(strongest)][-1:]:
-            strongest, texts = suggestion.problem, [*texts, suggestion.text]
-    together = Suggestion(text=" and ".join(texts) + " together", problem=strongest)
-    return [together.text] if len(texts) > 1 and _fits(together) else []
+def _too_large(problem: Problem) -> str:
+    """What to do about a module that no device can hold; empty if there is none."""
+    unit = int(problem.static_bytes.argmax())
+    alone = float(problem.static_bytes[unit])
+    if alone <= float(problem.memory_bytes.max()):
+        return ""
+    name = ", ".join(module for module in problem.units.units[unit].modules if module != STEP) or STEP
+    return (
+        f"Module {name!r} alone takes {_gb(alone)} of weights, gradients and optimizer state: divide it into submodules"
+    )
 
 
 def _too_many_devices(problem: Problem) -> str:
@@ -150,26 +104,10 @@ def _no_stages(problem: Problem) -> str:
     )
 
 
-def _nothing_helps(problem: Problem) -> str:
-    unit = int(problem.static_bytes.argmax())
-    alone, most = float(problem.static_bytes[unit]), float(problem.memory_bytes.max())
-    if alone > most:
-        name = ", ".join(module for module in problem.units.units[unit].modules if module != STEP) or STEP
-        return (
-            f"Module {name!r} alone takes {_gb(alone)} of weights, gradients and optimizer state: divide it into "
-            "submodules"
-        )
-    return "Neither recomputation, smaller micro-batches nor a leaner optimizer were enough: use more or larger devices"
-
-
 def _name(problem: Problem, draft: Draft, index: int) -> str:
     units = problem.units.units
     modules = [[path for unit in stage.units for path in units[unit].modules] for stage in draft.stages]
     return stage_names(compress(problem.graph, modules))[index]
-
-
-def _batches(number: int) -> str:
-    return f"{number} micro-batch{'es' if number > 1 else ''}"
 
 
 def _gb(num_bytes: float) -> str:

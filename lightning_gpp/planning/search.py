@@ -26,7 +26,6 @@ from lightning_gpp.plan import STEP, Plan
 from lightning_gpp.planning.advice import advice
 from lightning_gpp.planning.assignment.complete import completed, with_batch_size
 from lightning_gpp.planning.assignment.layout import lay_out
-from lightning_gpp.planning.garbage import collected_rarely
 from lightning_gpp.planning.problem.bound import busy_bound
 from lightning_gpp.planning.problem.draft import Draft, realise
 from lightning_gpp.planning.problem.evaluate import Evaluator
@@ -105,7 +104,6 @@ class PlanSearch:
         self.name, self.partitioner = name, partitioner or partitioner_of(name)
         self.graph, self.request, self.costs = graph, request, request.operator_costs(graph)
         self._searches: dict[Request, _AnsweredRequest | GPPError] = {}
-        self._explained: dict[Request, str] = {}
         self._num_questions = max(1, len(set(_questions(request))))
         self._control = SearchControl(seconds=request.seconds, progress=request.progress)
 
@@ -132,7 +130,6 @@ class PlanSearch:
 
     # -- the loop -----------------------------------------------------------------------------------------------------
 
-    @collected_rarely()
     def _tried(self, schedules: Iterable[str]) -> tuple[list[_Outcome], list[GPPError]]:
         """The candidates that have a plan, and the errors of the others."""
         outcomes, failures = list[_Outcome](), list[GPPError]()
@@ -252,11 +249,9 @@ class PlanSearch:
         if not isinstance(error, _NothingFits):
             return error
         search = error.search
-        if search.question not in self._explained:
-            notes = (f"The partitioner {self.name!r} found no plan.", *search.answer.notes)
-            reason = advice(search.problem, search.answer.draft)
-            self._explained[search.question] = " ".join((*notes, reason))
-        return PlanError(_layout_hint(error.candidate, search) + self._explained[search.question])
+        notes = (f"The partitioner {self.name!r} found no plan.", *search.answer.notes)
+        reason = advice(search.problem, search.answer.draft)
+        return PlanError(_layout_hint(error.candidate, search) + " ".join((*notes, reason)))
 
 
 def refitted(problem: Problem, answer: Answer) -> Answer:
@@ -322,12 +317,8 @@ def _lost(outcomes: Sequence[_Outcome], best: _Outcome) -> Iterator[Alternative]
 
 def _reason(outcome: _Outcome, best: _Outcome) -> str:
     same = outcome.candidate.schedule == best.candidate.schedule
-    number = outcome.prediction.num_pipelines
-    what = f"with strategy.num_pipelines={number}" if same else f"as {outcome.candidate.schedule}"
-    if outcome.prediction.excess_bytes:
-        return f"{what} it needs more memory"
-    slower = best.prediction.samples_per_second / outcome.prediction.samples_per_second - 1
-    return f"{what} the {best.search.problem.judged_by} takes {100 * slower:.1f} % longer"
+    what = f"with strategy.num_pipelines={outcome.prediction.num_pipelines}" if same else ""
+    return ", ".join(filter(None, (what, "needs more memory" * (not outcome.prediction.fits))))
 
 
 def _check_number(plan: Plan, number: int, cluster: Cluster) -> None:

@@ -54,7 +54,7 @@ def _alternatives(prediction: Prediction) -> str:
     if not prediction.alternatives:
         return ""
     lines = [
-        f"  {number}. {duration(entry.seconds)}, {entry.draft}: {entry.reason}"
+        f"  {number}. {duration(entry.seconds)}, {entry.draft}{f': {entry.reason}' if entry.reason else ''}"
         for number, entry in enumerate(sorted(prediction.alternatives, key=lambda entry: entry.seconds), start=1)
     ]
     return "\n".join([f"runners-up, as estimated ({LEGEND})", *lines])

@@ -20,7 +20,7 @@ from lightning_gpp.planning.assignment.assign import (
     mixes_into_samples,
     mixing_stages,
 )
-from lightning_gpp.planning.assignment.rebuild import separated
+from lightning_gpp.planning.assignment.complete import separated
 from lightning_gpp.slices import unsliced
 from lightning_gpp.stages.step import UserStep
 from lightning_gpp.stages.undivided import Captured, Undivided

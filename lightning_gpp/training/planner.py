@@ -17,9 +17,8 @@ from lightning_gpp.errors import ConfigError, PlanError
 from lightning_gpp.graph import OperatorGraph
 from lightning_gpp.plan import STEP, Plan
 from lightning_gpp.planning import Prediction, Request, best_order, best_plan, check_model, manual
-from lightning_gpp.planning.assignment.complete import check_blocks, completed, slice_again, slicing_of
+from lightning_gpp.planning.assignment.complete import check_blocks, completed, rebuilt, slice_again, slicing_of
 from lightning_gpp.planning.assignment.layout import lay_out_by_hand
-from lightning_gpp.planning.assignment.rebuild import rebuilt
 from lightning_gpp.planning.assignment.slices import kept_together
 from lightning_gpp.planning.assignment.stages_spec import read
 from lightning_gpp.planning.problem.partitioner import Progress

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from lightning_gpp.cluster import Cluster, Device, Link
-from lightning_gpp.costs.model import Footprint
 from lightning_gpp.errors import PlanError
 from lightning_gpp.planning import Answer, Problem, Request, SearchControl, best_plan, register_partitioner
-from lightning_gpp.planning.advice import advice, searched
-from lightning_gpp.planning.problem.evaluate import Evaluator
+from lightning_gpp.planning.advice import advice
 from tests.planning import graphs
 
 MEGABYTE = 1e6
@@ -37,48 +34,8 @@ def test_what_is_missing_and_where() -> None:
     assert "weights, gradients and the state of the optimizer (adam)" in text
 
 
-@pytest.mark.parametrize(
-    ("memory", "settings", "expected", "changed"),
-    [
-        (0.320e6, {"micro_batch_size": 32}, "strategy.micro_batch_size=16", {"micro_batch_size": 16}),
-        (0.320e6, {"micro_batch_size": 32}, "strategy.recompute=true", {"recompute": True}),
-        (0.250e6, {"micro_batch_size": 1}, "SGD with momentum", {"optimizer": "sgd_momentum"}),
-        (0.300e6, {"schedules": ("gpipe",), "num_micro_batches": 64}, "schedule=1f1b", {"schedules": ("1f1b",)}),
-    ],
-)
-def test_what_is_suggested_works(
-    memory: float, settings: dict[str, Any], expected: str, changed: dict[str, Any]
-) -> None:
-    settings["recompute"] = False
-    with pytest.raises(PlanError) as caught:
-        best_plan("auto", graphs.chain(8), request(memory, **settings))
-    assert expected in str(caught.value)
-    changed = {"optimizer": "adam", **changed}
-    footprint = Footprint(optimizer=changed.pop("optimizer"))
-    again = request(memory, **{**settings, **changed, "footprint": footprint})
-    assert best_plan("auto", graphs.chain(8), again).fits
-
-
-def test_what_would_not_help_is_not_suggested() -> None:
-    """Weights alone fill the devices: neither recomputation nor smaller micro-batches are mentioned."""
-    text = advice(problem(0.2 * MEGABYTE, recompute=False, micro_batch_size=2), None)
-    assert "recompute" not in text
-    assert "micro_batch_size" not in text
-    assert "use more or larger devices" in text or "optimizer=" in text
-
-
 def test_a_module_that_no_device_can_hold() -> None:
     assert "alone takes 65.5 kB of weights" in advice(problem(0.05 * MEGABYTE), None)
-
-
-def test_all_together_where_nothing_alone_is_enough() -> None:
-    settings: dict[str, Any] = {"micro_batch_size": 32, "recompute": False, "max_replicas": 1}
-    with pytest.raises(
-        PlanError, match="recompute=true and .*size=2 and SGD without momentum as optimizer .*optimizer=sgd.* together"
-    ):
-        best_plan("auto", graphs.chain(2), request(0.055e6, **settings))
-    settings |= {"micro_batch_size": 2, "recompute": True, "footprint": Footprint(optimizer="sgd")}
-    assert best_plan("auto", graphs.chain(2), request(0.055e6, **settings)).fits
 
 
 def test_more_devices_than_pieces() -> None:
@@ -95,12 +52,3 @@ def test_another_partitioner_that_finds_one() -> None:
 
     with pytest.raises(PlanError, match=r"'finds nothing' found no plan. It never looked. .*strategy.partitioner=auto"):
         best_plan("finds nothing", graphs.chain(4), request(1e9))
-
-
-def test_a_draft_that_does_not_fit_is_described_as_it_is() -> None:
-    tight = problem(0.2 * MEGABYTE, micro_batch_size=32, recompute=False)
-    draft = searched(tight)
-    assert draft is not None
-    excess = Evaluator(tight)(draft).excess_bytes
-    assert f"{excess / 1e3:.3g} kB too much" in advice(tight, draft)
-    assert "needs" in advice(tight, replace(draft, schedule="gpipe"))

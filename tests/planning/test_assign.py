@@ -1,9 +1,6 @@
-import pytest
-
-from lightning_gpp.errors import PlanError
 from lightning_gpp.graph import Operator, OperatorGraph
 from lightning_gpp.planning.assignment.assign import assign, crossing, forced
-from tests.planning.graphs import Builder, gpt, two_towers
+from tests.planning.graphs import Builder, gpt
 
 
 def residual_stream(num_layers: int) -> tuple[OperatorGraph, list[str]]:
@@ -40,12 +37,6 @@ def test_random_glue_is_never_repeated() -> None:
     assert forced(graph, [("left",), ("right",), ("head", "@step")]) == {(0, 2), (1, 2)}
 
 
-def test_glue_with_one_reader_goes_to_it_so_that_towers_stay_independent() -> None:
-    graph = two_towers()
-    joint = next(name for name in graph.nx if len(list(graph.nx.predecessors(name))) == 2 and graph[name].module == "")
-    assert assign(graph, [("image_tower",), ("text_tower",), ("head", "@step")])[joint] == (2,)
-
-
 def test_glue_that_makes_fewer_bytes_stays_with_its_maker() -> None:
     build = Builder()
     x = build.linear("tower", build.data(), width=256)
@@ -72,8 +63,3 @@ def test_a_slice_of_a_buffer_that_nothing_reads_has_a_stage() -> None:
     graph = build.step(build.linear("right", x))
     assert assign(graph, [("left",), ("right", "@step")])["unread"] == (1,)
     assert assign(graph, [("left",), ("right",)])["unread"] == (0,)
-
-
-def test_a_module_listed_twice() -> None:
-    with pytest.raises(PlanError, match="'head' is listed by two stages, 0 and 1"):
-        assign(two_towers(), [("head",), ("head", "@step")])

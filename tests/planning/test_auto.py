@@ -13,19 +13,14 @@ from lightning_gpp.graph import OperatorGraph
 from lightning_gpp.planning import (
     Answer,
     Draft,
-    DraftStage,
     Evaluator,
-    Prediction,
     Problem,
     Request,
     SearchControl,
-    best_plan,
 )
-from lightning_gpp.planning import search as search_front
 from lightning_gpp.planning.partitioners.auto import search
 from lightning_gpp.planning.partitioners.auto.search import auto
 from lightning_gpp.planning.problem.bound import busy_bound
-from lightning_gpp.planning.problem.partitioner import partitioner_of
 from lightning_gpp.schedules import compile_program, verify
 from tests.planning import graphs
 from tests.planning.drafts import DEVICE, simulated
@@ -103,17 +98,6 @@ def test_equals_the_best_of_all_plans_on_unequal_devices() -> None:
 
 
 @pytest.mark.parametrize("family", list(FAMILIES.values()), ids=list(FAMILIES))
-def test_never_worse_than_another_partitioner(family: Callable[[], OperatorGraph]) -> None:
-    """What others find, judged as they run it: as a chain where they know only chains."""
-    problem = _problem(family(), micro_batch_size=2)
-    seconds = Evaluator(problem)(_draft(auto(problem, _control()))).seconds
-    for name in ("graphpipe", "piper", "pipedream"):
-        other = partitioner_of(name)(problem, _control())
-        if other.draft is not None:
-            assert seconds <= Evaluator(problem)(other.draft).seconds * (1 + 1e-9), name
-
-
-@pytest.mark.parametrize("family", list(FAMILIES.values()), ids=list(FAMILIES))
 @pytest.mark.parametrize("recompute", [None, True, False])
 def test_plans_compile_and_take_what_was_promised(family: Callable[[], OperatorGraph], recompute: bool | None) -> None:
     """All that the draft does not know are messages with data, and a step on one device of several."""
@@ -133,38 +117,6 @@ def test_results_do_not_change() -> None:
     assert answers[0] == answers[1]
 
 
-@pytest.mark.parametrize("max_replicas", [1, 2])
-def test_replicas_are_limited(max_replicas: int) -> None:
-    problem = _problem(graphs.two_towers(), 5, max_replicas=max_replicas, micro_batch_size=4)
-    _assert_valid(problem, _draft(auto(problem, _control())))
-
-
-def test_memory_that_only_recomputation_saves() -> None:
-    """Two stages of a chain in less memory than any cut needs: left open, recomputation is used; forbidden, nothing
-    fits."""
-    free = _problem(graphs.chain(12), 2, batch_size=2400, micro_batch_size=1200, max_replicas=1, recompute=False)
-    order = tuple(range(free.num_units))
-    least = min(max(Evaluator(free)(_two_stages(order[:cut], order[cut:])).peak_bytes) for cut in order[1:])
-    cluster = Cluster.uniform(replace(DEVICE, memory_bytes=0.95 * least), 2, LINK)
-    limited, left_open = replace(free, cluster=cluster), replace(free, cluster=cluster, recompute=None)
-    assert not Evaluator(limited)(_draft(auto(limited, _control()))).fits
-    draft = _draft(auto(left_open, _control()))
-    assert Evaluator(left_open)(draft).fits
-    assert any(stage.recompute for stage in draft.stages)
-
-
-def _two_stages(first: tuple[int, ...], second: tuple[int, ...]) -> Draft:
-    stages = [
-        DraftStage(units=units, devices=(1 - i,), micro_batch_size=1200) for i, units in enumerate((first, second))
-    ]
-    return Draft(stages=tuple(stages))
-
-
-def test_recomputation_is_not_used_where_memory_is_plenty() -> None:
-    problem = _problem(graphs.two_towers(), recompute=None, micro_batch_size=2)
-    assert not any(stage.recompute for stage in _draft(auto(problem, _control())).stages)
-
-
 def test_an_interrupt_keeps_the_best_plan() -> None:
     problem = _problem(graphs.two_towers(), micro_batch_size=2)
     seen: list[float] = []
@@ -181,19 +133,6 @@ def test_an_interrupt_keeps_the_best_plan() -> None:
     assert answer.objective == min(seen) == Evaluator(problem)(_draft(answer)).seconds
     _assert_valid(problem, _draft(answer))
     assert auto(problem, _control()).notes == ()
-
-
-def test_an_interrupt_on_larger_units_keeps_the_best_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(search, "MIN_PIECES", 4)
-    monkeypatch.setattr(search, "PIECES_PER_SLOT", 1)
-    problem = _problem(graphs.two_towers(8), micro_batch_size=2)
-
-    def stop(done: float, best: float, bound: float) -> None:
-        raise KeyboardInterrupt
-
-    answer = auto(problem, SearchControl(seconds=SECONDS, progress=stop))
-    assert answer.notes
-    _assert_valid(problem, _draft(answer))
 
 
 def test_little_time_gives_a_plan() -> None:
@@ -220,66 +159,6 @@ def test_a_search_ends_after_its_evaluations_however_fast_the_machine_is(monkeyp
         answers.append(auto(problem, control))
         assert 0.8 * control.evaluations < control.counted < 1.5 * control.evaluations
     assert answers[0] == answers[1]
-
-
-def test_a_search_ends_when_its_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(time, "perf_counter", _Clock(0.01))
-    control = SearchControl(seconds=2.0)
-    auto(_problem(graphs.encoder_decoder(), 4), control)
-    assert control.counted < 0.5 * control.evaluations
-    assert 0.8 < control.done <= SearchControl(seconds=0.0).done == 1.0
-
-
-def test_the_programs_of_the_best_drafts_are_within_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    simulated, number = search_front.predicted, 0
-
-    def counted(*given: object, **settings: object) -> Prediction:
-        nonlocal number
-        number += 1
-        return simulated(*given, **settings)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(search_front, "predicted", counted)
-    graph, cluster = graphs.encoder_decoder(), Cluster.uniform(DEVICE, 4, LINK)
-    numbers = []
-    for seconds in (0.01, 10.0):
-        number = 0
-        best_plan("auto", graph, Request(cluster=cluster, batch_size=24, seconds=seconds))
-        numbers.append(number)
-    assert numbers[0] == 1 < numbers[1]
-
-
-def test_with_nothing_to_choose_a_search_ends_at_once() -> None:
-    """On one device only the size of micro-batches is open."""
-    cluster = Cluster.uniform(DEVICE, 1, LINK)
-    for sizes in ({}, {"micro_batch_size": 4}):
-        found = best_plan("auto", graphs.gpt(), Request(cluster=cluster, batch_size=64, **sizes))
-        assert found.search is not None
-        assert found.search.states <= 40
-
-
-def test_alternatives_are_of_other_kinds_and_say_why_they_lost() -> None:
-    problem = _problem(graphs.feature_towers())
-    answer = auto(problem, _control())
-    assert 3 <= len(answer.alternatives) <= 9
-    kinds = set()
-    for alternative in answer.alternatives:
-        assert alternative.draft != answer.draft
-        if "'s: " in alternative.reason:
-            continue
-        assert alternative.reason.startswith("the step takes ")
-        assert alternative.reason.endswith(("% longer", "less simple (strategy.simplicity)"))
-        stages = alternative.draft.stages
-        kinds.add((stages[0].micro_batch_size, len(stages), any(stage.recompute for stage in stages)))
-    assert len(kinds) >= len(answer.alternatives) - 4
-
-
-def test_alternatives_that_do_not_fit_say_by_how_much() -> None:
-    problem = _problem(graphs.chain(), 2, max_replicas=1, recompute=False)
-    tiny = replace(problem, cluster=Cluster.uniform(replace(DEVICE, memory_bytes=1000.0), 2, LINK), recompute=None)
-    answer = auto(tiny, _control())
-    assert not Evaluator(tiny)(_draft(answer)).fits
-    assert answer.alternatives
-    assert all(" GB more memory than a device has" in alternative.reason for alternative in answer.alternatives)
 
 
 def test_many_units_are_searched_on_larger_ones_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -315,20 +194,3 @@ def test_a_slow_device_gets_less_work() -> None:
     equal = replace(problem, cluster=Cluster.uniform(DEVICE, 2, LINK))
     units = {stage.devices[0]: len(stage.units) for stage in _draft(auto(equal, _control())).stages}
     assert abs(units[1] - units[0]) <= 1
-
-
-def test_a_chosen_schedule_and_size_are_kept() -> None:
-    problem = _problem(graphs.unet(), micro_batch_size=3, schedules=("gpipe",))
-    draft = _draft(auto(problem, _control()))
-    assert draft.schedule == "gpipe"
-    assert {stage.micro_batch_size for stage in draft.stages} == {3}
-
-
-def test_found_plans_name_their_origin() -> None:
-    found = best_plan("auto", graphs.two_towers(), Request(cluster=Cluster.uniform(DEVICE, 3, LINK), batch_size=12))
-    assert found.plan.notes["partitioner"] == "auto"
-    assert found.fits
-    assert found.gap is not None
-    assert found.gap >= 0
-    assert found.seconds == pytest.approx(found.search.objective, rel=0.2)
-    assert found.samples_per_second == pytest.approx(12 / found.seconds)

@@ -12,7 +12,7 @@ from lightning_gpp.planning import Problem, Request, best_plan
 from lightning_gpp.planning.problem.bound import busy_bound
 from tests.planning import graphs
 from tests.planning.every_shape import best_of_all
-from tests.planning.problems import DEVICE, random_problem, totals
+from tests.planning.problems import DEVICE, random_problem
 
 
 def _mixed(problem: Problem, seed: int) -> Problem:
@@ -32,19 +32,6 @@ def test_no_plan_beats_the_bound(mixed: bool) -> None:
         problem = _mixed(problem, seed) if mixed else problem
         best = best_of_all(problem)
         assert 0 < busy_bound(problem) <= best.seconds * (1 + 1e-9), seed
-
-
-def test_all_work_on_all_devices() -> None:
-    problem = replace(random_problem(1, num_devices=4), sizes=(3,))
-    assert busy_bound(problem) == pytest.approx(12 / 3 * totals(problem, 3).sum() / 4)
-
-
-def test_a_device_counts_by_its_speed() -> None:
-    """Two devices, one of half the speed, are worth one and a half."""
-    problem = replace(random_problem(1, num_devices=2), sizes=(3,))
-    fast, slow = DEVICE, replace(DEVICE, name="slow", peak_flops={"float32": 5e8})
-    mixed = replace(problem, cluster=replace(problem.cluster, devices=(fast, slow)))
-    assert busy_bound(mixed) == pytest.approx(busy_bound(problem) * 2 / 1.5)
 
 
 def test_glue_that_units_repeat_counts_once() -> None:

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from lightning_gpp.cluster import Cluster, Device, Link
-from lightning_gpp.errors import PlanError
 from lightning_gpp.planning import Answer, Problem, Request, SearchControl, best_plan
 from lightning_gpp.planning.problem.partitioner import PARTITIONERS, partitioner_of
 from tests.planning import graphs
@@ -35,20 +34,6 @@ def test_the_fastest_number_is_chosen() -> None:
     assert prediction.seconds <= alone.seconds
     assert prediction.gap is not None
     assert any("num_pipelines=" in entry.reason for entry in prediction.alternatives)
-
-
-def test_where_replicas_are_free_the_partitioner_decides() -> None:
-    settings = {"max_replicas": None, "num_micro_batches": 4}
-    free = best_plan("auto", graphs.chain(4), request(4, **settings))
-    assert free.plan == best_plan("auto", graphs.chain(4), request(4, **settings)).plan
-
-
-def test_nothing_fits() -> None:
-    small = Cluster.uniform(
-        Device(name="small", memory_bytes=1e4, peak_flops={"float32": 1e10}, peak_bytes_per_second=1e11), 4
-    )
-    with pytest.raises(PlanError, match="alone takes 65.5 kB"):
-        best_plan("auto", graphs.chain(4), Request(cluster=small, batch_size=4, max_replicas=1, seconds=0.4))
 
 
 def test_an_interrupted_search_is_the_last(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from lightning_gpp.cluster import Cluster, Device, Link, Node
 from lightning_gpp.graph import Affine
 from lightning_gpp.planning import Problem
 from lightning_gpp.planning.partitioners.edgepipe import edgepipe
-from lightning_gpp.planning.problem.partitioner import SearchControl, partitioner_of
+from lightning_gpp.planning.problem.partitioner import SearchControl
 from lightning_gpp.planning.problem.units import UnitGraph, Value
 from tests.planning.problems import DEVICE, problem_of
 
@@ -110,9 +110,9 @@ def _fits(problem: Problem, units: set[int], device: int, size: int, in_flight: 
     return bool(static + held + 2 * (received + sent) <= problem.memory_bytes[device] * (1 + 1e-12))
 
 
-def check(seeds: range) -> None:
+def test_no_choice_of_devices_and_units_is_faster() -> None:
     unused = 0
-    for seed in seeds:
+    for seed in range(40):
         problem = random_problem(seed, chain=seed % 2 == 0)
         answer = edgepipe(problem, SearchControl(seconds=60))
         assert answer.objective == pytest.approx(by_hand(problem)), seed
@@ -122,39 +122,3 @@ def check(seeds: range) -> None:
             assert _period(problem, stages, size) == pytest.approx(answer.objective), seed
             unused += len(stages) < problem.num_devices
     assert unused
-
-
-def test_small_problems() -> None:
-    check(range(40))
-
-
-@pytest.mark.acceptance
-def test_five_hundred_problems() -> None:
-    check(range(40, 560))
-
-
-def edge_problem() -> Problem:
-    """Twelve equal units on devices of the speeds 1, 2 and 4, of which the slowest is behind a slow link."""
-    nodes = [Node(device=kind(4), count=1), Node(device=kind(2), count=1), Node(device=kind(1), count=1)]
-    slow, fast = Link(bytes_per_second=2.0), Link(bytes_per_second=100.0)
-    links = {(a, b): slow if 2 in (a, b) else fast for a, b in permutations(range(3), 2)}
-    cluster = Cluster.of_nodes("edge", nodes, fast, links)
-    problem = problem_of(Random(0), 12, [(unit, (unit + 1,)) for unit in range(11)], cluster)
-    forward = {f"op{unit}": Affine(1.0) for unit in range(12)}
-    values = tuple(replace(value, bytes=Affine(8.0)) for value in problem.units.values)
-    costs = type(problem.costs)(forward)  # type: ignore[call-arg]
-    units = UnitGraph(units=problem.units.units, values=values)
-    return replace(problem, costs=costs, units=units, cluster=cluster, sizes=(1,), recompute=False)
-
-
-def test_the_ratio_to_planners_that_take_all_devices_for_alike() -> None:
-    problem = edge_problem()
-    answer = edgepipe(problem, SearchControl(seconds=60))
-    assert answer.draft is not None
-    even = [(set(range(0, 4)), 2), (set(range(4, 8)), 1), (set(range(8, 12)), 0)]
-    alike = partitioner_of("pipedream")(problem, SearchControl(seconds=60)).draft
-    assert alike is not None
-    homogeneous = [(set(stage.units), stage.devices[0]) for stage in alike.stages]
-    periods = [_period(problem, stages, 1) / answer.objective for stages in (even, homogeneous)]
-    assert periods == pytest.approx([2.0, 2.0])
-    assert {device for stage in answer.draft.stages for device in stage.devices} == {0, 1}, "the slow link costs more"

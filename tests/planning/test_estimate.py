@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from lightning_gpp.cluster import Cluster, Device, Link
-from lightning_gpp.costs.model import Footprint, Roofline
+from lightning_gpp.costs.model import Roofline
 from lightning_gpp.graph import Affine, OperatorGraph
 from lightning_gpp.plan import Plan
 from lightning_gpp.planning import Draft, DraftStage, Evaluator, Request, estimate, manual
@@ -60,33 +60,6 @@ def test_stage_costs_are_those_of_the_units_they_consist_of() -> None:
     assert costs.replicas == {}
 
 
-def test_seconds_in_between_are_never_below_the_model() -> None:
-    graph, plan = _towers()
-    costs, model = _costs(graph, plan), Roofline(graph)
-    names = {operator.name for operator in graph if operator.module.startswith("image_tower")}
-    for size in range(1, 9):
-        exact = sum(model.seconds(graph[name], size, DEVICE).forward for name in names)
-        assert costs.stages[0].forward.at(size) >= exact * (1 - 1e-12)
-
-
-def test_micro_batches_of_one_sample() -> None:
-    graph = graphs.chain(2)
-    plan = manual(graph, {"blocks.0": 0, "blocks.1": 1}, batch_size=4, micro_batch_size=1)
-    stage = _costs(graph, plan).stages[0]
-    assert stage.forward.at(1) == pytest.approx(0.25 + 1)
-    assert stage.forward.at(3) == pytest.approx(0.25 + 3)
-
-
-def test_frozen_stages_have_no_backward() -> None:
-    build = graphs.Builder()
-    build.graph.parameter_bytes["frozen.weight"] = build.graph.parameter_sizes["frozen.weight"] = 10
-    frozen = build.call("frozen", build.data(), parameters=["frozen.weight"], grad=False, flops=1e6)
-    graph = build.step(build.linear("head", frozen))
-    costs = _costs(graph, manual(graph, {"frozen": 0, "head": 1}, batch_size=4))
-    assert costs.stages[0].backward.at(2) == 0
-    assert costs.stages[1].backward.at(2) > 0
-
-
 def test_recomputation_keeps_the_inputs() -> None:
     graph, plan = _towers()
     again = with_recomputed(plan, graph, [plan.stages[0].name])
@@ -95,12 +68,6 @@ def test_recomputation_keeps_the_inputs() -> None:
     assert recomputed.backward == kept.backward  # the forward that runs again is an action of its own
     assert recomputed.activation_bytes == Affine(4 * 64)  # the image, 64 float32 per sample
     assert recomputed.working_bytes == kept.activation_bytes
-
-
-def test_the_footprint_says_how_often_parameters_are_kept() -> None:
-    graph, plan = _towers()
-    assert _costs(graph, plan).parameter_copies == 4
-    assert _costs(graph, plan, footprint=Footprint(optimizer="sgd")).parameter_copies == 2
 
 
 def test_replicas_and_pipelines_sum_their_gradients() -> None:
@@ -118,24 +85,6 @@ def test_replicas_and_pipelines_sum_their_gradients() -> None:
     assert _costs(graph, plan).all_reduce == (pytest.approx(2 * (1 + num_bytes / 2 / 100)), 0)
     twice = _costs(graph, plan, _cluster(6), num_pipelines=2).all_reduce
     assert twice == pytest.approx((6 * (1 + num_bytes / 4 / 100), 2 * (1 + num_bytes / 2 / 100)))
-
-
-def test_every_device_has_the_speed_of_its_kind() -> None:
-    graph = graphs.chain(2)
-    slow = replace(DEVICE, name="slow", peak_flops={"float32": 5e5})
-    cluster = replace(_cluster(), devices=(DEVICE, DEVICE, slow))
-    plan = manual(
-        graph,
-        [
-            {"modules": ["blocks.0"], "devices": [1, 2], "micro_batch_size": 4},
-            {"modules": ["blocks.1", "@step"], "devices": [0], "micro_batch_size": 4},
-        ],
-        batch_size=8,
-    )
-    costs = _costs(graph, plan, cluster)
-    assert costs.replica(0, 1).forward.at(2) == pytest.approx(0.25 + 2)
-    assert costs.replica(0, 2).forward.at(2) == pytest.approx(0.25 + 4)
-    assert set(costs.replicas) == {(0, 1), (0, 2), (1, 0)}
 
 
 def test_the_slowest_of_all_pipelines_counts() -> None:

@@ -91,14 +91,6 @@ def test_replicated_stages_take_as_long_as_their_program(family: Callable[[], Op
     assert seen == {(True, False), (False, True), (False, False)}
 
 
-def test_glue_that_units_repeat_is_counted_in_each() -> None:
-    """The mask of this model is made by every unit that reads it; a stage of several units makes it once."""
-    for seed in range(10):
-        problem, draft = random_case(graphs.gpt(), seed, replicated=False, data=False)
-        makespan = simulated(problem, draft, data=False)[0].makespan
-        assert makespan <= Evaluator(problem)(draft).seconds <= 1.01 * makespan
-
-
 def _problem(graph: OperatorGraph, num_devices: int, **options: object) -> Problem:
     cluster = Cluster.uniform(DEVICE, num_devices, Link(latency=1e-3, bytes_per_second=1e6))
     settings: dict[str, object] = {"cluster": cluster, "batch_size": 24, "micro_batch_size": 2, **options}
@@ -121,23 +113,6 @@ def _draft(problem: Problem, *groups: tuple[int, ...], schedule: str = "1f1b", r
     )
 
 
-def test_stages_that_wait_for_each_other_never_end() -> None:
-    problem = _problem(graphs.chain(4), 2)
-    evaluation = Evaluator(problem)(_draft(problem, (0, 2), (1, 3)))
-    assert (evaluation.seconds, evaluation.fits, evaluation.rank) == (inf, False, (inf, inf))
-
-
-def test_stages_may_come_in_any_order() -> None:
-    problem = _problem(graphs.two_towers(2), 3)
-    draft = _draft(problem, (0, 1, 2, 3), (4, 5, 6, 7), (8,))
-    turned = replace(draft, stages=draft.stages[::-1])
-    evaluate = Evaluator(problem)
-    forwards, backwards = evaluate(draft), evaluate(turned)
-    assert backwards.seconds == forwards.seconds
-    assert backwards.peak_bytes == forwards.peak_bytes[::-1]
-    assert backwards.in_flight == forwards.in_flight[::-1]
-
-
 @pytest.mark.parametrize(("schedule", "counts"), [("1f1b", (3, 2, 3, 2, 1)), ("gpipe", (12, 12, 12, 12, 12))])
 def test_in_flight_follows_depth(schedule: str, counts: tuple[int, ...]) -> None:
     problem = _problem(graphs.two_towers(2), 5)
@@ -146,11 +121,6 @@ def test_in_flight_follows_depth(schedule: str, counts: tuple[int, ...]) -> None
     assert Evaluator(problem)(replace(draft, chained=True)).in_flight == (
         (5, 4, 3, 2, 1) if schedule == "1f1b" else counts
     )
-
-
-def test_in_flight_is_at_most_the_number_of_micro_batches() -> None:
-    problem = _problem(graphs.chain(4), 4, micro_batch_size=12)
-    assert Evaluator(problem)(_draft(problem, (0,), (1,), (2,), (3,))).in_flight == (2, 2, 2, 1)
 
 
 def test_memory_that_is_lacking() -> None:
@@ -167,30 +137,6 @@ def test_memory_that_is_lacking() -> None:
     assert (lacking.excess_bytes, lacking.fits) == (10, False)
     assert lacking.rank == (10, lacking.seconds)
     assert lacking.rank > (0, 1e9)
-
-
-def test_recomputation_trades_memory_for_time() -> None:
-    problem = _problem(graphs.chain(8), 2)
-    kept, again = (
-        Evaluator(problem)(_draft(problem, (0, 1, 2, 3, 4, 5), (6, 7), recompute=recompute))
-        for recompute in (False, True)
-    )
-    assert again.seconds > kept.seconds
-    # two micro-batches in flight keep 6 blocks each; or their data, and 6 blocks during one backward
-    activations, data = 2 * 6 * 256, 2 * 256
-    assert kept.peak_bytes[0] - again.peak_bytes[0] == 2 * activations - (2 * data + activations)
-    assert kept.peak_bytes[1] == again.peak_bytes[1]
-
-
-def test_the_slowest_kind_of_a_stages_devices_counts() -> None:
-    problem = _problem(graphs.chain(4), 2, num_pipelines=None)
-    slow = replace(DEVICE, name="slow", peak_flops={"float32": 2.5e8}, peak_bytes_per_second=2.5e8)
-    mixed = replace(problem, cluster=replace(problem.cluster, devices=(DEVICE, slow)))
-    stage = DraftStage(units=(0, 1, 2, 3), devices=(0, 1), micro_batch_size=2)
-    both = Evaluator(mixed).figures(stage)
-    alone = Evaluator(mixed).figures(replace(stage, devices=(1,), micro_batch_size=1))
-    assert (both.forward, both.backward) == (alone.forward, alone.backward)
-    assert both.forward > 2 * Evaluator(problem).figures(stage).forward
 
 
 def _rigid(problem: Problem, *, value: bool) -> Problem:
@@ -240,17 +186,6 @@ def test_a_limit_gives_a_lower_bound(seed: int) -> None:
         assert replace(least, seconds=whole.seconds) == whole
         limited = evaluate(draft, whole.seconds * 0.9)
         assert limited.seconds >= whole.seconds * 0.9
-
-
-@families
-def test_a_limit_gives_a_lower_bound_with_data_and_replicas(family: Callable[[], OperatorGraph]) -> None:
-    graph = family()
-    for seed in range(40):
-        problem, draft = random_case(graph, seed, replicated=seed % 2 == 0, data=True)
-        for shared in ("pair", "device", "node"):
-            cluster = Cluster.uniform(DEVICE, problem.num_devices, replace(SLOW, shared=shared))
-            evaluate = Evaluator(replace(problem, cluster=cluster))
-            assert 0 < evaluate(draft, 0.0).seconds <= evaluate(draft).seconds * (1 + 1e-12), (seed, str(draft))
 
 
 @pytest.mark.parametrize("first", ["1f1b", "gpipe"])

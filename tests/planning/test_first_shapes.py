@@ -7,7 +7,6 @@ from itertools import islice
 
 from lightning_gpp.cluster import Cluster, Device, Link
 from lightning_gpp.planning import Evaluator, Problem, Request
-from lightning_gpp.planning.partitioners.auto.moves import waits_filled
 from lightning_gpp.planning.partitioners.auto.seeds import Cuts, seeds
 from lightning_gpp.planning.partitioners.auto.shape import Shape
 from lightning_gpp.planning.partitioners.auto.variants import variants
@@ -50,12 +49,6 @@ def test_the_first_ways_to_cut_are_as_fast_as_equal_pipelines() -> None:
     assert min(found.rank for found in first) <= min(found.rank for found in drawn)
 
 
-def test_every_equal_number_of_replicas_is_tried() -> None:
-    problem = problem_of(64, 256)
-    equal = [cuts for cuts in variants(problem, [list(range(problem.num_units))]) if cuts.equal]
-    assert {cuts.width for cuts in equal} == {4, 8, 16, 32, 64, 128, 256}
-
-
 def test_where_memory_is_scarce_stages_leave_time_for_what_they_recompute() -> None:
     """Stages ahead, with more micro-batches in flight, get fewer of 48 equal layers; others recompute all or none."""
     build = Builder()
@@ -88,15 +81,3 @@ def test_equal_stages_are_balanced_and_fill_all_devices() -> None:
     few = problem_of(9, 8)
     (lumpy,) = seeds(few, Cuts(order=range(few.num_units), size=1, equal=True), lambda seconds: True)
     assert len(lumpy.groups) == 8
-
-
-def test_forwards_fill_the_wait_for_the_first_gradient() -> None:
-    """In a chain of S equal stages whose backwards take twice as long as forwards, stage i waits for 3 (S - 1 - i)."""
-    problem = problem_of(8, 8)
-    shape = _equal(problem, 8, 1)
-    halves, _, full = waits_filled(problem, shape)
-    held = [1 + sum(1 + slack for slack in full[stage:-1]) for stage in range(8)]
-    assert held[-1] == 1
-    assert held[-2:-4:-1] == [4, 7]
-    assert full[:2] == (0, 0)  # all 16 micro-batches are in flight there anyway
-    assert sum(halves) < sum(full)

@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 
-from lightning_gpp.cluster import DEVICES, Cluster, Device, Link, Node
+from lightning_gpp.cluster import Cluster, Device, Link, Node
 from lightning_gpp.errors import PlanError
 from lightning_gpp.planning import Evaluator, Request, SearchControl, best_plan
 from lightning_gpp.planning.partitioners.auto.search import auto
-from lightning_gpp.planning.request import candidates
 from lightning_gpp.schedules import compile_program, verify
 from tests.planning import graphs
 from tests.planning.every_shape import best_of_all
@@ -39,25 +38,6 @@ def test_behind_slow_links_one_device_is_best() -> None:
     assert free.plan.notes["devices"].startswith("2 of 3 devices are idle: ")
 
 
-@pytest.mark.parametrize(("name", "used"), [("gpu", 1), (DEVICES["cpu"].name, 3)])
-def test_only_processes_on_a_cpu_get_stages_that_slow_them_down(name: str, used: int) -> None:
-    """Unless it is said."""
-    cluster = Cluster.uniform(replace(DEVICE, name=name), 3, SLOW)
-    assert best_plan("auto", graphs.chain(6), replace(request(SLOW), cluster=cluster)).used_devices == used
-
-
-@pytest.mark.parametrize("idle", [False, True])
-def test_behind_fast_links_all_devices_are_used(idle: bool) -> None:
-    prediction = best_plan("auto", graphs.chain(6), request(FAST, idle_devices=idle, max_replicas=1, num_pipelines=1))
-    assert prediction.used_devices == 3
-    assert "devices" not in prediction.plan.notes
-
-
-def test_data_parallelism_alone_is_said_to_be_best() -> None:
-    prediction = best_plan("auto", graphs.chain(6), request(FAST))
-    assert prediction.plan.notes["devices"].startswith("All devices share one stage: for this model data parallelism")
-
-
 @pytest.mark.parametrize("idle", [False, True])
 def test_more_devices_than_pieces(idle: bool) -> None:
     """Idle devices that are not allowed are better than no plan."""
@@ -79,26 +59,10 @@ def test_a_slow_device_in_the_middle_stays_idle() -> None:
     assert prediction.used_devices == 2
 
 
-def test_layouts_of_schedules_need_all_devices() -> None:
-    asked = request(SLOW, idle_devices=True, schedules=("1f1b", "interleaved"), stages_per_device=None)
-    allowed = {name: candidates(asked, name)[0].question().idle_devices for name in asked.schedules}
-    assert allowed == {"1f1b": True, "interleaved": False}
-    needed = {name: candidates(asked, name)[0].question().every_device for name in asked.schedules}
-    assert needed == {"1f1b": False, "interleaved": True}
-
-
 def test_a_layout_that_needs_all_devices_gets_no_plan_on_fewer() -> None:
     asked = request(FAST, 4, schedules=("interleaved",), num_pipelines=1)
     with pytest.raises(PlanError, match="With that many stages there is no plan"):
         best_plan("auto", graphs.chain(2), asked)
-
-
-@pytest.mark.parametrize("link", [FAST, Link(latency=1e-4, bytes_per_second=1e8), SLOW], ids=["fast", "middle", "slow"])
-def test_more_devices_are_never_slower(link: Link) -> None:
-    """By the programs."""
-    found = [best_plan("auto", graphs.feature_towers(2), request(link, n, idle_devices=True)) for n in (1, 2, 4, 8)]
-    seconds = [prediction.seconds for prediction in found]
-    assert seconds == sorted(seconds, reverse=True)
 
 
 def test_equals_the_best_of_all_plans() -> None:

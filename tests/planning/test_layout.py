@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lightning_gpp.cluster import Cluster, Device, Level, Link
+from lightning_gpp.cluster import Cluster, Device, Link
 from lightning_gpp.errors import ConfigError, PlanError
 from lightning_gpp.graph import Affine, OperatorGraph
 from lightning_gpp.plan import STEP, Plan
@@ -56,14 +56,6 @@ def test_branches_lie_side_by_side() -> None:
     assert at["stage1"] != at["stage3"]
 
 
-def test_a_stage_with_the_step_alone_is_not_in_the_line() -> None:
-    graph = graphs.chain(4)
-    names = blocks(graph)
-    plan = manual(graph, [{"modules": [name]} for name in names] + [{"modules": [STEP]}], batch_size=8)
-    spread = laid_out(plan, 2, "zigzag")
-    assert devices_of(spread) == [0, 1, 1, 0, 0]
-
-
 def test_fewer_stages_than_devices() -> None:
     with pytest.raises(ConfigError, match=r"2 stages cannot be laid out over 4 devices.*strategy.stages_per_device"):
         laid_out(with_head(chain((1, 1), 2)), 4, "looped")
@@ -100,30 +92,6 @@ def test_a_partitioner_cuts_for_so_many_stages_per_device(number: int) -> None:
     assert found.plan.stages[0].figures.forward_seconds.at(1) > 0
 
 
-def test_replicas_and_laid_out_stages_exclude_each_other() -> None:
-    with pytest.raises(ConfigError, match=r"every stage on one device.*strategy.max_replicas=4.*num_pipelines"):
-        best_plan("auto", graphs.chain(12), request(2, stages_per_device=2, max_replicas=4))
-
-
-def test_copies_of_a_laid_out_pipeline() -> None:
-    found = best_plan("auto", graphs.chain(4), request(8, stages_per_device=2, num_pipelines=None, seconds=2.0))
-    assert found.num_pipelines * found.plan.num_devices == 8
-    assert found.num_pipelines >= 4  # 4 blocks are 2 devices with 2 stages each, at most
-
-
-def test_one_search_serves_all_schedules() -> None:
-    names = ("1f1b", "gpipe")
-    found = [best_plan("auto", graphs.chain(8), request(4, schedules=(name,))) for name in names]
-    assert [entry.plan.schedule for entry in found] == list(names)
-    best = best_plan("auto", graphs.chain(8), request(4, schedules=names))
-    assert best.seconds <= min(entry.seconds for entry in found) * 1.05
-
-
-def test_a_schedule_without_a_plan_says_why() -> None:
-    with pytest.raises(PlanError, match=r"16 stages on each of 2 devices.*strategy.stages_per_device"):
-        best_plan("auto", graphs.chain(2), request(2, schedules=("1f1b",), stages_per_device=16))
-
-
 def test_figures_travel_with_the_plan() -> None:
     plan = chain((2, 2), 8)
     costs = StageCosts.uniform(plan, 3, 5, 2)
@@ -135,21 +103,6 @@ def test_figures_travel_with_the_plan() -> None:
     other = with_figures_of(known, replace(plan, batch_size=6))
     assert other.stages[1].figures == known.stages[1].figures
     assert other.memory_bytes == known.memory_bytes
-
-
-def test_repeated_devices() -> None:
-    link, cable = Link(latency=1), Link(latency=2)
-    cluster = Cluster(
-        name="two nodes",
-        devices=(SLOW,) * 4,
-        levels=(Level(link=link, groups=(0, 0, 1, 1)),),
-        links={(i, j): cable for i in (0, 1) for j in (2, 3)} | {(j, i): cable for i in (0, 1) for j in (2, 3)},
-    )
-    twice = cluster.repeated(2, memory_parts=2)
-    assert twice.num_devices == 8
-    assert twice.devices[5].memory_bytes == SLOW.memory_bytes / 2
-    assert twice.link(0, 5) == link
-    assert twice.link(0, 6) == cable
 
 
 def test_too_many_stages_per_device_say_how_many_there_would_be() -> None:

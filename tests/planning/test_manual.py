@@ -25,28 +25,6 @@ def test_short_form() -> None:
     assert {(edge.src, edge.dst) for edge in plan.edges} == {(-1, 0), (-1, 1), (0, 2), (1, 2)}
 
 
-def test_named_form_with_devices_replicas_and_sizes() -> None:
-    placement = {
-        "vision": {"modules": ["image_tower"], "devices": [1, 2], "micro_batch_size": 8},
-        "rest": {"modules": ["text_tower", "head"], "devices": [0]},
-    }
-    plan = manual(graphs.two_towers(), placement, batch_size=32, micro_batch_size=4, schedule="gpipe", model="m")
-    assert stages_of(plan) == [
-        ("vision", ("image_tower",), (1, 2), 8),
-        ("rest", ("text_tower", "head", "@step"), (0,), 4),
-    ]
-    assert (plan.schedule, plan.model) == ("gpipe", "m")
-
-
-def test_stages_have_numbers_of_processes() -> None:
-    stages = [
-        {"modules": ["image_tower", "text_tower"], "devices": [1], "tensor_parallel_size": 4},
-        {"modules": ["head"], "devices": [0]},
-    ]
-    assert manual(graphs.two_towers(), stages, batch_size=32).members == (1, 4)
-    assert manual(graphs.two_towers(), stages, batch_size=32, tensor_parallel_size=2).members == (2, 4)
-
-
 def test_list_forms_in_any_order() -> None:
     stages = [{"modules": ["head", "@step"]}, {"name": "text", "modules": "text_tower"}, {"modules": ["image_tower"]}]
     plan = manual(graphs.two_towers(), stages, batch_size=32)
@@ -60,11 +38,6 @@ def test_submodules_may_be_taken_out_of_a_module() -> None:
     plan = manual(graphs.chain(4), [{"modules": ["blocks"]}, {"modules": ["blocks.3"]}], batch_size=8)
     assert plan.stages[1].modules == ("blocks.3", "@step")
     assert plan.stages[0].figures.num_parameters == 3 * plan.stages[1].figures.num_parameters
-
-
-def test_several_stages_may_share_a_device() -> None:
-    placement = [{"modules": [module], "devices": [index % 2]} for index, module in enumerate(TOWERS)]
-    assert manual(graphs.two_towers(), placement, batch_size=8).num_devices == 2
 
 
 def test_parameters_of_a_divided_module_itself_need_no_stage() -> None:
@@ -115,21 +88,11 @@ def test_cyclic_stages_are_named() -> None:
         manual(graphs.chain(4), placement, batch_size=8)
 
 
-def test_the_step_before_other_stages_is_a_cycle() -> None:
-    with pytest.raises(PlanError, match="The stages form a cycle"):
-        manual(graphs.chain(2), [{"modules": ["blocks.0", "@step"]}, {"modules": ["blocks.1"]}], batch_size=8)
-
-
 @pytest.mark.parametrize("num_devices", [2, 4])
 def test_devices_that_do_not_suffice(num_devices: int) -> None:
     message = rf"needs 3 devices, the job has {num_devices} \(trainer.devices.*Set trainer.devices"
     with pytest.raises(PlanError, match=message):
         manual(graphs.two_towers(), TOWERS, batch_size=32, num_devices=num_devices)
-
-
-def test_more_micro_batches_than_samples() -> None:
-    with pytest.raises(ConfigError, match=r"More micro-batches than samples: strategy.num_micro_batches=8.* 4 samples"):
-        manual(graphs.two_towers(), TOWERS, batch_size=4, num_micro_batches=8)
 
 
 def test_pipelines() -> None:

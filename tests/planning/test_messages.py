@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from lightning_gpp.cluster import Cluster, Link
-from lightning_gpp.planning.partitioners.auto.messages import furthest, message_seconds
+from lightning_gpp.planning.partitioners.auto.order_costs import furthest, message_seconds
 from tests.planning.problems import DEVICE, random_problem
 
 

@@ -1,8 +1,6 @@
 import pytest
 
-from lightning_gpp.planning.assignment.modules import around, module_tree, stage_names
-from lightning_gpp.wording import some
-from tests.planning import graphs
+from lightning_gpp.planning.assignment.modules import around, stage_names
 
 
 @pytest.mark.parametrize(
@@ -40,28 +38,5 @@ def test_stage_names(modules: list[list[str]], names: list[str]) -> None:
     assert stage_names(modules) == names
 
 
-def test_names_are_unique() -> None:
-    modules = [["a", "b", "c"], ["a", "d", "c"], ["a", "e", "c"]]
-    assert stage_names(modules) == ["a..c/1", "a..c/2", "a..c/3"]
-
-
-def test_tree() -> None:
-    tree = module_tree(graphs.two_towers(num_blocks=1))
-    assert [node.path for node in tree.walk()][:5] == [
-        "",
-        "image_tower",
-        "image_tower.blocks",
-        "image_tower.blocks.0",
-        "image_tower.blocks.0.attn",
-    ]
-    assert tree.has_state
-    assert "@step" not in {node.path for node in tree.walk()}
-
-
 def test_around() -> None:
     assert around(["a.b.c", "d"]) == {"", "a", "a.b"}
-
-
-def test_some() -> None:
-    assert some(["a", "b"]) == "a, b"
-    assert some(list("abcdefghij")) == "a, b, c, d, e, f, g, h and 2 more"

@@ -5,19 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 from random import Random
 
-import networkx as nx
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_gpp.graph import Affine
-from lightning_gpp.planning import Evaluator, Problem, Request
+from lightning_gpp.planning import Evaluator, Problem
 from lightning_gpp.planning.partitioners.auto.coarse import coarse
 from lightning_gpp.planning.partitioners.auto.moves import moves
-from lightning_gpp.planning.partitioners.auto.seeds import Cuts, orders, replica_counts, seeds
+from lightning_gpp.planning.partitioners.auto.seeds import Cuts, orders, seeds
 from lightning_gpp.planning.partitioners.auto.shape import Shape
-from tests.planning import graphs
 from tests.planning.problems import random_problem
 
 problems = st.builds(random_problem, st.integers(0, 10_000), st.integers(2, 14), st.integers(2, 6))
@@ -94,17 +91,6 @@ def test_moves_release_and_take_devices() -> None:
     assert kept == {2, 3, 4}
 
 
-@settings(max_examples=30, deadline=None)
-@given(problem=problems, seed=st.integers(0, 10_000), most=st.integers(1, 3))
-def test_moves_respect_the_limit_on_replicas(problem: Problem, seed: int, most: int) -> None:
-    random = Random(seed)
-    limited = _with(problem, max_replicas=most)
-    shape = _random_shape(limited, random)
-    if max(shape.replicas) <= most:
-        for other in moves(limited, shape, [random.random() for _ in shape.groups]):
-            assert max(other.replicas) <= most
-
-
 @settings(max_examples=40, deadline=None)
 @given(problem=problems)
 def test_orders_are_topological(problem: Problem) -> None:
@@ -130,75 +116,6 @@ def test_seeds_are_whole_and_do_not_wait_in_a_circle(problem: Problem, width: in
             numbers.append(len(shape.groups))
         assert len(numbers) == len(set(numbers))
         assert numbers or apart
-
-
-def test_seeds_end_where_their_slowest_stage_is_not_worth_it() -> None:
-    problem = random_problem(2, num_units=12, num_devices=6)
-    cuts = Cuts(order=list(range(12)), size=problem.sizes[-1])
-    limits: list[float] = []
-
-    def worth(seconds: float) -> bool:
-        limits.append(seconds)
-        return len(limits) < 3
-
-    few, all_of_them = list(seeds(problem, cuts, worth)), list(seeds(problem, cuts, lambda seconds: True))
-    assert limits == sorted(limits)
-    assert len(limits) == 3
-    assert few == all_of_them[: len(few)]
-    assert len(few) < len(all_of_them)
-
-
-def test_numbers_of_replicas() -> None:
-    assert replica_counts(1, 4) == [1]
-    assert replica_counts(8, 8) == [1, 2, 3, 4, 6, 7, 8]
-    assert replica_counts(20, 32) == [1, 2, 3, 4, 6, 8, 12, 16, 19, 20]
-    assert replica_counts(20, 45) == [1, 2, 3, 4, 6, 8, 12, 15, 16, 19, 20]  # 15 get three of 45 samples each
-
-
-@settings(max_examples=60, deadline=None)
-@given(problem=problems, num_pieces=st.integers(1, 8))
-def test_pieces_are_the_same_problem_with_fewer_units(problem: Problem, num_pieces: int) -> None:
-    found = coarse(problem, num_pieces)
-    pieces = found.problem
-    assert sorted(unit for group in found.members for unit in group) == list(range(problem.num_units))
-    assert all(found.members)
-    assert problem.num_units - 1 in found.members[-1]
-    assert nx.is_directed_acyclic_graph(pieces.order)
-    assert all(a < b for a, b in pieces.order.edges)
-    for group in found.members:
-        assert nx.is_weakly_connected(problem.order.subgraph(group))
-    for size in problem.sizes:
-        fine, large = problem.seconds(size), pieces.seconds(size)
-        for column in ("forward", "input_gradient", "weight_gradient"):
-            expected = [getattr(fine, column)[list(group)].sum() for group in found.members]
-            assert getattr(large, column) == pytest.approx(expected)
-        assert pieces.saved_bytes(size).sum() == pytest.approx(problem.saved_bytes(size).sum())
-    assert pieces.parameter_bytes.sum() == problem.parameter_bytes.sum()
-    assert sum((unit.saved_bytes for unit in pieces.units.units), Affine()).per_sample == pytest.approx(
-        sum(unit.saved_bytes.per_sample for unit in problem.units.units)
-    )
-
-
-@settings(max_examples=40, deadline=None)
-@given(problem=problems, num_pieces=st.integers(1, 8))
-def test_pieces_exchange_what_their_units_do(problem: Problem, num_pieces: int) -> None:
-    found = coarse(problem, num_pieces)
-    piece = {unit: index for index, group in enumerate(found.members) for unit in group}
-    crossing = [value for value in problem.units.values if any(piece[unit] != piece[value.src] for unit in value.dsts)]
-    assert len(found.problem.units.values) == len(crossing)
-    for value, joined in zip(crossing, found.problem.units.values, strict=True):
-        assert (joined.src, joined.bytes, joined.sliceable) == (piece[value.src], value.bytes, value.sliceable)
-        assert set(joined.dsts) == {piece[unit] for unit in value.dsts} - {piece[value.src]}
-
-
-@pytest.mark.parametrize("num_pieces", [2, 4, 7])
-def test_pieces_read_the_data_of_their_units(num_pieces: int) -> None:
-    problem = Request(cluster=random_problem(0).cluster, batch_size=8).problem(graphs.two_towers(4))
-    found = coarse(problem, num_pieces)
-    readers = [{found.members[piece] for piece in value.dsts} for value in found.problem.units.data]
-    for value, pieces in zip(problem.units.data, readers, strict=True):
-        assert pieces == {group for group in found.members if not set(group).isdisjoint(value.dsts)}
-    assert [value.bytes for value in found.problem.units.data] == [value.bytes for value in problem.units.data]
 
 
 @settings(max_examples=40, deadline=None)

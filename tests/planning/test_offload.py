@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from random import Random
 
@@ -77,28 +76,6 @@ def test_the_faster_measure(link: float, changes: dict[str, object], expected: t
     assert measures(problem_of(tight(), link, **changes)) == expected
 
 
-def test_nothing_without_need() -> None:
-    assert measures(problem_of(1e12, 1e9)) == (False, False)
-
-
-def test_where_the_times_cross() -> None:
-    """The stage offloads exactly if the copies that computing does not hide take less than its recomputation."""
-    memory = tight()
-    again = problem_of(memory, 0)
-    draft = equal_stages(again)
-    fitted = Evaluator(again).fitted(draft)
-    index = next(index for index, stage in enumerate(fitted.stages) if stage.recompute)
-    plain, repeated = (Evaluator(again).figures(stages[index]) for stages in (draft.stages, fitted.stages))
-    extra = repeated.again + repeated.backward - plain.backward
-    for link in (2e4, 5e4, 1e5, 2e5, 5e5, 1e6):
-        problem = problem_of(memory, link)
-        moved = Evaluator(problem).figures(replace(draft.stages[index], offload=True))
-        copied = moved.offloaded_bytes / link
-        late = max(0.0, copied - plain.forward) + max(0.0, copied - plain.backward)
-        assert moved.again == pytest.approx(late)
-        assert Evaluator(problem).fitted(draft).stages[index].offload == (late < extra)
-
-
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 @pytest.mark.parametrize("link", [1e5, 3e5, 1e9])
 def test_the_program_needs_what_the_estimate_says(link: float, schedule: str) -> None:
@@ -121,16 +98,3 @@ def test_a_search_offloads_only_with_a_fast_link() -> None:
     assert slow.fits
     assert not any(stage.offload for stage in slow.plan.stages)
     assert fast.seconds <= slow.seconds
-
-
-def test_a_search_with_no_other_measure() -> None:
-    """All forwards first, without recomputation: the search's stages fit only because some of them offload."""
-    request = request_of(5e6, 1e9, recompute=False, schedules=("gpipe",), num_pipelines=1, batch_size=4096)
-    prediction = best_plan("auto", graph_of(), request)
-    assert prediction.fits
-    assert any(stage.offload for stage in prediction.plan.stages)
-    assert prediction.search is not None
-    draft = prediction.search.draft
-    assert re.search(r"\d+u x1o", str(draft))
-    kept = replace(draft, stages=tuple(replace(stage, offload=False, recompute=False) for stage in draft.stages))
-    assert not simulated(request.problem(graph_of()), kept).fits

@@ -11,32 +11,15 @@ import pytest
 from lightning_gpp.cluster import Cluster, Link
 from lightning_gpp.errors import ScheduleError
 from lightning_gpp.planning import Request, best_plan, estimate, manual
-from lightning_gpp.planning.problem.draft import Draft, DraftStage
 from lightning_gpp.planning.problem.evaluate import Evaluator
 from lightning_gpp.planning.problem.prediction import simulated
-from lightning_gpp.reports import comparison_table, period_text, prediction_text
-from lightning_gpp.reports.units import duration
+from lightning_gpp.reports import period_text
 from lightning_gpp.runtime.weights import copies_of
-from lightning_gpp.simulation import StageCosts, no_copies, simulate_period
+from lightning_gpp.simulation import StageCosts, simulate_period
 from tests.planning import graphs
 from tests.planning.drafts import random_case
-from tests.planning.problems import DEVICE, random_problem
+from tests.planning.problems import DEVICE
 from tests.strategies import plan_of
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_a_period_is_the_time_of_the_busiest_stage(seed: int) -> None:
-    problem = replace(random_problem(seed, num_units=4, num_devices=2), sizes=(1,), recompute=False)
-    problem = replace(problem, cluster=Cluster.uniform(DEVICE, 2, Link()), weight_copies=no_copies)
-    draft = Draft(
-        stages=tuple(
-            DraftStage(units=units, devices=(d,), micro_batch_size=1) for units, d in (((0, 1), 1), ((2, 3), 0))
-        )
-    )
-    total = problem.seconds(1).total
-    busiest = problem.batch_size * max(total[[0, 1]].sum(), total[[2, 3]].sum())
-    assert Evaluator(problem)(draft).seconds == pytest.approx(busiest)
-    assert Evaluator(replace(problem, weight_copies=None))(draft).seconds > busiest
 
 
 @pytest.mark.parametrize("policy", ["stash", "double_buffer", "latest", "corrected"])
@@ -55,21 +38,6 @@ def test_drafts_take_the_memory_of_their_program(policy: str, number: int) -> No
         program = simulated(problem, draft).peak_bytes
         expected = [program[stage.devices[0]] for stage in draft.stages]
         assert Evaluator(problem)(draft).peak_bytes == pytest.approx(expected, rel=1e-6), (seed, str(draft))
-
-
-def test_tables_call_it_a_period() -> None:
-    problem, draft = random_case(graphs.two_towers(), 1, replicated=False, data=True)
-    draft = replace(draft, stages=tuple(replace(stage, slack=0) for stage in draft.stages))
-    draft = replace(draft, schedule="1f1b")
-    flushed, steady = (simulated(replace(problem, weight_copies=copies), draft) for copies in (None, no_copies))
-    for outcome, name, other in ((flushed, " step ", " period "), (steady, " period ", " step ")):
-        table = comparison_table("schedule", [("x", outcome)])
-        assert name in table
-        assert other not in table
-    assert "Without a flush" not in prediction_text(flushed)
-    assert f"Without a flush: {duration(steady.seconds)} per mini-batch" in prediction_text(steady)
-    assert steady.seconds < flushed.seconds
-    assert steady.idle < flushed.idle == pytest.approx(flushed.timeline.bubble_fraction)
 
 
 @pytest.mark.parametrize("num_devices", [3, 4])

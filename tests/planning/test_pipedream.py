@@ -9,8 +9,7 @@ from lightning_gpp.cluster import Cluster, Link, Node
 from lightning_gpp.costs.model import Footprint
 from lightning_gpp.graph import Affine, Operator, OperatorGraph
 from lightning_gpp.planning import Draft, DraftStage, Evaluator, Problem, Request, SearchControl, best_plan
-from lightning_gpp.planning.partitioners.chains import levels_of
-from lightning_gpp.planning.partitioners.pipedream import pipedream, place, solve
+from lightning_gpp.planning.partitioners.pipedream import levels_of, pipedream, place, solve
 from lightning_gpp.planning.problem.units import Unit, UnitGraph, Value
 from tests.planning import graphs
 from tests.planning.problems import DEVICE, Given, random_problem
@@ -90,7 +89,7 @@ def slowest(problem: Problem, size: int, cuts: tuple[int, ...], replicas: tuple[
     return worst
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(20))
 def test_no_chain_has_a_faster_bottleneck(seed: int) -> None:
     problem = random_problem(seed, num_devices=3 if seed % 2 else None)
     if len(levels_of(problem)) > 1:
@@ -103,7 +102,7 @@ def test_no_chain_has_a_faster_bottleneck(seed: int) -> None:
             for cuts in compositions(count, stages)
             for replicas in compositions(devices, stages)
         }
-        tables = solve(problem, size)
+        tables = solve(problem, size, levels_of(problem))
         best = tables[-1].best[-1, 0, count]
         assert best == pytest.approx(min(options.values()))
         if best < inf:
@@ -112,7 +111,7 @@ def test_no_chain_has_a_faster_bottleneck(seed: int) -> None:
             assert options[found] == pytest.approx(best)
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(5))
 def test_levels_nest(seed: int) -> None:
     """On 2 nodes of 2 devices: a node's best solution for each span is a stage of the level above."""
     random = Random(seed)
@@ -129,7 +128,7 @@ def test_levels_nest(seed: int) -> None:
 
     whole = within(0, 5) / 2 + 5 * 300 / 50 * 4 / 16
     split = [max(within(0, c), 20 * 4 * 2 / 50, within(c, 5)) for c in range(1, 5)]
-    assert solve(problem, 4)[-1].best[-1, 0, 5] == pytest.approx(min([whole, *split]))
+    assert solve(problem, 4, levels_of(problem))[-1].best[-1, 0, 5] == pytest.approx(min([whole, *split]))
 
 
 def test_a_unit_that_dominates_is_replicated() -> None:
@@ -141,24 +140,10 @@ def test_a_unit_that_dominates_is_replicated() -> None:
     assert answer.objective == pytest.approx(1.0)
 
 
-def test_equal_units_are_a_straight_pipeline_where_gradients_are_dear() -> None:
-    problem = chain_problem([1, 1, 1, 1], Cluster.uniform(DEVICE, 4, Link(bytes_per_second=100)), weights=10_000)
-    answer = pipedream(problem, SearchControl())
-    assert answer.draft is not None
-    assert [stage.units for stage in answer.draft.stages] == [(0,), (1,), (2,), (3,)]
-    assert answer.draft.chained
-
-
 def test_gradients_are_paid_once_per_mini_batch() -> None:
     """2(m - 1)/m of 1000 bytes at 100 bytes/s are 10 s on 2 devices, for 16 samples; computing takes 1/2 s for each."""
     problem = chain_problem([1], Cluster.uniform(DEVICE, 2, Link(bytes_per_second=100)), weights=1000)
     assert pipedream(problem, SearchControl()).objective == pytest.approx(0.5 + 10 / 16)
-
-
-def test_states_are_cells_and_what_they_are_compared_to() -> None:
-    """3 units on 2 devices: 3 spans from the start, each on 1 and on 2 devices; 0 + 1 + 2 cuts of those on 2."""
-    problem = chain_problem([1, 1, 1], Cluster.uniform(DEVICE, 2, FAST), sizes=(1, 2))
-    assert pipedream(problem, SearchControl()).states == 2 * (6 + 3)
 
 
 def test_the_plan_fits_memory() -> None:
@@ -174,14 +159,7 @@ def test_the_plan_fits_memory() -> None:
     assert not Evaluator(tight)(free).fits
 
 
-def test_without_memory_there_is_no_plan() -> None:
-    problem = with_memory(chain_problem([1, 1], Cluster.uniform(DEVICE, 2, FAST), weights=100), 150)
-    answer = pipedream(problem, SearchControl())
-    assert answer.draft is None
-    assert "No chain of stages uses all devices" in answer.notes[0]
-
-
-def test_inner_levels_leave_room_for_what_follows_their_group() -> None:
+def test_plans_of_several_levels_fit() -> None:
     """Whatever it chooses on 2 x 2 devices, the simulation of the chain agrees that it fits."""
     problem = chain_problem([1, 2, 1, 2, 1, 1], TWO_BY_TWO, weights=50, saved=20, crossing=2, sizes=(1, 2, 4))
     for memory in (300, 400, 600, 900):
@@ -189,45 +167,6 @@ def test_inner_levels_leave_room_for_what_follows_their_group() -> None:
         if answer.draft is not None:
             assert Evaluator(with_memory(problem, memory))(answer.draft).fits
     assert answer.draft is not None
-
-
-def test_max_replicas() -> None:
-    problem = chain_problem([1, 4, 1, 1], Cluster.uniform(DEVICE, 4, FAST), max_replicas=1)
-    answer = pipedream(problem, SearchControl())
-    assert answer.draft is not None
-    assert [len(stage.devices) for stage in answer.draft.stages] == [1, 1, 1, 1]
-
-
-def test_copies_of_the_whole_are_made_only_where_allowed() -> None:
-    problem = chain_problem([1, 1], Cluster.uniform(DEVICE, 2, Link(latency=1, bytes_per_second=1e9)), crossing=1e9)
-    allowed, forbidden = (
-        pipedream(problem, SearchControl()),
-        pipedream(replace(problem, replicable=False), SearchControl()),
-    )
-    assert allowed.draft is not None
-    assert forbidden.draft is not None
-    assert [len(stage.devices) for stage in allowed.draft.stages] == [2]
-    assert [len(stage.devices) for stage in forbidden.draft.stages] == [1, 1]
-
-
-def test_units_that_cannot_be_divided_are_not_replicated() -> None:
-    problem = chain_problem([1, 9], Cluster.uniform(DEVICE, 3, FAST))
-    first, second = problem.units.units
-    rigid = problem.on(UnitGraph(units=(first, replace(second, divisible=False)), values=problem.units.values))
-    for asked, replicas in ((problem, [1, 2]), (rigid, [2, 1])):
-        answer = pipedream(asked, SearchControl())
-        assert answer.draft is not None
-        assert [len(stage.devices) for stage in answer.draft.stages] == replicas
-
-
-def test_recomputation_where_it_is_demanded() -> None:
-    """A third more for the first stage; the last one runs the user's step, which is never run twice."""
-    cluster = Cluster.uniform(DEVICE, 2, Link(bytes_per_second=100))
-    problem = chain_problem([1, 1], cluster, weights=10_000, recompute=True)
-    answer = pipedream(problem, SearchControl())
-    assert answer.draft is not None
-    assert [stage.recompute for stage in answer.draft.stages] == [True, False]
-    assert answer.objective == pytest.approx(4 / 3)
 
 
 def test_levels_of_clusters() -> None:
@@ -255,8 +194,8 @@ def towers(num_towers: int, num_layers: int) -> OperatorGraph:
     return build.step(build.linear("head", build.call("", *outputs, width=64 * num_towers)))
 
 
-@pytest.mark.parametrize("num_towers", [1, 2, 3, 4])
-@pytest.mark.parametrize("size", [1, 4])
+@pytest.mark.parametrize("num_towers", [1, 3])
+@pytest.mark.parametrize("size", [4])
 def test_chained_drafts_are_simulated_as_they_run(num_towers: int, size: int) -> None:
     graph = towers(num_towers, 3)
     cluster = Cluster.uniform(DEVICE, 4, Link(latency=1e-3, bytes_per_second=1e7))

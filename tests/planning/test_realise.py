@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 
 from lightning_gpp.cluster import Cluster, Link
-from lightning_gpp.errors import PlanError
 from lightning_gpp.graph import OperatorGraph
 from lightning_gpp.plan import SOURCE, STEP
 from lightning_gpp.planning import Draft, DraftStage, Problem, Request
@@ -90,12 +89,6 @@ def test_parallel_stages_in_other_orders() -> None:
     assert not list(other_orders(_problem(graphs.chain(8), 2), _draft(HALVES, [(1,), (0,)])))
 
 
-def test_stages_that_wait_for_each_other_are_refused() -> None:
-    problem = _problem(graphs.chain(4), 2)
-    with pytest.raises(PlanError, match=r"The stages 0 -> 1 of the draft form a cycle: each needs"):
-        realise(problem, _draft([(0, 2), (1, 3)], [(1,), (0,)]))
-
-
 def test_equal_replicas_one_pipeline_apart_are_copies() -> None:
     problem = _problem(graphs.chain(8), 4)
     plan, num_pipelines = realise(problem, _draft(HALVES, copies((1, 1), 2)))
@@ -104,19 +97,6 @@ def test_equal_replicas_one_pipeline_apart_are_copies() -> None:
     assert [stage.micro_batch_size for stage in plan.stages] == [2, 2]
     assert plan.batch_size == 12
     assert [STEP in stage.modules for stage in plan.stages] == [False, True]
-
-
-def test_one_stage_on_all_devices_is_copies_of_it() -> None:
-    problem = _problem(graphs.chain(8), 4)
-    plan, num_pipelines = realise(problem, _draft([tuple(range(8))], [(0, 1, 2, 3)]))
-    assert (num_pipelines, len(plan.stages), plan.num_devices, plan.batch_size) == (4, 1, 1, 6)
-
-
-def test_equal_replicas_side_by_side_are_not_copies() -> None:
-    problem = _problem(graphs.chain(8), 4)
-    plan, num_pipelines = realise(problem, _draft(HALVES, [(2, 3), (0, 1)]))
-    assert num_pipelines == 1
-    assert [stage.devices for stage in plan.stages] == [(2, 3), (0, 1), (0,)]
 
 
 @pytest.mark.parametrize(
@@ -157,18 +137,6 @@ def test_chained_drafts_become_chains() -> None:
     assert (free.depth, chain.depth) == (2, 3)
     assert [(edge.src, edge.dst) for edge in chain.edges if edge.artificial] == [(0, 1)]
     assert not any(edge.artificial for edge in free.edges)
-
-
-def test_chained_copies() -> None:
-    problem = _problem(graphs.two_towers(2), 6)
-    draft = _draft([(0, 1, 2, 3), (4, 5, 6, 7), (8,)], copies((1, 1, 1), 2), chained=True)
-    plan, num_pipelines = realise(problem, draft)
-    assert (num_pipelines, plan.num_devices, plan.depth) == (2, 3, 3)
-
-
-def test_the_schedule_is_kept() -> None:
-    problem = _problem(graphs.chain(8), 2)
-    assert realise(problem, _draft(HALVES, [(1,), (0,)], schedule="gpipe"))[0].schedule == "gpipe"
 
 
 def test_modules_instead_of_all_their_parts() -> None:

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 from itertools import combinations
 from random import Random
 
 import pytest
 
-from lightning_gpp.cluster import Cluster, Device, Link
-from lightning_gpp.costs.model import Roofline
-from lightning_gpp.graph import Operator, OperatorGraph
-from lightning_gpp.planning import Draft, DraftStage, Problem, Request, best_plan, estimate
-from lightning_gpp.planning.assignment.rerun_blocks import blocks_of
-from lightning_gpp.planning.problem.draft import realise
+from lightning_gpp.cluster import Cluster, Link
+from lightning_gpp.graph import OperatorGraph
+from lightning_gpp.planning import Draft, DraftStage, Problem, Request, best_plan
 from lightning_gpp.planning.problem.evaluate import Evaluator
 from lightning_gpp.planning.problem.prediction import simulated
-from lightning_gpp.planning.problem.stage_figures import stage_figures
 from tests.planning.graphs import Builder
 from tests.planning.problems import DEVICE
 
@@ -48,36 +43,6 @@ def two_stages(problem: Problem, last: int, **changes: object) -> Draft:
         DraftStage(units=group, devices=(1 - index,), micro_batch_size=size) for index, group in enumerate(groups)
     ]
     return Draft(stages=tuple(stages), **changes)  # type: ignore[arg-type]
-
-
-def test_blocks_are_the_layers() -> None:
-    """An operator alone saves what it would have to keep, and lists of layers are not called."""
-    graph = replace(layered(Random(0), 3), uncalled=frozenset({"layers"}))
-    assert [block.path for block in blocks_of(graph)] == ["layers.0", "layers.1", "layers.2"]
-
-
-class Dear(Roofline):
-    """A module that runs again takes a second more than its forward."""
-
-    def rerun_seconds(self, operators: Iterable[Operator], num_samples: int, device: Device) -> float:
-        return 1.0 + sum(self.seconds(operator, num_samples, device).forward for operator in operators)
-
-
-def test_searches_and_programs_count_what_running_a_module_again_takes_besides_its_forward() -> None:
-    graph = layered(Random(0), 3)
-    problems = [problem_of(graph, 2, 1e9, costs=costs(graph)) for costs in (Roofline, Dear)]
-    steps = []
-    for problem in problems:
-        draft = two_stages(problem, 1)
-        paths = tuple(block.path for block in problem.blocks[:2])
-        first = replace(draft.stages[0], recompute=paths)
-        draft = replace(draft, stages=(first, draft.stages[1]))
-        figures = [stage_figures(problem, stage) for stage in (draft.stages[0], replace(first, recompute=False))]
-        plan, number = realise(problem, draft)
-        cost = estimate(problem.graph, plan, problem.cluster, problem.costs, num_pipelines=number).stages[0]
-        assert cost.backward.at(first.share) == pytest.approx(figures[0].backward)
-        steps.append(figures[0].backward - figures[1].backward)
-    assert steps[1] == pytest.approx(steps[0] + 2)  # two modules
 
 
 def least_by_trying(problem: Problem, draft: Draft) -> float:
@@ -111,16 +76,6 @@ def test_no_other_set_of_blocks_takes_less_time(seed: int) -> None:
         assert Evaluator(problem).figures(fitted).backward == pytest.approx(best)
 
 
-def test_nothing_is_recomputed_without_need_nor_against_the_setting() -> None:
-    graph = replace(layered(Random(1), 6), uncalled=frozenset({"layers"}))
-    ample, tight = problem_of(graph, 2, 1e12), problem_of(graph, 2, 1.0)
-    forbidden = problem_of(graph, 2, 1.0, recompute=False)
-    flags = [
-        Evaluator(problem).fitted(two_stages(problem, 3)).stages[0].recompute for problem in (ample, tight, forbidden)
-    ]
-    assert flags == [False, tuple(f"layers.{index}" for index in range(5)), False]
-
-
 def test_the_program_needs_what_the_estimate_says() -> None:
     graph = replace(layered(Random(2), 8), uncalled=frozenset({"layers"}))
     free = problem_of(graph, 2, 1e12)
@@ -151,9 +106,3 @@ def test_what_replicas_split_counts_in_the_search(sharding: str, expected: str) 
     assert prediction.fits
     assert prediction.plan.sharding == expected
     assert (prediction.num_pipelines == 2) == (expected == "zero1")
-
-
-def test_nothing_is_split_without_need() -> None:
-    cluster = Cluster.uniform(replace(DEVICE, memory_bytes=1e12), 2, LINK)
-    request = Request(cluster=cluster, batch_size=16, sharding="auto")
-    assert best_plan("auto", layered(Random(3), 6), request).plan.sharding == "none"

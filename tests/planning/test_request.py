@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from math import inf
-
 import pytest
 
 from lightning_gpp.cluster import Cluster, Link
@@ -51,27 +49,6 @@ def test_sizes_that_all_devices_share_equally() -> None:
     cluster = Cluster.uniform(DEVICE, 32, Link(bytes_per_second=1e9))
     sizes = Request(cluster=cluster, batch_size=480).problem(graphs.chain()).sizes
     assert {32, 96, 160, 480} == {size for size in sizes if size % 32 == 0}
-
-
-def test_sizes_that_most_devices_share_equally() -> None:
-    """48 of 480 samples: 64 does not divide these, 48 and 16 replicas do."""
-    cluster = Cluster.uniform(DEVICE, 64, Link(bytes_per_second=1e9))
-    assert 48 in Request(cluster=cluster, batch_size=480).problem(graphs.chain()).sizes
-
-
-@pytest.mark.parametrize(("num_devices", "smallest"), [(2, 16), (16, 4), (32, 4), (64, 8), (1024, 16)])
-def test_more_micro_batches_where_few_devices_would_have_a_sample(num_devices: int, smallest: int) -> None:
-    """4,096 samples: 256 micro-batches have 16 each, too many for 32 devices that hold one each in 8 stages."""
-    cluster = Cluster.uniform(DEVICE, num_devices, Link(bytes_per_second=1e9))
-    assert Request(cluster=cluster, batch_size=4096).problem(graphs.chain()).sizes[0] == smallest
-
-
-def test_what_is_asked_for_reaches_the_problem() -> None:
-    request = Request(cluster=CLUSTER, batch_size=8, max_replicas=2, recompute=True, num_pipelines=1, num_pieces=2)
-    problem = request.problem(graphs.two_towers())
-    assert (problem.max_replicas, problem.recompute, problem.replicable) == (2, True, False)
-    assert [unit.modules for unit in problem.units.units] == [("image_tower",), ("text_tower",), ("head", "@step")]
-    assert Request(cluster=CLUSTER, batch_size=8).problem(graphs.chain()).max_replicas == inf
 
 
 def test_partitioners_by_name() -> None:

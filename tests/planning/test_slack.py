@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from lightning_gpp.cluster import Cluster, Device, Link
-from lightning_gpp.errors import ConfigError, PlanError
+from lightning_gpp.errors import ConfigError
 from lightning_gpp.planning import Draft, Evaluator, Problem, Request, SearchControl
 from lightning_gpp.planning.partitioners.auto.moves import moves, slack_of_chain
 from lightning_gpp.planning.partitioners.auto.search import auto
@@ -50,20 +50,6 @@ def test_late_messages_get_slack_and_the_program_gains_as_much() -> None:
     assert programs == pytest.approx(gain, rel=0.02)
 
 
-def test_quick_messages_get_none() -> None:
-    problem = problem_of()
-    quick = replace(problem, cluster=Cluster.uniform(DEVICE, 4, Link(latency=1e-9, bytes_per_second=1e12)))
-    assert not any(stage.slack for stage in found(quick).stages)
-
-
-def test_slack_stays_within_the_memory() -> None:
-    problem = problem_of()
-    most = max(Evaluator(problem)(without(found(problem))).peak_bytes)
-    small = Cluster.uniform(replace(DEVICE, memory_bytes=most * 1.001), 4, problem.cluster.levels[0].link)
-    tight = replace(problem, cluster=small, recompute=False)
-    assert Evaluator(tight)(found(tight)).fits
-
-
 def test_a_graph_with_slack_is_never_slower_than_the_chain_of_the_same_stages() -> None:
     """With the warm-up of the chain, all orders are those of the chain, and fewer stages wait for each other."""
     slower = 0
@@ -97,9 +83,3 @@ def test_slack_by_hand_is_checked(slack: object, allowed: str) -> None:
 
     with pytest.raises(ConfigError, match=rf"strategy.stages\[0\].slack is {slack!r}; it must be {allowed}"):
         read([{"modules": ["a"], "slack": slack}])
-
-
-def test_slack_of_a_plan_is_checked() -> None:
-    plan = simulated(problem_of(), found(problem_of())).plan
-    with pytest.raises(PlanError, match="slack is -1; it must be a whole number, 0 or more"):
-        replace(plan, stages=(replace(plan.stages[0], slack=-1), *plan.stages[1:]))

@@ -14,9 +14,8 @@ import pytest
 from lightning_gpp.cluster import Cluster, Device, Link, Node
 from lightning_gpp.errors import GPPError, PlanError
 from lightning_gpp.graph import OperatorGraph
-from lightning_gpp.planning import Draft, DraftStage, Evaluator, Problem, Request, estimate
-from lightning_gpp.planning.partitioners.auto.shape import Shape
-from lightning_gpp.planning.problem.draft import aligned, realise
+from lightning_gpp.planning import Draft, DraftStage, Evaluator, Problem, Request
+from lightning_gpp.planning.problem.draft import aligned
 from lightning_gpp.planning.problem.prediction import simulated
 from lightning_gpp.planning.tensor_parallel import SizesFound, best_sizes
 from tests.planning.brute_force import partitions, with_slack
@@ -209,34 +208,6 @@ def test_estimates_of_seconds_and_memory_are_those_of_programs(sharding: str) ->
     assert [program.peak_bytes[device] for device in devices] == pytest.approx(found.peak_bytes)
 
 
-def test_gradients_and_messages_of_members() -> None:
-    """Each member adds up its part of the gradients; a device of four gets four copies, one of its sender's each."""
-    graph = chain(4, 10)
-    problem = replace(request(6, micro_batch_size=2), members=(1, 2, 4)).problem(graph)
-    plan, _ = realise(problem, _draft(problem, [(0,), (1,)], [(4, 5), (0,)], ((2, 1), (1, 4))))
-    costs = estimate(graph, plan, problem.cluster)
-    assert costs.cluster is not None
-    assert costs.cluster.link(1, 0).bytes_per_second == 1e8 / 4
-    assert costs.cluster.link(0, 1).bytes_per_second == 1e8
-    assert costs.stages[1].parameter_bytes == graph.parameter_bytes["m1.weight"] / 4
-    assert costs.all_reduce[0] == problem.cluster.all_reduce_seconds([4, 5], graph.parameter_bytes["m0.weight"])
-
-
-@pytest.mark.parametrize(
-    ("first", "device", "unused", "members"),
-    [(2, 2, (1, 3), (2, 2, 2, 2)), (1, 3, (1, 2, 4, 5, 6), (2, 1, 1, 1, 1, 1, 1))],
-)
-def test_unused_processes_have_numbers_of_their_own(
-    first: int, device: int, unused: tuple[int, ...], members: tuple[int, ...]
-) -> None:
-    """In groups of the smallest size of a stage, because every device of a plan has a number of members."""
-    graph = chain(4, 10)
-    problem = replace(request(8, idle_devices=True), members=(1, 2)).problem(graph)
-    plan, _ = realise(problem, _draft(problem, [(0,), (1,)], [(4,), (0,)], ((1, first), (1, 2))))
-    assert [stage.devices for stage in plan.stages] == [(device,), (0,)]
-    assert (plan.unused, plan.members, plan.num_processes) == (unused, members, 8)
-
-
 def test_groups_that_would_be_on_two_nodes_are_none() -> None:
     graph, cluster = chain(4, 10), Cluster.of_nodes("two", [Node(device=DEVICE, count=2)] * 2, Link())
     found = best_sizes("auto", replace(request(4), cluster=cluster), dict.fromkeys((1, 2, 4), graph))
@@ -244,14 +215,3 @@ def test_groups_that_would_be_on_two_nodes_are_none() -> None:
     problem = Request(cluster=cluster, batch_size=4, members=(1, 2)).problem(graph)
     assert not problem.placeable([1], 2)
     assert problem.placeable([0, 2], 2)
-
-
-def test_pipelines_of_stages_with_different_numbers() -> None:
-    """Two pipelines, each with a stage on two members and one on a device."""
-    graph = chain(4, 10)
-    problem = replace(request(6, num_pipelines=None), members=(1, 2)).problem(graph)
-    shape = Shape(groups=((0,), (1,)), replicas=(2, 2), members=(1, 2), size=2, schedule="1f1b", spread=True)
-    assert shape.devices() == [(2, 5), (0, 3)]
-    assert Shape.of(shape.draft()) == shape
-    plan, number = realise(problem, shape.draft())
-    assert (number, plan.members, plan.batch_size) == (2, (2, 1), 8)

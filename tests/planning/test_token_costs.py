@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_gpp.graph import Affine, Operator, OperatorGraph
-from lightning_gpp.planning.assignment.token_costs import cost_of, equal_parts, growing_share
+from lightning_gpp.planning.assignment.slices import cost_of, equal_parts
 
 
 @given(st.integers(1, 40), st.integers(1, 40), st.floats(0, 1))
@@ -33,15 +32,3 @@ def test_the_dearest_slice_is_hardly_dearer_than_it_must_be(growing: float, numb
     )
     found = max(cost_of(part, length, growing) for part in equal_parts(number, length, growing))
     assert found <= best + cost_of((length - 1, length), length, growing)
-
-
-def test_what_reads_what_is_carried_grows() -> None:
-    """Through a transposition, but not beyond the first operator that computes."""
-    graph = OperatorGraph()
-    for name, flops in (("input", 0), ("linear", 6), ("carry_1", 0), ("transpose", 0), ("scores", 3), ("output", 1)):
-        graph.add(Operator(name=name, target=name, flops=Affine(flops)))
-    names = [operator.name for operator in graph]
-    for source, target in zip(names, names[1:], strict=False):
-        graph.connect(source, target, 0)
-    assert growing_share(graph, ["carry_1"]) == pytest.approx(0.3)
-    assert growing_share(graph, []) == 0

@@ -6,9 +6,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from lightning_gpp.cluster import Cluster, Link
-from lightning_gpp.errors import PlanError
 from lightning_gpp.planning import Alternative, Answer, Draft, DraftStage, Prediction, Problem, Request, SearchControl
-from lightning_gpp.planning.problem.prediction import best_trial, num_actions, simulated
+from lightning_gpp.planning.problem.prediction import best_trial, simulated
 from tests.planning import graphs
 from tests.planning.drafts import DEVICE
 
@@ -74,47 +73,6 @@ def test_only_the_best_draft_is_tried_if_the_search_is_over() -> None:
     others = (Alternative(draft=cut(2), seconds=1.0, reason=""),)
     best_trial(problem, answer(alternatives=others, neighbours=neighbours), predict, SearchControl(seconds=0.0))
     assert tried == [cut(1)]
-
-
-def test_nothing_else_is_tried_if_the_best_draft_meets_the_bound() -> None:
-    problem, tried = problem_of(), list[Draft]()
-
-    def predict(draft: Draft) -> Prediction:
-        tried.append(draft)
-        return simulated(problem, draft)
-
-    bound = simulated(problem, cut(1)).seconds
-    best_trial(problem, answer(neighbours=neighbours, bound=bound), predict, SearchControl())
-    assert tried == [cut(1)]
-
-
-def test_equal_pipelines_are_simulated_once() -> None:
-    """Two replicas of one stage, eight micro-batches of two samples: sixteen actions on one of them."""
-    draft = Draft(stages=(DraftStage(units=(0, 1, 2, 3), devices=(0, 1), micro_batch_size=2),))
-    assert num_actions(problem_of(), draft) == 32
-    assert num_actions(replace(problem_of(), replicable=True), draft) == 16
-
-
-def test_without_neighbours_a_draft_stays() -> None:
-    problem = problem_of()
-    assert best_trial(problem, answer(), lambda draft: simulated(problem, draft), SearchControl()).draft == cut(1)
-
-
-def test_neighbours_that_are_no_plans_are_passed_over_and_their_number_is_limited() -> None:
-    problem, tried = problem_of(), list[Draft]()
-
-    def predict(draft: Draft) -> Prediction:
-        tried.append(draft)
-        if draft != cut(1):
-            raise PlanError("No plan.")
-        return simulated(problem, draft)
-
-    def endless(draft: Draft) -> Iterator[Draft]:
-        yield from (cut(1, slack) for slack in range(1, 1000))
-
-    trial = best_trial(problem, answer(neighbours=endless), predict, SearchControl(seconds=5.0))
-    assert trial.draft == cut(1)
-    assert 1 < len(tried) < 200
 
 
 def test_of_nearly_equal_programs_the_simplest_is_chosen() -> None:

@@ -44,10 +44,6 @@ def test_units_form_a_dag_in_order_and_hold_every_parameter(name: str, num_piece
     assert sum(unit.parameter_bytes for unit in units.units) == sum(graph.parameter_bytes.values()) + extra
 
 
-def test_light_modules_stay_whole() -> None:
-    assert modules_of(units_of(graphs.two_towers(), 2)) == [("image_tower",), ("text_tower",), ("head", "@step")]
-
-
 def test_heavy_modules_are_divided() -> None:
     units = units_of(graphs.two_towers(num_blocks=2), 3)
     assert modules_of(units) == [
@@ -58,11 +54,6 @@ def test_heavy_modules_are_divided() -> None:
         ("head", "@step"),
     ]
     assert sorted(units.graph().edges) == [(0, 1), (1, 4), (2, 3), (3, 4)]
-
-
-def test_cutting_through_blocks_keeps_a_residual_stream_a_chain() -> None:
-    units = units_of(graphs.gpt(num_blocks=4), inf)
-    assert sorted(units.graph().edges) == [(i, i + 1) for i in range(len(units.units) - 1)]
 
 
 def test_modules_without_parameters_join_what_they_read() -> None:
@@ -87,26 +78,12 @@ def test_modules_in_one_cluster_are_one_unit() -> None:
     assert modules_of(units_of(graph, inf)) == [("block",), ("head", "@step")]
 
 
-def test_clusters_across_modules_merge_them() -> None:
-    build = graphs.Builder()
-    x = build.linear("a", build.data(), cluster="tied")
-    x = build.linear("b", x, cluster="tied")
-    graph = build.step(build.linear("head", x))
-    assert modules_of(units_of(graph, inf)) == [("a", "b"), ("head", "@step")]
-
-
 def test_the_step_joins_the_unit_that_nothing_follows() -> None:
     """The step reads more bytes of the encoder, but the decoder waits for the encoder: joining it would be a cycle."""
     build = graphs.Builder()
     latent = build.linear("encoder", build.data(), width=512)
     graph = build.step(latent, build.linear("decoder", latent, width=8))
     assert modules_of(units_of(graph, inf)) == [("encoder",), ("decoder", "@step")]
-
-
-def test_a_model_whose_root_has_all_parameters_is_one_unit() -> None:
-    build = graphs.Builder()
-    graph = build.step(build.linear("", build.data(), parameter="weight"))
-    assert modules_of(units_of(graph, inf)) == [("", "@step")]
 
 
 def test_values_of_frozen_parts_go_one_way() -> None:

@@ -10,7 +10,7 @@ import networkx as nx
 from lightning_gpp.errors import PlanError
 from lightning_gpp.graph import Affine, Operator, OperatorGraph
 from lightning_gpp.plan import SOURCE, STEP, Edge, Plan, Stage, topological
-from lightning_gpp.planning.assignment.modules import DATA
+from lightning_gpp.planning.assignment.modules import DATA, ModuleNode, module_tree
 from lightning_gpp.planning.assignment.rerun_blocks import figures_of
 
 Assignment = dict[str, tuple[int, ...]]
@@ -295,3 +295,23 @@ def _edge(graph: OperatorGraph, pair: tuple[int, int], values: list[tuple[str, i
         differentiable=any(spec.requires_grad for spec in specs),
         sliceable=all(spec.divisible for spec in specs),
     )
+
+
+def compress(graph: OperatorGraph, stage_modules: Sequence[Sequence[str]]) -> list[tuple[str, ...]]:
+    """The same stages with the fewest paths: a module replaces its submodules if the stage computes all of it."""
+    assignment = assign(graph, stage_modules)
+    found: list[list[str]] = [[] for _ in stage_modules]
+    _collect(module_tree(graph), {name: set(stages) for name, stages in assignment.items()}, found)
+    step = next(index for index, modules in enumerate(stage_modules) if STEP in modules)
+    found[step].append(STEP)
+    return [tuple(paths) for paths in found]
+
+
+def _collect(node: ModuleNode, assignment: dict[str, set[int]], found: list[list[str]]) -> None:
+    stages: set[int] = set().union(*(assignment[operator.name] for operator in node.all_operators()))
+    once = all(len(assignment[operator.name]) == 1 for operator in node.all_operators())
+    if len(stages) == 1 and once:
+        found[stages.pop()].append(node.path)
+    else:
+        for child in node.children.values():
+            _collect(child, assignment, found)

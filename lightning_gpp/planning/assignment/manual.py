@@ -1,4 +1,7 @@
-"""Stages by hand: the user lists the modules of each stage, and optionally its devices and micro-batch size."""
+"""Stages by hand: the user lists the modules of each stage, and optionally its devices and micro-batch size.
+
+And whether a plan from a file was made for this model.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,12 @@ from difflib import get_close_matches
 from lightning_gpp.errors import ConfigError, PlanError
 from lightning_gpp.graph import OperatorGraph
 from lightning_gpp.plan import STEP, Plan, Stage
-from lightning_gpp.planning.assignment.assign import assign, make_plan, owner_of, step_owner
-from lightning_gpp.planning.assignment.devices import count_pipelines, number_devices
+from lightning_gpp.planning.assignment.assign import assign, crossing, make_plan, owner_of, step_owner
+from lightning_gpp.planning.assignment.layout import count_pipelines, number_devices
 from lightning_gpp.planning.assignment.modules import around, module_tree, stage_names
 from lightning_gpp.planning.assignment.stages_spec import Entry, StagesSpec, read
 from lightning_gpp.planning.micro_batches import resolve_size
+from lightning_gpp.slices import unsliced
 from lightning_gpp.wording import some
 
 
@@ -105,23 +109,23 @@ def _unknown(module: str, known: Sequence[str]) -> PlanError:
 
 
 def _check_parameters(graph: OperatorGraph, owners: dict[str, int]) -> None:
-    """Refuse parameters that no stage gets: neither their module, nor one around it or inside it, is listed.
+    left = unplaced(graph, owners)
+    if left:
+        raise PlanError(
+            f"strategy.stages leaves parameters without a stage: those of {some(left)}. "
+            "Add these modules, or a module around them, to a stage."
+        )
+
+
+def unplaced(graph: OperatorGraph, owners: dict[str, int]) -> list[str]:
+    """Modules with parameters that no stage gets: neither they, nor a module around them or inside them, is listed.
 
     Parameters that a module around listed ones uses itself go where they are read, like all its own operators; those
     that the user's step uses go with the step.
     """
     divided = around(owners)
-    left = {
-        name: None
-        for operator in graph
-        if operator.module != STEP and owner_of(operator.module, owners) is None and operator.module not in divided
-        for name in operator.parameters
-    }
-    if left:
-        raise PlanError(
-            f"strategy.stages leaves parameters without a stage: {some(list(left))}. "
-            "Add their modules, or a module around them, to a stage."
-        )
+    modules = dict.fromkeys(operator.module for operator in graph if operator.parameters and operator.module != STEP)
+    return [name for name in modules if owner_of(name, owners) is None and name not in divided]
 
 
 def _with_step(graph: OperatorGraph, entries: list[Entry]) -> list[Entry]:
@@ -167,3 +171,56 @@ def _check_sizes(plan: Plan) -> None:
                 f"Stage {stage.name!r} of strategy.stages: micro_batch_size={stage.micro_batch_size}, but a mini-batch "
                 f"has {plan.batch_size} samples per pipeline."
             )
+
+
+# -- plans from files -------------------------------------------------------------------------------------------------
+
+REMEDY = "Make a new plan with `gpp-plan ... output=plan.yaml`, or remove strategy.plan."
+
+
+def check_model(plan: Plan, graph: OperatorGraph, fingerprint: str = "") -> None:
+    """Refuse a plan that was made for another model.
+
+    Args:
+        plan: the plan.
+        graph: the captured model.
+        fingerprint: fingerprint of the captured model; compared if the plan has one, too.
+
+    Raises:
+        PlanError: naming modules that are missing or new, edges that differ, or the fingerprints.
+    """
+    plan = unsliced(plan).plan
+    known = {node.path for node in module_tree(graph).walk()} | {STEP}
+    listed = {module: index for index, stage in enumerate(plan.stages) for module in stage.modules}
+    missing = [module for module in listed if module not in known]
+    new = unplaced(graph, listed)
+    if missing or new:
+        raise PlanError(f"The plan (strategy.plan) was made for another model. {_difference(missing, new)} {REMEDY}")
+    _check_edges(plan, graph)
+    if plan.model and fingerprint and plan.model != fingerprint:
+        raise PlanError(
+            f"The plan (strategy.plan) was made for another model: the modules have the same names, but the plan's "
+            f"fingerprint is {plan.model!r} and the model's {fingerprint!r}, so sizes or operators differ. {REMEDY}"
+        )
+
+
+def _difference(missing: Sequence[str], new: Sequence[str]) -> str:
+    parts = [f"Modules of the plan that the model does not call: {some(missing)}."] if missing else []
+    parts += [f"Modules of the model that the plan does not place: {some(new)}."] if new else []
+    return " ".join(parts)
+
+
+def _check_edges(plan: Plan, graph: OperatorGraph) -> None:
+    planned = {(edge.src, edge.dst) for edge in plan.edges if not edge.artificial}
+    found = set(crossing(graph, assign(graph, [stage.modules for stage in plan.stages])))
+    if planned != found:
+        raise PlanError(
+            "The plan (strategy.plan) was made for another model: between its stages it has edges "
+            f"that the model does not have ({_arrows(plan, planned - found) or 'none'}), or lacks some that it has "
+            f"({_arrows(plan, found - planned) or 'none'}). {REMEDY}"
+        )
+
+
+def _arrows(plan: Plan, pairs: Iterable[tuple[int, int]]) -> str:
+    names = [*(stage.name for stage in plan.stages), "data"]  # SOURCE is -1, so it names the last entry
+    return ", ".join(f"{names[src]} -> {names[dst]}" for src, dst in sorted(pairs))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from math import sqrt
+from typing import Any, TypeVar
 
 import networkx as nx
 
@@ -11,12 +13,13 @@ from lightning_gpp.errors import ConfigError
 from lightning_gpp.graph import Affine, Operator, OperatorGraph, TensorSpec
 from lightning_gpp.plan import SOURCE, STEP, Edge, Figures, Plan, Stage
 from lightning_gpp.planning.assignment.assign import Assignment, assign, crossing
-from lightning_gpp.planning.assignment.token_costs import cost_of, equal_parts, growing_share
 from lightning_gpp.simulation.stage_costs import StageCost, StageCosts
-from lightning_gpp.slices import CARRY, COSTS, Unsliced, part_of, slice_name
+from lightning_gpp.slices import CARRY, Unsliced, part_of, slice_name
 
 ValueKey = tuple[str, int]
 """Operator and number of its output."""
+
+Costs = TypeVar("Costs", Figures, StageCost)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -247,7 +250,7 @@ class _SliceCut:
                 stage,
                 name=slice_name(stage.name, tokens),
                 tokens=tokens,
-                figures=_figures(
+                figures=_part(
                     stage.figures, tokens, self.length, cost_of(tokens, self.length, self.growing), carried_bytes
                 ),
             )
@@ -329,29 +332,69 @@ def sliced_costs(costs: StageCosts, plan: Plan, whole: Unsliced, graph: Operator
     )
 
 
-def _part(cost: StageCost, tokens: tuple[int, int], length: int, work: float, carried_bytes: Affine) -> StageCost:
+def _part(costs: Costs, tokens: tuple[int, int], length: int, work: float, carried_bytes: Affine) -> Costs:
+    """The costs of a slice. The first one allocates the tensors carried for all tokens: its backward is the last."""
     share = (tokens[1] - tokens[0]) / length
-    affine = {
-        entry.name: part_of(entry.name, getattr(cost, entry.name), share, work)
-        for entry in fields(cost)
-        if isinstance(getattr(cost, entry.name), Affine)
+    figures = {entry.name: getattr(costs, entry.name) for entry in fields(costs)}
+    changes: dict[str, Any] = {
+        name: part_of(name, cost, share, work) for name, cost in figures.items() if isinstance(cost, Affine)
     }
-    part = replace(cost, **affine, parameter_bytes=0 if tokens[0] else cost.parameter_bytes)
-    kept = _kept(tokens, carried_bytes)
-    if cost.working_bytes != Affine():  # it keeps what it received
-        return replace(part, working_bytes=part.working_bytes + kept)
-    return replace(part, activation_bytes=part.activation_bytes + kept)
+    if tokens[0]:
+        changes |= dict.fromkeys(figures.keys() & {"num_parameters", "parameter_bytes"}, 0)
+    else:
+        kept = "working_bytes" if costs.working_bytes != Affine() else "activation_bytes"  # it keeps what it received
+        changes[kept] += carried_bytes
+    return replace(costs, **changes)
 
 
-def _figures(figures: Figures, tokens: tuple[int, int], length: int, work: float, carried_bytes: Affine) -> Figures:
-    share = (tokens[1] - tokens[0]) / length
-    costs = {name: part_of(name, getattr(figures, name), share, work) for name in COSTS}
-    part = replace(figures, **costs)  # type: ignore[arg-type]
-    name = "working_bytes" if figures.working_bytes != Affine() else "activation_bytes"  # it keeps what it received
-    part = replace(part, **{name: getattr(part, name) + _kept(tokens, carried_bytes)})
-    return replace(part, num_parameters=0, parameter_bytes=0) if tokens[0] else part
+# -- tokens by their position -----------------------------------------------------------------------------------------
+# Attention reads all earlier tokens, so later slices take longer. If a share q of the work grows with the number of
+# earlier tokens, the first fraction x of a sequence takes (1 - q) x + q x^2 of the work. Slices of equal cost end where
+# that is 1/n, 2/n ..., as in Seq1F1B (arXiv:2406.03488) and TeraPipe (arXiv:2102.07988).
 
 
-def _kept(tokens: tuple[int, int], carried_bytes: Affine) -> Affine:
-    """Memory of the tensors carried for all tokens: allocated by the first slice, whose backward is the last."""
-    return Affine() if tokens[0] else carried_bytes
+def growing_share(graph: OperatorGraph, carriers: Iterable[str]) -> float:
+    """Share of a model's FLOPs that read carried tensors, directly or through operators without arithmetic.
+
+    Args:
+        graph: the model's operators.
+        carriers: names of the operators that carry.
+    """
+    found: set[str] = set()
+    waiting = list(carriers)
+    while waiting:
+        for reader in graph.nx.successors(waiting.pop()):
+            if reader not in found:
+                found.add(reader)
+                waiting += [] if graph[reader].flops.at(1) else [reader]
+    total = sum(operator.flops.at(1) for operator in graph)
+    return sum(graph[name].flops.at(1) for name in found) / total if total else 0.0
+
+
+def equal_parts(number: int, length: int, growing: float) -> list[tuple[int, int]]:
+    """Cut `length` tokens into slices of equal cost, of at least one token each.
+
+    Args:
+        number: number of slices; at most `length`.
+        length: tokens of a sequence.
+        growing: share of the work that grows with the number of earlier tokens.
+    """
+    stops = [0]
+    for index in range(1, number + 1):
+        wanted = round(length * _place(index / number, growing))
+        stops.append(min(max(wanted, stops[-1] + 1), length - (number - index)))
+    return list(zip(stops, stops[1:], strict=False))
+
+
+def cost_of(tokens: tuple[int, int], length: int, growing: float) -> float:
+    """The fraction of a sequence's work that these tokens take."""
+    start, stop = (place / length for place in tokens)
+    return (1 - growing) * (stop - start) + growing * (stop**2 - start**2)
+
+
+def _place(part: float, growing: float) -> float:
+    """The position in a sequence (0..1) before which a fraction (0..1) of its work is done."""
+    if growing < 1e-9:
+        return part
+    rest = 1 - growing
+    return (sqrt(rest * rest + 4 * growing * part) - rest) / (2 * growing)

@@ -1,4 +1,4 @@
-"""Common parts of partitioners for chains of stages: their view of the problem, spans of units, the choice of a draft.
+"""Common parts of partitioners for chains of stages: their view of the problem, and the choice of a draft.
 
 They are published for one profile per layer and one kind of device; on a mixed cluster they assume the slowest kind and
 the smallest memory for all devices.
@@ -6,18 +6,17 @@ the smallest memory for all devices.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, reduce
+from functools import reduce
 from itertools import product
 from math import inf
 
 import networkx as nx
 import numpy as np
-from numpy.typing import NDArray
 
 from lightning_gpp.planning.problem.draft import Draft, DraftStage, unreplicated
-from lightning_gpp.planning.problem.evaluate import Evaluation, Evaluator
+from lightning_gpp.planning.problem.evaluate import Evaluator
 from lightning_gpp.planning.problem.partitioner import Alternative, Answer
 from lightning_gpp.planning.problem.problem import Array, Problem
 
@@ -53,26 +52,6 @@ def gradient_seconds(num_replicas: int, num_bytes: Array, bytes_per_second: floa
     return 2 * (num_replicas - 1) / num_replicas * num_bytes / bytes_per_second
 
 
-def levels_of(problem: Problem) -> list[tuple[int, float]]:
-    """The levels of the cluster, innermost first: how many groups of the level below form one, and bytes per second.
-
-    If groups differ in size or do not consist of neighbours, or single pairs of devices have links of their own, all
-    devices form one level with the slowest of all links.
-    """
-    cluster, levels, inner = problem.cluster, [], 1
-    for level in cluster.levels if not cluster.links else ():
-        size = max(level.groups.count(group) for group in set(level.groups))
-        blocks = [set(level.groups[start : start + size]) for start in range(0, cluster.num_devices, size)]
-        if cluster.num_devices % size or size % inner or any(len(block) > 1 for block in blocks):
-            return [(cluster.num_devices, slowest_link(problem))]
-        if size > inner:
-            levels.append((size // inner, level.link.bytes_per_second))
-        inner = size
-    if levels and inner == cluster.num_devices:
-        return levels
-    return [(cluster.num_devices, slowest_link(problem))]
-
-
 def slowest_link(problem: Problem) -> float:
     """Bytes per second of the slowest link between any two devices."""
     cluster = problem.cluster
@@ -91,128 +70,18 @@ def choose(problem: Problem, candidates: Sequence[ChainCandidate], states: int) 
     evaluate = Evaluator(problem)
     judged = sorted(((evaluate(candidate.draft), candidate) for candidate in candidates), key=lambda pair: pair[0].rank)
     if not judged or not judged[0][0].fits:
-        return Answer(draft=None, objective_name=OBJECTIVE, states=states, notes=(_reason(judged),))
-    (best, chosen), *others = judged
+        reason = "No chain of stages uses all devices within their memory and the limits on replicas."
+        if judged and judged[0][0].seconds < inf:
+            lack = judged[0][0].excess_bytes / 2**30
+            reason = f"The most frugal plan found does not fit: a device lacks {lack:.2f} GiB of memory."
+        return Answer(draft=None, objective_name=OBJECTIVE, states=states, notes=(reason,))
+    (_, chosen), *others = [(found, candidate) for found, candidate in judged if found.fits]
     return Answer(
         draft=chosen.draft,
         objective=chosen.objective,
         objective_name=OBJECTIVE,
         states=states,
-        alternatives=tuple(_alternatives(best, others[:NUM_ALTERNATIVES])),
+        alternatives=tuple(
+            Alternative(draft=candidate.draft, seconds=found.seconds) for found, candidate in others[:NUM_ALTERNATIVES]
+        ),
     )
-
-
-def _alternatives(best: Evaluation, others: Sequence[tuple[Evaluation, ChainCandidate]]) -> Iterator[Alternative]:
-    for evaluation, candidate in others:
-        if evaluation.fits:
-            reason = f"a step takes {100 * (evaluation.seconds / best.seconds - 1):.1f} % longer"
-        else:
-            reason = _lack(evaluation)
-        yield Alternative(draft=candidate.draft, seconds=evaluation.seconds, reason=reason)
-
-
-def _reason(judged: Sequence[tuple[Evaluation, ChainCandidate]]) -> str:
-    least = [evaluation for evaluation, _ in judged if evaluation.seconds < inf]
-    if least:
-        return f"The most frugal plan found does not fit: {_lack(least[0])}."
-    return "No chain of stages uses all devices within their memory and the limits on replicas."
-
-
-def _lack(evaluation: Evaluation) -> str:
-    return f"a device lacks {evaluation.excess_bytes / 2**30:.2f} GiB of memory"
-
-
-class Spans:
-    """Units in their topological order, for one micro-batch size.
-
-    Tables are indexed by [start, stop]: the units start..stop-1. If start >= stop, seconds are infinite.
-    """
-
-    def __init__(self, problem: Problem, size: int) -> None:
-        self.problem, self.size, self.num_units = problem, size, problem.num_units
-        self.recompute = problem.recompute is True
-        self._seconds: dict[int, Array] = {}
-
-    def seconds(self, num_samples: int) -> Array:
-        """Seconds of a forward and a backward for a share of `num_samples` samples, recomputation included."""
-        if num_samples not in self._seconds:
-            forward, total = slowest_seconds(self.problem, num_samples)
-            table = _sums(total)
-            if self.recompute:
-                table[:, :-1] += _sums(forward)[:, :-1]
-            self._seconds[num_samples] = np.where(self.valid, table, np.inf)
-        return self._seconds[num_samples]
-
-    def kept_bytes(self, num_samples: int) -> Array:
-        """Bytes of a micro-batch in flight: the tensors that autograd saves, or the inputs with recomputation."""
-        saved = _sums(self.problem.saved_bytes(num_samples))
-        if self.recompute:
-            per_sample, fixed = self._received
-            saved[:, :-1] = (per_sample * num_samples + fixed)[:, :-1]
-        return saved
-
-    def working_bytes(self, num_samples: int) -> Array:
-        """Bytes that a backward recomputes; 0 without recomputation, and for spans with the user's step."""
-        saved = _sums(self.problem.saved_bytes(num_samples))
-        saved[:, -1] = 0
-        return saved if self.recompute else np.zeros_like(saved)
-
-    @cached_property
-    def valid(self) -> NDArray[np.bool_]:
-        positions = np.arange(self.num_units + 1)
-        return positions[:, None] < positions[None, :]
-
-    @cached_property
-    def static_bytes(self) -> Array:
-        return _sums(self.problem.static_bytes)
-
-    @cached_property
-    def parameter_bytes(self) -> Array:
-        return _sums(self.problem.parameter_bytes)
-
-    @cached_property
-    def crossing_bytes(self) -> Array:
-        """Bytes per micro-batch that cross each position, values forward and gradients backward."""
-        crossing = np.zeros(self.num_units + 1)
-        for value in self.problem.units.values:
-            crossing[value.src + 1 : max(value.dsts) + 1] += value.num_directions * value.bytes.at(self.size)
-        return crossing
-
-    @cached_property
-    def rigid(self) -> NDArray[np.bool_]:
-        """Mask of spans without replicas, because data or values that enter or leave cannot be cut into shares."""
-        units, values = self.problem.units.units, self.problem.units.values
-        rigid = _sums(np.array([not unit.divisible for unit in units], dtype=float)) > 0
-        for value in values:
-            if not value.sliceable:
-                makes = self._holding([value.src])
-                reads = self._holding(value.dsts)
-                alone = makes & self._within(value.src, max(value.dsts))
-                rigid |= (makes | reads) & ~alone
-        return rigid
-
-    @cached_property
-    def _received(self) -> tuple[Array, Array]:
-        """Bytes that enter each span, per sample and fixed."""
-        sums = np.zeros((2, self.num_units + 1, self.num_units + 1))
-        for value in self.problem.units.values:
-            enters = self._holding(value.dsts) & ~self._holding([value.src])
-            sums[0] += enters * value.bytes.per_sample
-            sums[1] += enters * value.bytes.fixed
-        return sums[0], sums[1]
-
-    def _holding(self, units: list[int] | tuple[int, ...]) -> NDArray[np.bool_]:
-        """Mask of the spans with at least one of these units."""
-        count = np.zeros(self.num_units)
-        count[list(units)] = 1
-        return self.valid & (_sums(count) > 0)
-
-    def _within(self, first: int, last: int) -> NDArray[np.bool_]:
-        positions = np.arange(self.num_units + 1)
-        return (positions[:, None] <= first) & (positions[None, :] > last)
-
-
-def _sums(values: Array) -> Array:
-    prefix = np.concatenate([[0.0], np.cumsum(values)])
-    sums: Array = prefix[None, :] - prefix[:, None]
-    return sums

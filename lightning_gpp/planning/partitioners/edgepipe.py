@@ -21,26 +21,23 @@ The released scheduler takes the number of a class for that of a device, and so 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import product
 from math import inf
 from typing import Final
 
-import numpy as np
-
-from lightning_gpp.planning.partitioners.downsets import downsets
+from lightning_gpp.planning.partitioners.piper import downsets
 from lightning_gpp.planning.problem.draft import Draft, DraftStage
 from lightning_gpp.planning.problem.partitioner import Answer, SearchControl, register_partitioner
-from lightning_gpp.planning.problem.problem import Array, Problem
+from lightning_gpp.planning.problem.problem import Problem
+from lightning_gpp.planning.problem.units import Value
 
 BUFFERS: Final = 2
 """Copies of what a stage receives, and of what it sends: one is computed with while the next is on its way."""
 
 MAX_SETS: Final = 300
 """Sets of units to choose cuts from; where there are more, cuts are those of one topological order."""
-
-_OBJECTIVE: Final = "seconds of a period"
 
 
 @register_partitioner("edgepipe")
@@ -51,14 +48,14 @@ def edgepipe(problem: Problem, control: SearchControl) -> Answer:
     for size in problem.sizes:
         table = _StageTable(problem, size)
         seconds, stages = table.solve(control)
-        states += table.states
+        states += sum(map(len, table.best.values()))
         total = seconds * -(-problem.batch_size // size)
         if total < period:
             best, period = Draft(stages=tuple(stages), schedule=problem.schedules[0]), total
         if control.expired:
             notes = (f"Not all plans were tried in strategy.search_seconds={control.seconds:g} seconds.",)
             break
-    return Answer(draft=best, objective=period, objective_name=_OBJECTIVE, states=states, notes=notes)
+    return Answer(draft=best, objective=period, objective_name="seconds of a period", states=states, notes=notes)
 
 
 def device_classes(problem: Problem) -> list[list[int]]:
@@ -82,198 +79,143 @@ def _alike(problem: Problem, one: int, other: int) -> bool:
     )
 
 
-@dataclass(slots=True, kw_only=True)
-class StageOnDevice:
-    """The cost of a stage on a device of a kind: seconds per micro-batch, and the most micro-batches in
-    flight that its memory has room for."""
-
-    seconds: float
-    most: float
-
-
+@dataclass(slots=True)
 class StageCosting:
     """Costs of sets of units (bits) for one micro-batch size."""
 
-    def __init__(self, problem: Problem, size: int) -> None:
-        self.problem, self.size = problem, size
-        self.number = -(-problem.batch_size // size)
-        self._known: dict[tuple[int, int], StageOnDevice] = {}
+    problem: Problem
+    size: int
+    _known: dict[tuple[int, int], tuple[float, float]] = field(default_factory=dict)
 
-    def cost(self, units: int, device: int) -> StageOnDevice:
-        """The cost of a stage on a device; data come from device 0."""
+    def cost(self, units: int, device: int) -> tuple[float, float]:
+        """Seconds per micro-batch, and the most micro-batches in flight that the device's memory has room for.
+
+        Data come from device 0.
+        """
         kind = self.problem.cluster.kind(device)
         if (units, kind) not in self._known:
             self._known[units, kind] = self._cost(units, kind)
-        found, data = self._known[units, kind], self.data_bytes(units)
-        if device and data:
-            sent = self.problem.cluster.link(0, device).seconds(data)
-            return StageOnDevice(seconds=max(found.seconds, sent), most=found.most)
-        return found
+        seconds, most = self._known[units, kind]
+        data = self._bytes(value for value in self.problem.units.data if _reads(units, value))
+        sent = self.problem.cluster.link(0, device).seconds(data) if device and data else 0.0
+        return max(seconds, sent), most
 
-    def _cost(self, units: int, kind: int) -> StageOnDevice:
+    def _cost(self, units: int, kind: int) -> tuple[float, float]:
         members, problem = members_of(units), self.problem
-        table = problem.seconds(self.size, kind)
-        again = problem.recompute is True
-        seconds = float(table.total[members].sum() + (table.forward[members].sum() if again else 0.0))
-        received, saved = self.received(units), float(problem.saved_bytes(self.size)[members].sum())
+        values, table, again = problem.units.values, problem.seconds(self.size, kind), problem.recompute is True
+        entering = [value for value in (*values, *problem.units.data) if _enters(units, value)]
+        leaving = [v for v in values if _holds(units, v.src) and not all(_holds(units, dst) for dst in v.dsts)]
+        received, saved = self._bytes(entering), float(problem.saved_bytes(self.size)[members].sum())
         kept, working = (received, saved) if again else (saved, 0.0)
-        buffers = BUFFERS * (received + self.sent(units))
-        room = problem.cluster.kinds[kind].memory_bytes - float(problem.static_bytes[members].sum()) - working - buffers
+        held = float(problem.static_bytes[members].sum()) + working + BUFFERS * (received + self._bytes(leaving))
+        room = problem.cluster.kinds[kind].memory_bytes - held
         most = -1.0 if room < 0 else inf if not kept else room // kept
-        return StageOnDevice(seconds=seconds, most=inf if most >= self.number else most)
-
-    def data_bytes(self, units: int) -> float:
-        """Bytes that a stage receives of the user's step."""
-        data = self.problem.units.data
-        return sum(value.bytes.at(self.size) for value in data if any(units >> dst & 1 for dst in value.dsts))
-
-    def received(self, units: int) -> float:
-        """Bytes that a stage receives per micro-batch."""
-        values = (value for value in self.problem.units.values if not units >> value.src & 1)
-        return self.data_bytes(units) + sum(
-            value.bytes.at(self.size) for value in values if any(units >> dst & 1 for dst in value.dsts)
-        )
-
-    def sent(self, units: int) -> float:
-        """Bytes per micro-batch that a stage sends to other stages."""
-        values = (value for value in self.problem.units.values if units >> value.src & 1)
-        return sum(value.bytes.at(self.size) for value in values if not all(units >> dst & 1 for dst in value.dsts))
+        seconds = float(table.total[members].sum() + (table.forward[members].sum() if again else 0.0))
+        return seconds, inf if most >= -(-problem.batch_size // self.size) else most
 
     def crossing(self, behind: int) -> tuple[float, float]:
         """Bytes per micro-batch that cross the cut in front of some units, and those that come back."""
-        values = [value for value in self.problem.units.values if not behind >> value.src & 1]
-        values = [value for value in values if any(behind >> dst & 1 for dst in value.dsts)]
-        there = sum(value.bytes.at(self.size) for value in values)
-        return there, sum(value.bytes.at(self.size) for value in values if value.num_directions == 2)
+        values = [value for value in self.problem.units.values if _enters(behind, value)]
+        return self._bytes(values), self._bytes(value for value in values if value.num_directions == 2)
+
+    def _bytes(self, values: Iterable[Value]) -> float:
+        return sum(value.bytes.at(self.size) for value in values)
 
 
 def members_of(units: int) -> list[int]:
     """The numbers of the units in a set of bits."""
-    return [unit for unit in range(units.bit_length()) if units >> unit & 1]
+    return [unit for unit in range(units.bit_length()) if _holds(units, unit)]
 
 
-@dataclass(slots=True)
+def _holds(units: int, unit: int) -> bool:
+    return unit >= 0 and bool(units >> unit & 1)
+
+
+def _reads(units: int, value: Value) -> bool:
+    return any(_holds(units, dst) for dst in value.dsts)
+
+
+def _enters(units: int, value: Value) -> bool:
+    return not _holds(units, value.src) and _reads(units, value)
+
+
+Chain = tuple[tuple[int, ...], int]
+"""The devices of a chain of stages: their number for each class but the first, and the class of the first stage."""
+
+Origin = tuple[int, Chain] | None
+"""The units and devices behind the first stage of a chain."""
+
+
 class _StageTable:
-    """The table h for one micro-batch size."""
+    """The table h for one micro-batch size: for units behind a cut and their devices, seconds and the origin."""
 
-    problem: Problem
-    size: int
-    states: int = 0
-    costs: StageCosting = field(init=False)
-    classes: list[list[int]] = field(init=False)
-    sets: tuple[int, ...] = field(init=False)
-    best: dict[tuple[int, int], Array] = field(init=False)
-    origin: dict[tuple[int, int], Array] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.costs = StageCosting(self.problem, self.size)
-        self.classes = device_classes(self.problem)
-        found = downsets(self.problem.order, MAX_SETS)
-        count = self.problem.num_units
-        in_order = tuple(((1 << count) - 1) ^ ((1 << start) - 1) for start in reversed(range(count + 1)))
-        self.sets = found.sets if found.complete else in_order
-        self.best, self.origin = {}, {}
+    def __init__(self, problem: Problem, size: int) -> None:
+        self.problem, self.size, self.costs = problem, size, StageCosting(problem, size)
+        self.classes = device_classes(problem)
+        found, count = downsets(problem.order, MAX_SETS + 1), problem.num_units
+        in_order = [((1 << count) - 1) ^ ((1 << start) - 1) for start in reversed(range(count + 1))]
+        self.sets = found if len(found) <= MAX_SETS else in_order
+        self.best: dict[int, dict[Chain, tuple[float, Origin]]] = {units: {} for units in self.sets}
 
     def solve(self, control: SearchControl) -> tuple[float, list[DraftStage]]:
         """The least period, and its stages from the source to the sink; infinite where nothing fits."""
-        for units in self.sets[1:]:
-            self._end(units)
-        for index, behind in enumerate(self.sets):
+        for index, units in enumerate(self.sets[1:], start=1):
             if control.expired:
                 break
-            sent = self._sent(behind) if behind else {}
-            for units in self.sets[index + 1 :]:
-                if behind and not behind & ~units:
-                    self._grow(index, units, sent)
-        ends = {group: self.best[self.sets[-1], group] for group in self._groups if self._known(self.sets[-1], group)}
-        group = min(ends, key=lambda group: float(ends[group].min()), default=0)
-        if not ends or ends[group].min() == inf:
+            self._end(units)
+            sent = self._sent(units)
+            for more in self.sets[index + 1 :]:
+                if not units & ~more:
+                    self._grow(units, more, sent)
+        ends = self.best[self.sets[-1]]
+        if not ends:
             return inf, []
-        place = np.unravel_index(int(ends[group].argmin()), self._shape)
-        return float(ends[group].min()), self._stages(group, tuple(map(int, place)))
-
-    @property
-    def _groups(self) -> range:
-        return range(len(self.classes))
-
-    @property
-    def _shape(self) -> tuple[int, ...]:
-        """One entry for every number of devices of each class but the first, which is always taken."""
-        return tuple(len(group) + 1 for group in self.classes[1:])
-
-    @property
-    def _counts(self) -> Array:
-        """Stages of the chain for every entry."""
-        return 1 + np.indices(self._shape).sum(axis=0) if self._shape else np.array(1)
-
-    def _known(self, units: int, group: int) -> bool:
-        return (units, group) in self.best
+        chain = min(ends, key=lambda chain: ends[chain][0])
+        return ends[chain][0], list(self._stages(chain))
 
     def _end(self, units: int) -> None:
         """The last stage, on device 0."""
-        cost = self.costs.cost(units, 0)
-        if units >> (self.problem.num_units - 1) & 1 and cost.most >= 1:
-            table = np.full(self._shape, inf)
-            table[(0,) * len(self._shape)] = cost.seconds
-            self.best[units, 0], self.origin[units, 0] = table, np.full(self._shape, -1)
+        seconds, most = self.costs.cost(units, 0)
+        if _holds(units, self.problem.num_units - 1) and most >= 1:
+            self._keep(units, ((0,) * (len(self.classes) - 1), 0), seconds, None)
 
-    def _grow(self, index: int, units: int, sent: dict[tuple[int, int], float]) -> None:
-        """Stages in front of those of set number `index`, so that together they have these units."""
-        behind, counts = self.sets[index], self._counts
-        for group in self._groups[1:]:
-            cost = self.costs.cost(units & ~behind, self.classes[group][0])
-            for following in self._groups:
-                if self._known(behind, following) and (group, following) in sent:
-                    self.states += counts.size
-                    tried = np.maximum(self.best[behind, following], max(cost.seconds, sent[group, following]))
-                    self._keep(units, group, np.where(counts + 1 <= cost.most, tried, inf), (index, following))
+    def _grow(self, behind: int, units: int, sent: dict[tuple[int, int], float]) -> None:
+        """A stage in front of all chains that have the units `behind`, so that together they have `units`."""
+        for group in range(1, len(self.classes)):
+            own, most = self.costs.cost(units & ~behind, self.classes[group][0])
+            for chain, (seconds, _) in self.best[behind].items():
+                used, following = chain
+                if used[group - 1] < len(self.classes[group]) and sum(used) + 2 <= most and (group, following) in sent:
+                    more = (*used[: group - 1], used[group - 1] + 1, *used[group:])
+                    longest = max(seconds, own, sent[group, following])
+                    self._keep(units, (more, group), longest, (behind, chain))
+
+    def _keep(self, units: int, chain: Chain, seconds: float, origin: Origin) -> None:
+        if seconds < self.best[units].get(chain, (inf, None))[0]:
+            self.best[units][chain] = seconds, origin
 
     def _sent(self, behind: int) -> dict[tuple[int, int], float]:
         """Seconds in which what crosses a cut is sent, and comes back, for the classes on both sides of it. The only
         device of a class cannot follow itself."""
         there, back = self.costs.crossing(behind)
-        cluster, found = self.problem.cluster, {}
-        for group, following in product(self._groups[1:], self._groups):
+        cluster, found, groups = self.problem.cluster, dict[tuple[int, int], float](), range(len(self.classes))
+        for group, following in product(groups[1:], groups):
             src, dst = self.classes[group][0], self.classes[following][-1]
             if src != dst:
                 ways = ((cluster.link(src, dst), there), (cluster.link(dst, src), back))
                 found[group, following] = max((link.seconds(size) for link, size in ways if size), default=0.0)
         return found
 
-    def _keep(self, units: int, group: int, tried: Array, origin: tuple[int, int]) -> None:
-        """Note what is better, with one more device of the class."""
-        if not self._known(units, group):
-            self.best[units, group] = np.full(self._shape, inf)
-            self.origin[units, group] = np.full(self._shape, -1)
-        axis = group - 1
-        without, more = (tuple(s if a == axis else slice(None) for a in range(len(self._shape))) for s in _SHIFT)
-        best, tried = self.best[units, group][more], tried[without]
-        better = tried < best
-        best[better] = tried[better]
-        self.origin[units, group][more][better] = origin[0] * len(self.classes) + origin[1]
-
-    def _stages(self, group: int, place: tuple[int, ...]) -> list[DraftStage]:
+    def _stages(self, chain: Chain) -> Iterator[DraftStage]:
+        """The stages of a chain of all units, from the source on."""
         free = [list(reversed(devices)) for devices in self.classes]
-        return [
-            DraftStage(
-                units=tuple(members_of(units)),
-                devices=(free[group].pop(),),
-                micro_batch_size=self.size,
-                recompute=self.problem.recompute is True and not units >> (self.problem.num_units - 1) & 1,
+        origin: Origin = self.sets[-1], chain
+        while origin is not None:
+            units, (_, group) = origin
+            origin = self.best[units][origin[1]][1]
+            own = units if origin is None else units & ~origin[0]
+            again = self.problem.recompute is True and not _holds(own, self.problem.num_units - 1)
+            device = free[group].pop()
+            yield DraftStage(
+                units=tuple(members_of(own)), devices=(device,), micro_batch_size=self.size, recompute=again
             )
-            for units, group in self._chain(group, place)
-        ]
-
-    def _chain(self, group: int, place: tuple[int, ...]) -> Iterator[tuple[int, int]]:
-        """The units and the class of every stage, from the source on."""
-        units = self.sets[-1]
-        while group:
-            index, following = divmod(int(self.origin[units, group][place]), len(self.classes))
-            yield units & ~self.sets[index], group
-            place = tuple(count - (axis == group - 1) for axis, count in enumerate(place))
-            units, group = self.sets[index], following
-        yield units, group
-
-
-_SHIFT: Final[Sequence[slice]] = (slice(None, -1), slice(1, None))
-"""Along the axis of a class: with all but the last number of devices, and with one device more."""

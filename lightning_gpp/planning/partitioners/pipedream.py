@@ -17,8 +17,8 @@ micro-batch, and
   release's base case, unlike its recurrence, has every device of the group send a part);
 * the replicas of a stage share each micro-batch, so T on the innermost level takes the seconds of a share;
 * memory: weights, gradients and optimizer state, and the activations of ceil(workers from here on / replicas)
-  micro-batches. Inner levels do not know how many workers follow their group, so they leave out only stages that cannot
-  fit in any group; every level above checks the stages that it takes over exactly;
+  micro-batches, with the workers of the innermost group, as in the release. If no plan of several levels fits, all
+  devices are one level, with the slowest link;
 * stages recompute only if the problem demands it: PipeDream does not choose that;
 * every device is used, and of all micro-batch sizes of the problem the one with the shortest simulated step is chosen.
 """
@@ -26,7 +26,8 @@ micro-batch, and
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from math import prod
 
 import numpy as np
@@ -34,15 +35,18 @@ from numpy.typing import NDArray
 
 from lightning_gpp.planning.partitioners.chains import (
     ChainCandidate,
-    Spans,
     chained,
     choose,
     gradient_seconds,
-    levels_of,
+    slowest_link,
+    slowest_seconds,
 )
 from lightning_gpp.planning.problem.draft import DraftStage, side_by_side
 from lightning_gpp.planning.problem.partitioner import Answer, SearchControl, register_partitioner
 from lightning_gpp.planning.problem.problem import Array, Problem
+
+Level = tuple[int, float]
+"""How many groups of the level below form one, and bytes per second between them."""
 
 Placed = list[tuple[int, int, tuple[int, ...]]]
 """Stages from first to last: start, stop, devices. The last stage is on device 0."""
@@ -50,76 +54,94 @@ Placed = list[tuple[int, int, tuple[int, ...]]]
 
 @register_partitioner("pipedream")
 def pipedream(problem: Problem, control: SearchControl) -> Answer:
-    """The chain of stages whose slowest stage is the fastest. States are cells of A, and what each was compared to."""
-    return search(problem, control, HierarchyLevel)
+    """The chain of stages whose slowest stage is the fastest. States are the values that were compared."""
+    levels = levels_of(problem)
+    answer = _answer(problem, control, levels)
+    if answer.draft is None and len(levels) > 1:
+        return _answer(problem, control, _one_level(problem))
+    return answer
 
 
-def search(problem: Problem, control: SearchControl, level: type[HierarchyLevel]) -> Answer:
-    """The same with a class of `level` that fills its tables in its own way."""
-    candidates: list[ChainCandidate] = []
-    states = 0
+def _answer(problem: Problem, control: SearchControl, levels: Sequence[Level]) -> Answer:
+    candidates, states = list[ChainCandidate](), 0
     for number, size in enumerate(problem.sizes, start=1):
-        tables = solve(problem, size, level)
+        tables = solve(problem, size, levels)
         states += sum(table.states for table in tables)
         candidates += _candidates(problem, size, tables)
         control.report(number / len(problem.sizes), np.inf)
     return choose(problem, candidates, states)
 
 
-def _candidates(problem: Problem, size: int, tables: Sequence[HierarchyLevel]) -> Iterator[ChainCandidate]:
+def _candidates(problem: Problem, size: int, tables: Sequence[LevelTable]) -> Iterator[ChainCandidate]:
     seconds = tables[-1].best[-1, 0, problem.num_units]
-    if not seconds < np.inf:
-        return
-    placed = place(tables, 0, problem.num_units)
+    placed = place(tables, 0, problem.num_units) if seconds < np.inf else []
     nested = [devices for _, _, devices in placed]
     flat = side_by_side([len(devices) for devices in nested])
+    if max(map(len, nested), default=0) > problem.max_replicas:
+        return
     for layout in (flat, nested) if flat != nested else (flat,):
-        draft = chained(
-            problem,
-            [
-                DraftStage(
-                    units=tuple(range(start, stop)),
-                    devices=devices,
-                    micro_batch_size=size,
-                    recompute=problem.recompute is True and stop < problem.num_units,
-                )
-                for (start, stop, _), devices in zip(placed, layout, strict=True)
-            ],
-        )
+        stages = [
+            DraftStage(
+                units=tuple(range(start, stop)),
+                devices=devices,
+                micro_batch_size=size,
+                recompute=problem.recompute is True and stop < problem.num_units,
+            )
+            for (start, stop, _), devices in zip(placed, layout, strict=True)
+        ]
+        draft = chained(problem, stages) if stages else None
         if draft is not None:
             yield ChainCandidate(float(seconds) / size, draft)
 
 
-def solve(problem: Problem, size: int, kind: type[HierarchyLevel] | None = None) -> list[HierarchyLevel]:
-    """The tables of all levels, innermost first, for one micro-batch size. `kind`: `HierarchyLevel` or a subclass."""
-    spans, sizes = Spans(problem, size), levels_of(problem)
-    levels: list[HierarchyLevel] = []
-    below = Stages.of_one_device(spans)
-    for index, (count, bytes_per_second) in enumerate(sizes):
-        level = (kind or HierarchyLevel)(
+def levels_of(problem: Problem) -> list[Level]:
+    """The levels of the cluster, innermost first.
+
+    If groups differ in size or do not consist of neighbours, or single pairs of devices have links of their own, all
+    devices form one level with the slowest of all links.
+    """
+    cluster, levels, inner = problem.cluster, list[Level](), 1
+    for level in cluster.levels if not cluster.links else ():
+        size = max(level.groups.count(group) for group in set(level.groups))
+        blocks = [set(level.groups[start : start + size]) for start in range(0, cluster.num_devices, size)]
+        if cluster.num_devices % size or size % inner or any(len(block) > 1 for block in blocks):
+            return _one_level(problem)
+        if size > inner:
+            levels.append((size // inner, level.link.bytes_per_second))
+        inner = size
+    return levels if levels and inner == cluster.num_devices else _one_level(problem)
+
+
+def _one_level(problem: Problem) -> list[Level]:
+    return [(problem.num_devices, slowest_link(problem))]
+
+
+def solve(problem: Problem, size: int, levels: Sequence[Level]) -> list[LevelTable]:
+    """The tables of all levels, innermost first, for one micro-batch size."""
+    spans, tables = Spans(problem, size), list[LevelTable]()
+    for index, (count, bytes_per_second) in enumerate(levels):
+        table = LevelTable(
             spans=spans,
-            below=below,
             count=count,
-            inner=prod(entry[0] for entry in sizes[:index]),
-            outer=prod(entry[0] for entry in sizes[index + 1 :]),
+            inner=prod(entry[0] for entry in levels[:index]),
+            outer=prod(entry[0] for entry in levels[index + 1 :]),
             bytes_per_second=bytes_per_second,
-            seconds=levels[-1].best[-1] if levels else None,
+            below=tables[-1].best[-1] if tables else None,
         )
-        level.solve(range(1) if index == len(sizes) - 1 else range(problem.num_units))
-        levels.append(level)
-        below = level.stages()
-    return levels
+        table.fill(range(1) if index == len(levels) - 1 else range(problem.num_units))
+        tables.append(table)
+    return tables
 
 
-def place(levels: Sequence[HierarchyLevel], start: int, stop: int) -> Placed:
+def place(tables: Sequence[LevelTable], start: int, stop: int) -> Placed:
     """The stages of a group's best solution for the units start..stop-1, with devices."""
-    if not levels:
+    if not tables:
         return [(start, stop, (0,))]
-    *below, level = levels
+    *below, table = tables
     placed: Placed = []
     offset = 0
-    for first, last, count in level.cuts(start, stop):
-        groups = [(offset + group) * level.inner for group in range(count)]
+    for first, last, count in table.cuts(start, stop):
+        groups = [(offset + group) * table.inner for group in range(count)]
         placed = [
             (a, b, tuple(group + device for group in groups for device in devices))
             for a, b, devices in place(below, first, last)
@@ -128,75 +150,49 @@ def place(levels: Sequence[HierarchyLevel], start: int, stop: int) -> Placed:
     return placed
 
 
-@dataclass(frozen=True, slots=True)
-class Stages:
-    """The stages of the best solutions of all spans on one group, as tables [start, stop, number of the stage].
+@dataclass(slots=True, kw_only=True, eq=False)
+class LevelTable:
+    """A of one level, by [groups, start, stop]: each of `outer` larger groups has `count` groups of `inner` devices.
 
-    `workers`: devices of the group from the stage on, its own included. `replicas` is 0 if there is no stage.
+    `below`: the seconds of all spans on one group of the level below; None on the innermost one.
     """
 
-    start: NDArray[np.int64]
-    stop: NDArray[np.int64]
-    replicas: NDArray[np.int64]
-    workers: NDArray[np.int64]
+    spans: Spans
+    count: int
+    inner: int
+    outer: int
+    bytes_per_second: float
+    below: Array | None
+    states: int = 0
+    best: Array = field(init=False)
+    cut: NDArray[np.int32] = field(init=False)
+    share: NDArray[np.int32] = field(init=False)
 
-    @classmethod
-    def of_one_device(cls, spans: Spans) -> Stages:
-        starts, stops = np.indices((spans.num_units + 1, spans.num_units + 1))
-        ones = np.ones_like(starts)
-        return cls(*(table[:, :, None] for table in (starts, stops, ones, ones)))
+    def __post_init__(self) -> None:
+        shape = (self.count + 1, self.spans.num_units + 1, self.spans.num_units + 1)
+        self.best = np.full(shape, np.inf)
+        self.cut, self.share = np.zeros(shape, dtype=np.int32), np.zeros(shape, dtype=np.int32)
 
-
-class HierarchyLevel:
-    """The dynamic program of one level: each of `outer` larger groups has `count` groups of `inner` devices."""
-
-    def __init__(
-        self,
-        *,
-        spans: Spans,
-        below: Stages,
-        count: int,
-        inner: int,
-        outer: int,
-        bytes_per_second: float,
-        seconds: Array | None,
-    ) -> None:
-        self.spans, self.below, self.count, self.inner, self.outer = spans, below, count, inner, outer
-        self.bytes_per_second, self.seconds = bytes_per_second, seconds
-        width = spans.num_units + 1
-        self.best = np.full((count + 1, width, width), np.inf)
-        self.cut = np.zeros((count + 1, width, width), dtype=np.int32)
-        self.share = np.zeros((count + 1, width, width), dtype=np.int32)
-        self.states = 0
-
-    def solve(self, starts: range) -> None:
-        """Fill A for the spans that begin at `starts`."""
-        stage = [np.empty(0), *(self._stage_seconds(number) for number in range(1, self.count + 1))]
-        room = [np.empty(0), *(self._room(number) for number in range(1, self.count + 1))]
+    def fill(self, starts: range) -> None:
+        """Compute A for the spans that begin at `starts`."""
         first = slice(starts.start, starts.stop)
+        transfers = self.spans.crossing_bytes[:, None] / self.bytes_per_second
         for number in range(1, self.count + 1):
-            following = (self.count - number) * self.inner
-            self.best[number, first] = np.where(room[number] >= following, stage[number], np.inf)[first]
+            following = self.count - number
+            self.best[number, first] = self._stage(number, following)[first]
             self.cut[number, first] = np.arange(self.spans.num_units + 1)[first, None]
             self.share[number, first] = number
             for last in range(1, number):
-                transfers = self.spans.crossing_bytes / self.bytes_per_second / last
-                seconds = np.maximum(np.where(room[last] >= following, stage[last], np.inf), transfers[:, None])
-                self.extend(number, last, seconds, starts)
-        lengths = [stop - start for start in starts for stop in range(start + 1, self.spans.num_units + 1)]
-        transitions = sum(length - 1 for length in lengths)
-        self.states += self.count * len(lengths) + self.count * (self.count - 1) // 2 * transitions
+                seconds = np.maximum(self._stage(last, following), transfers / last)
+                for start in starts:
+                    self._extend(start, number, last, seconds)
 
-    def extend(self, number: int, last: int, seconds: Array, starts: range) -> None:
-        """Try a last stage on `last` of `number` groups, starting at every cut, for all spans.
-
-        `seconds`: the longer of that stage and of receiving its inputs, by [cut, stop].
-        """
-        for start in starts:
-            before = self.best[number - last, start, start + 1 : -1]
-            if not len(before):
-                continue
-            tried = np.maximum(before[:, None], seconds[start + 1 : -1, start + 2 :])
+    def _extend(self, start: int, number: int, last: int, seconds: Array) -> None:
+        """Try a last stage on `last` of `number` groups, after every cut; `seconds` by [cut, stop]."""
+        before = self.best[number - last, start, start + 1 : -1]
+        tried = np.maximum(before[:, None], seconds[start + 1 : -1, start + 2 :])
+        self.states += tried.size
+        if tried.size:
             cuts = tried.argmin(axis=0)
             least = tried[cuts, np.arange(len(cuts))]
             stops = start + 2 + np.flatnonzero(least < self.best[number, start, start + 2 :])
@@ -204,46 +200,16 @@ class HierarchyLevel:
             self.cut[number, start, stops] = start + 1 + cuts[stops - start - 2]
             self.share[number, start, stops] = last
 
-    def _stage_seconds(self, number: int) -> Array:
-        """T: seconds of a micro-batch in one stage on `number` groups."""
+    def _stage(self, number: int, following: int) -> Array:
+        """T: seconds of a micro-batch in one stage on `number` groups, if `following` ones are behind it."""
         spans = self.spans
-        compute = spans.seconds(-(-spans.size // number)) if self.seconds is None else self.seconds / number
+        if self.below is None:
+            fits = spans.fitting(number, -(-(number + following) // number), self.outer)
+            compute = np.where(fits, spans.seconds(-(-spans.size // number)), np.inf)
+        else:
+            compute = self.below / number
         part = spans.size / spans.problem.batch_size
         return compute + part * gradient_seconds(number, spans.parameter_bytes, self.bytes_per_second)
-
-    def _room(self, number: int) -> Array:
-        """Number of workers that memory allows after the stages of a span on `number` groups; negative: none."""
-        below, room = self.below, np.full(self.best.shape[1:], np.inf)
-        for index in range(below.replicas.shape[2]):
-            for replicas in np.unique(below.replicas[:, :, index]):
-                if replicas:
-                    here = below.replicas[:, :, index] == replicas
-                    room[here] = np.minimum(room, self._room_of(index, int(replicas), number))[here]
-        return room
-
-    def _room_of(self, index: int, replicas: int, number: int) -> Array:
-        """The same for the stages of that index, if they have that many replicas in each group."""
-        start, stop = self.below.start[:, :, index], self.below.stop[:, :, index]
-        table = self._room_of_spans(replicas * number)[start, stop]
-        return table - self.below.workers[:, :, index] * number
-
-    def _room_of_spans(self, replicas: int) -> Array:
-        """Number of workers from a stage on, its own included, that memory allows, by the span of the stage."""
-        spans = self.spans
-        problem = spans.problem
-        share = -(-spans.size // (replicas * self.outer))
-        limit = problem.memory_bytes.min() - spans.static_bytes - spans.working_bytes(share)
-        kept = spans.kept_bytes(share)
-        num_micro_batches = -(-problem.batch_size // spans.size)
-        most = np.floor(limit / np.where(kept > 0, kept, 1e-9))
-        room = np.where(most >= num_micro_batches, np.inf, most * replicas)
-        if replicas > problem.max_replicas:
-            room[:] = -1
-        if replicas > 1:
-            room[spans.rigid] = -1
-            if not problem.replicable:
-                room[0, -1] = -1
-        return room
 
     def cuts(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
         """Start, stop and groups of the stages of a span's best solution, last stage first."""
@@ -253,24 +219,58 @@ class HierarchyLevel:
             yield cut, stop, share
             stop, number = cut, number - share
 
-    def stages(self) -> Stages:
-        """The stages of all spans at once."""
-        starts, stops = np.indices(self.best.shape[1:])
-        left, following = np.full_like(starts, self.count), np.zeros_like(starts)
-        columns: list[tuple[NDArray[np.int64], ...]] = []
-        for _ in range(self.count):
-            cut, share = self.cut[left, starts, stops], self.share[left, starts, stops]
-            share = np.where((left > 0) & np.isfinite(self.best[-1]), share, 0)
-            columns += self._columns(cut, stops, share, following)
-            stops, left, following = np.where(share > 0, cut, stops), left - share, following + share * self.inner
-        return Stages(*(np.stack(tables, axis=2) for tables in zip(*columns, strict=True)))
 
-    def _columns(
-        self, start: NDArray[np.int64], stop: NDArray[np.int64], share: NDArray[np.int64], following: NDArray[np.int64]
-    ) -> Iterator[tuple[NDArray[np.int64], ...]]:
-        below = self.below
-        for index in range(below.replicas.shape[2]):
-            replicas = below.replicas[start, stop, index] * share
-            if index == 0 or replicas.any():
-                workers = below.workers[start, stop, index] * share + following
-                yield below.start[start, stop, index], below.stop[start, stop, index], replicas, workers
+class Spans:
+    """Units in their topological order, for one micro-batch size, as tables by [start, stop]: units start..stop-1."""
+
+    def __init__(self, problem: Problem, size: int) -> None:
+        self.problem, self.size, self.num_units = problem, size, problem.num_units
+        self.recompute = problem.recompute is True
+
+    def seconds(self, num_samples: int) -> Array:
+        """Seconds of a forward and a backward for a share of `num_samples` samples, recomputation included."""
+        forward, total = slowest_seconds(self.problem, num_samples)
+        table = _sums(total)
+        if self.recompute:
+            table[:, :-1] += _sums(forward)[:, :-1]
+        return np.where(np.triu(np.ones_like(table), 1) > 0, table, np.inf)
+
+    def fitting(self, replicas: int, in_flight: int, outer: int) -> NDArray[np.bool_]:
+        """Spans that may be a stage, with this number of micro-batches in flight, on each of `outer` groups."""
+        problem, share = self.problem, -(-self.size // (replicas * outer))
+        kept = 0.0 if self.recompute else _sums(problem.saved_bytes(share))
+        most = min(in_flight, -(-problem.batch_size // self.size))
+        fits: NDArray[np.bool_] = _sums(problem.static_bytes) + most * kept <= problem.memory_bytes.min()
+        if replicas > 1:
+            fits &= ~self.rigid & (replicas <= problem.max_replicas)
+            fits[0, -1] &= problem.replicable
+        return fits
+
+    @cached_property
+    def parameter_bytes(self) -> Array:
+        return _sums(self.problem.parameter_bytes)
+
+    @cached_property
+    def crossing_bytes(self) -> Array:
+        """Bytes per micro-batch that cross each position, values forward and gradients backward."""
+        crossing = np.zeros(self.num_units + 1)
+        for value in self.problem.units.values:
+            crossing[value.src + 1 : max(value.dsts) + 1] += value.num_directions * value.bytes.at(self.size)
+        return crossing
+
+    @cached_property
+    def rigid(self) -> NDArray[np.bool_]:
+        """Mask of spans without replicas, because data or values that enter or leave cannot be cut into shares."""
+        rigid = _sums(np.array([not unit.divisible for unit in self.problem.units.units], dtype=float)) > 0
+        for value in self.problem.units.values:
+            if not value.sliceable:
+                ends = np.zeros(self.num_units)
+                ends[[value.src, *value.dsts]] = 1
+                rigid |= (_sums(ends) > 0) & (_sums(ends) < ends.sum())
+        return rigid
+
+
+def _sums(values: Array) -> Array:
+    prefix = np.concatenate([[0.0], np.cumsum(values)])
+    sums: Array = prefix[None, :] - prefix[:, None]
+    return sums

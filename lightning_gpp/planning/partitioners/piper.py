@@ -18,15 +18,17 @@ both directions, and of reducing its gradients. A stage may span branches, but t
   (`benchmarks/planners/released_piper.py`).
 * Links: Piper knows one bandwidth, here that of the slowest level. Gradients are reduced in a ring, 2(d - 1)/d of the
   bytes, as in the simulation; the release counts the 4(d - 1)/d of a parameter server.
-* Graphs with more than MAX_DOWNSETS downsets are refused, as in the release; counting ends at MAX_COUNTED.
+* Graphs with more than MAX_DOWNSETS downsets are refused, as in the release.
 * Every device is used, and of all micro-batch sizes of the problem the one with the shortest simulated step is chosen.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Final
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final, NamedTuple, Protocol
 
+import networkx as nx
 import numpy as np
 from numpy.typing import NDArray
 
@@ -40,33 +42,25 @@ from lightning_gpp.planning.partitioners.chains import (
     slowest_link,
     slowest_seconds,
 )
-from lightning_gpp.planning.partitioners.downset_search import (
-    Border,
-    Carried,
-    Crossing,
-    DownsetCosts,
-    DownsetSearch,
-    Fitting,
-    Rows,
-    members_of,
-)
-from lightning_gpp.planning.partitioners.downsets import Downsets, downsets
 from lightning_gpp.planning.problem.draft import DraftStage, side_by_side
 from lightning_gpp.planning.problem.partitioner import Answer, SearchControl, register_partitioner
 from lightning_gpp.planning.problem.problem import Array, Problem
+from lightning_gpp.planning.problem.units import Value
 
 MAX_DOWNSETS: Final = 40_000
-MAX_COUNTED: Final = 200_000
 
 
 @register_partitioner("piper")
 def piper(problem: Problem, control: SearchControl) -> Answer:
     """The chain of stages whose slowest stage is the fastest. States are cells of A, and what each was compared to."""
-    found = downsets(precedence(problem), MAX_COUNTED)
-    if len(found.sets) > MAX_DOWNSETS:
-        notes = (_too_many(found, problem.num_units),)
-        return Answer(draft=None, objective_name=OBJECTIVE, states=len(found.sets), notes=notes)
-    members = members_of(found.sets, problem.num_units)
+    found = downsets(precedence(problem), MAX_DOWNSETS + 1)
+    if len(found) > MAX_DOWNSETS:
+        reason = (
+            f"The graph of {problem.num_units} units has more than {MAX_DOWNSETS:,} downsets, the most that Piper's "
+            "dynamic program takes. Models with fewer branches have fewer of them."
+        )
+        return Answer(draft=None, objective_name=OBJECTIVE, states=len(found), notes=(reason,))
+    members = members_of(found, problem.num_units)
     return solved(problem, control, members, [ChainCosts(problem, size, members) for size in problem.sizes])
 
 
@@ -74,33 +68,12 @@ def solved(
     problem: Problem, control: SearchControl, members: NDArray[np.bool_], costs: Sequence[DownsetCosts]
 ) -> Answer:
     """The answer for downsets with these `members`, and `costs` for every micro-batch size."""
-    filled = DownsetSearch(members, Border(_carried(problem), members), costs, problem.num_devices)
+    filled = DownsetSearch(members, Border(problem.units.values, members), costs, problem.num_devices)
     for index in range(1, len(members)):
         filled.fill(index)
         if index % 100 == 0:
             control.report(index / len(members), np.inf)
     return choose(problem, list(_candidates(problem, filled)), filled.states)
-
-
-def _too_many(found: Downsets, num_units: int) -> str:
-    count = f"{len(found.sets):,}" if found.complete else f"at least {MAX_COUNTED:,}, counted no further"
-    return (
-        f"The graph of {num_units} units has more than {MAX_DOWNSETS:,} downsets ({count}), the most that Piper's "
-        "dynamic program takes. Models with fewer branches have fewer of them."
-    )
-
-
-def _carried(problem: Problem) -> Iterator[Carried]:
-    for value in problem.units.values:
-        for dst in value.dsts:
-            yield Carried(
-                src=value.src,
-                dst=dst,
-                per_sample=value.bytes.per_sample,
-                fixed=value.bytes.fixed,
-                num_directions=value.num_directions,
-                sliceable=value.sliceable,
-            )
 
 
 def _candidates(problem: Problem, filled: DownsetSearch) -> Iterator[ChainCandidate]:
@@ -192,3 +165,177 @@ class ChainCosts:
 def _most(limit: Array, kept: Array) -> Array:
     """Micro-batches in flight that fit into memory."""
     return np.floor(limit / np.maximum(kept, 1e-9))
+
+
+# -- the recurrence over downsets, for any costs of stages ------------------------------------------------------------
+
+Rows = NDArray[np.intp] | slice
+
+
+def downsets(order: nx.DiGraph, limit: int) -> list[int]:
+    """The first `limit` downsets of a graph with nodes 0..n-1, smaller ones first, as bits, the empty one included.
+
+    A chain of n nodes has n + 1, k chains of m nodes side by side have (m + 1)^k. Downsets of one size are made from
+    those with one unit less, so only downsets are ever stored.
+    """
+    followers = [sum(1 << after for after in order.successors(unit)) for unit in range(len(order))]
+    found, layer = [0], {0}
+    while layer and len(found) < limit:
+        layer = {bits | 1 << unit for bits in layer for unit in _addable(bits, followers)}
+        found += sorted(layer)
+    return found[:limit]
+
+
+def _addable(bits: int, followers: list[int]) -> list[int]:
+    """Units outside of a downset that make it another downset."""
+    return [unit for unit, after in enumerate(followers) if not bits >> unit & 1 and not after & ~bits]
+
+
+class Crossing(NamedTuple):
+    """Bytes that cross the border of stages D - D', for a D and many D': rows per sample and fixed.
+
+    `both`: bytes in both directions; `received`: bytes that forwards receive; `uncut`: whether any tensor is rigid.
+    """
+
+    both: Array
+    received: Array
+    uncut: NDArray[np.bool_]
+
+
+class Fitting(NamedTuple):
+    """Stages with `replicas` that fit: their rows, seconds per sample, and whether they keep all activations.
+
+    The last two are by stage and by devices of later stages; one column if they do not depend on the latter.
+    """
+
+    replicas: int
+    rows: Rows
+    seconds: Array
+    keeps: NDArray[np.bool_]
+
+
+class DownsetCosts(Protocol):
+    """Costs of stages D - D' for one micro-batch size."""
+
+    def stages(self, index: int, rests: NDArray[np.intp], crossing: Crossing) -> Iterator[Fitting]:
+        """The stages that fit, for every number of replicas."""
+
+
+@dataclass(frozen=True, slots=True)
+class FirstStage:
+    """A first stage of a downset: its units and replicas, whether it recomputes, and the downset of later stages."""
+
+    units: tuple[int, ...]
+    replicas: int
+    recompute: bool
+    rest: int
+
+
+class DownsetSearch:
+    """A for several costs: `best[costs, downset, devices]`.
+
+    Args:
+        members: whether downsets, the smaller ones first, contain units.
+        border: the bytes that cross borders.
+        costs: tables of costs.
+        num_devices: all of which are used.
+        idle: whether devices may be left over instead.
+    """
+
+    def __init__(
+        self,
+        members: NDArray[np.bool_],
+        border: Border,
+        costs: Sequence[DownsetCosts],
+        num_devices: int,
+        *,
+        idle: bool = False,
+    ) -> None:
+        self.members, self.border, self.costs, self.num_devices = members, border, costs, num_devices
+        self.words = np.packbits(members, axis=1, bitorder="little")
+        self.best = np.full((len(costs), len(members), num_devices + 1), np.inf)
+        self.best[:, 0, slice(None) if idle else 0] = 0
+        self.states = 0
+
+    def fill(self, index: int) -> None:
+        """Compute A of a downset from A of all smaller ones."""
+        rests = self._rests(index)
+        crossing = self.border(index, rests)
+        for number, costs in enumerate(self.costs):
+            before = self.best[number][rests]
+            for replicas, rows, seconds, _ in costs.stages(index, rests, crossing):
+                width = before.shape[1] - replicas
+                self.states += len(rests) * width
+                if len(seconds):
+                    row = self.best[number, index, replicas:]
+                    np.minimum(row, np.maximum(before[rows, :width], seconds).min(axis=0), out=row)
+            self.states += self.num_devices
+
+    def seconds(self, number: int) -> float:
+        """A of all units on all devices."""
+        return float(self.best[number, -1, self.num_devices])
+
+    def stages(self, number: int) -> Iterator[FirstStage]:
+        """The stages of the best solution, first to last."""
+        index, devices = len(self.members) - 1, self.num_devices
+        while index:
+            choice = self._choice(index, number, devices)
+            yield choice
+            index, devices = choice.rest, devices - choice.replicas
+
+    def _choice(self, index: int, number: int, devices: int) -> FirstStage:
+        """The first stage of the best solution, recomputed rather than stored for all cells."""
+        rests = self._rests(index)
+        options: list[tuple[float, int, int, bool]] = []
+        for replicas, rows, seconds, keeps in self.costs[number].stages(index, rests, self.border(index, rests)):
+            if replicas <= devices and len(seconds):
+                left = devices - replicas
+                tried = np.maximum(self.best[number, rests[rows], left], seconds[:, left % seconds.shape[1]])
+                least = int(tried.argmin())
+                again = not keeps[least % len(keeps), left % keeps.shape[1]]
+                options.append((float(tried[least]), int(rests[rows][least]), replicas, again))
+        _, rest, replicas, again = min(options, key=lambda option: option[0])
+        units = np.flatnonzero(self.members[index] & ~self.members[rest])
+        return FirstStage(tuple(units.tolist()), replicas, again, rest)
+
+    def _rests(self, index: int) -> NDArray[np.intp]:
+        """The proper subsets of a downset that are downsets."""
+        return np.flatnonzero(~(self.words[:index] & ~self.words[index]).any(axis=1))
+
+
+class Border:
+    """Bytes that cross the borders of stages D - D', for a D and many D'."""
+
+    def __init__(self, values: Iterable[Value], members: NDArray[np.bool_]) -> None:
+        size = members.shape[1]
+        both, sent, uncut = np.zeros((2, size, size)), np.zeros((2, size, size)), np.zeros((1, size, size))
+        for value in values:
+            num_bytes = np.array([value.bytes.per_sample, value.bytes.fixed])
+            for dst in value.dsts:
+                both[:, value.src, dst] += num_bytes * value.num_directions
+                sent[:, value.src, dst] += num_bytes
+                uncut[0, value.src, dst] += not value.sliceable
+        self.inside = members.astype(float)
+        self.both, self.sent, self.uncut = both, sent, uncut
+        self.read_from = self._read_from(both), self._read_from(uncut)
+
+    def __call__(self, index: int, rests: NDArray[np.intp]) -> Crossing:
+        stages = self.inside[index] - self.inside[rests]
+        outside = 1 - self.inside[index]
+        both, uncut = (
+            (outside @ matrix @ stages.T) + np.einsum("vru,ru->vr", read[:, rests], stages)
+            for matrix, read in zip((self.both, self.uncut), self.read_from, strict=True)
+        )
+        return Crossing(both, outside @ self.sent @ stages.T, uncut[0] > 0)
+
+    def _read_from(self, matrix: Array) -> Array:
+        """Bytes that downsets read from units, by downset and unit."""
+        read: Array = np.matmul(matrix, self.inside.T).transpose(0, 2, 1)
+        return read
+
+
+def members_of(sets: Sequence[int], num_units: int) -> NDArray[np.bool_]:
+    """A mask of the units that each downset contains."""
+    width = -(-num_units // 8)
+    words = np.frombuffer(b"".join(bits.to_bytes(width, "little") for bits in sets), dtype=np.uint8)
+    return np.unpackbits(words.reshape(len(sets), width), axis=1, count=num_units, bitorder="little").astype(bool)

@@ -5,16 +5,17 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from heapq import heappop, heappush
 from itertools import accumulate, islice
 
 import networkx as nx
 
 from lightning_gpp.cluster.groups import num_members
 from lightning_gpp.errors import PlanError
-from lightning_gpp.graph import Affine, OperatorGraph
-from lightning_gpp.plan import STEP, Plan, Stage, topological
-from lightning_gpp.planning.assignment.assign import assign, make_plan
-from lightning_gpp.planning.assignment.modules import ModuleNode, module_tree, stage_names
+from lightning_gpp.graph import Affine
+from lightning_gpp.plan import STEP, Plan, Stage
+from lightning_gpp.planning.assignment.assign import compress, make_plan
+from lightning_gpp.planning.assignment.modules import stage_names
 from lightning_gpp.planning.problem.problem import Problem
 from lightning_gpp.planning.problem.recomputation import Recompute
 from lightning_gpp.wording import counted
@@ -119,6 +120,25 @@ def with_chain(edges: Mapping[tuple[int, int], Flow], num_stages: int) -> dict[t
     return {**{(index, index + 1): token for index in range(num_stages - 1)}, **edges}
 
 
+def topological_order(edges: Iterable[tuple[int, int]], num_stages: int) -> list[int]:
+    """Stages in a topological order that keeps the given one where edges allow it; empty if they form a cycle."""
+    following: list[list[int]] = [[] for _ in range(num_stages)]
+    missing = [0] * num_stages
+    for src, dst in edges:
+        following[src].append(dst)
+        missing[dst] += 1
+    ready = [stage for stage in range(num_stages) if not missing[stage]]
+    order = []
+    while ready:
+        stage = heappop(ready)
+        order.append(stage)
+        for other in following[stage]:
+            missing[other] -= 1
+            if not missing[other]:
+                heappush(ready, other)
+    return order if len(order) == num_stages else []
+
+
 def in_topological_order(problem: Problem, draft: Draft) -> Draft:
     """The draft with its stages in topological order; stages that do not need each other keep the given order.
 
@@ -126,11 +146,10 @@ def in_topological_order(problem: Problem, draft: Draft) -> Draft:
         PlanError: the stages form a cycle.
     """
     pairs = list(flows(problem, stage_of_units(problem.num_units, [stage.units for stage in draft.stages])))
-    try:
-        order = topological(pairs, len(draft.stages))
-    except nx.NetworkXUnfeasible:
+    order = topological_order(pairs, len(draft.stages))
+    if not order:
         cycle = " -> ".join(str(src) for src, _ in nx.find_cycle(nx.DiGraph(pairs)))
-        raise PlanError(f"The stages {cycle} of the draft form a cycle: each needs a result of the next.") from None
+        raise PlanError(f"The stages {cycle} of the draft form a cycle: each needs a result of the next.")
     return replace(draft, stages=tuple(draft.stages[index] for index in order))
 
 
@@ -300,21 +319,28 @@ def _with_one_step(drafts: Sequence[Stage]) -> Iterator[Stage]:
             yield replace(step, recompute=False, offload=False)
 
 
-def compress(graph: OperatorGraph, stage_modules: Sequence[Sequence[str]]) -> list[tuple[str, ...]]:
-    """The same stages with the fewest paths: a module replaces its submodules if the stage computes all of it."""
-    assignment = assign(graph, stage_modules)
-    found: list[list[str]] = [[] for _ in stage_modules]
-    _collect(module_tree(graph), {name: set(stages) for name, stages in assignment.items()}, found)
-    step = next(index for index, modules in enumerate(stage_modules) if STEP in modules)
-    found[step].append(STEP)
-    return [tuple(paths) for paths in found]
+Complexity = tuple[int, int, int]
+"""Number of stages, of modules whose parts are in different stages, and of different numbers of replicas and members.
+"""
 
 
-def _collect(node: ModuleNode, assignment: dict[str, set[int]], found: list[list[str]]) -> None:
-    stages: set[int] = set().union(*(assignment[operator.name] for operator in node.all_operators()))
-    once = all(len(assignment[operator.name]) == 1 for operator in node.all_operators())
-    if len(stages) == 1 and once:
-        found[stages.pop()].append(node.path)
-    else:
-        for child in node.children.values():
-            _collect(child, assignment, found)
+def complexity(problem: Problem, draft: Draft) -> Complexity:
+    """A sort key, simplest first: few stages, borders between blocks instead of inside them, equal replicas."""
+    replicas = {(len(stage.devices), stage.members) for stage in draft.stages}
+    return len(draft.stages), _divided_modules(problem, draft), len(replicas)
+
+
+def _divided_modules(problem: Problem, draft: Draft) -> int:
+    owner = stage_of_units(problem.num_units, [stage.units for stage in draft.stages])
+    owners: dict[str, set[int]] = {}
+    for unit, stage in zip(problem.units.units, owner, strict=True):
+        for path in unit.modules:
+            for parent in _parents(path):
+                owners.setdefault(parent, set()).add(stage)
+    return sum(len(stages) > 1 for stages in owners.values())
+
+
+def _parents(path: str) -> Iterator[str]:
+    while "." in path:
+        path = path.rpartition(".")[0]
+        yield path

@@ -14,10 +14,10 @@ from lightning_gpp.planning.problem.draft import (
     Flow,
     flows,
     stage_of_units,
+    topological_order,
     unreplicated,
     with_chain,
 )
-from lightning_gpp.planning.problem.in_flight import in_flight_counts, topological_order
 from lightning_gpp.planning.problem.pipeline_clock import ClockedStages, period_seconds, step_seconds
 from lightning_gpp.planning.problem.problem import Problem
 from lightning_gpp.planning.problem.recomputation import Recomputation, Recompute, StageMemory
@@ -32,6 +32,7 @@ from lightning_gpp.planning.problem.stage_figures import (
 )
 from lightning_gpp.planning.problem.transfers import Transfers, contend, take_time
 from lightning_gpp.planning.problem.units import Value
+from lightning_gpp.schedules.one_f_one_b import samples_in_flight
 
 _Anywhere = tuple[tuple[int, ...], int, Recompute, bool, int, frozenset[int]]
 """Units, samples of a share, what is recomputed, whether the rest is offloaded, members, and kinds of devices."""
@@ -46,8 +47,6 @@ class Evaluation:
             or are further ahead than the weight policy allows.
         excess_bytes: the most bytes by which a device exceeds its memory; 0 if all fit.
         peak_bytes: peak memory of a device of each stage.
-        copied_bytes: the part of it for weights that are kept besides the newest.
-        loaded_bytes: the part of it for the mini-batch, where it is loaded.
         in_flight: micro-batches in flight on each stage.
         recompute: what each stage recomputes.
         offload: whether each stage keeps activations in host memory.
@@ -57,8 +56,6 @@ class Evaluation:
     seconds: float
     excess_bytes: float = 0.0
     peak_bytes: tuple[float, ...] = ()
-    copied_bytes: tuple[float, ...] = ()
-    loaded_bytes: tuple[float, ...] = ()
     in_flight: tuple[int, ...] = ()
     recompute: tuple[Recompute, ...] = ()
     offload: tuple[bool, ...] = ()
@@ -208,8 +205,6 @@ class Evaluator:
             seconds=max(number * busiest, self._seconds(pipeline, clocked, number, fitted.figures, limit)),
             excess_bytes=float(max(0.0, *(peak - room for peak, room in zip(peaks, limits, strict=True)))),
             peak_bytes=tuple(peaks[index] for index in place),
-            copied_bytes=tuple(copied[index] for index in place),
-            loaded_bytes=tuple(loaded[index] for index in place),
             in_flight=tuple(counts[index] for index in place),
             recompute=tuple(fitted.stages[index].recompute or False for index in place),
             offload=tuple(fitted.stages[index].offload for index in place),
@@ -292,7 +287,13 @@ class Evaluator:
     ) -> list[int]:
         """The most micro-batches in flight on each stage; without a flush, of several mini-batches."""
         most = len(slack) + 1 if self.problem.continuous else number
-        return [min(most, count + apart) for count in in_flight_counts(slack, edges, schedule, most)]
+        if schedule == "gpipe":
+            return [most] * len(slack)
+        successors: list[list[int]] = [[] for _ in slack]
+        for src, dst in edges:
+            successors[src].append(dst)
+        samples = samples_in_flight([1] * len(slack), successors, slack=slack)
+        return [min(most, count + apart) for count in samples]
 
     def _copied_bytes(self, stage: DraftStage, in_flight: int, number: int) -> float:
         """Bytes of the weights that a stage keeps besides the newest.

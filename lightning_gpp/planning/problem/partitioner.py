@@ -19,11 +19,11 @@ Progress = Callable[[float, float, float], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alternative:
-    """A draft that was not chosen, with its step time and the reason in words."""
+    """A draft that was not chosen, its step time, and in words what else is to be said of it."""
 
     draft: Draft
     seconds: float
-    reason: str
+    reason: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

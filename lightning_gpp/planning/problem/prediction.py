@@ -20,11 +20,10 @@ from lightning_gpp.errors import GPPError, ScheduleError
 from lightning_gpp.graph import OperatorGraph
 from lightning_gpp.plan import Plan
 from lightning_gpp.planning.assignment.estimate import estimate, timed
-from lightning_gpp.planning.problem.draft import Draft, other_orders, realise, unreplicated
+from lightning_gpp.planning.problem.draft import Draft, complexity, other_orders, realise, unreplicated
 from lightning_gpp.planning.problem.evaluate import Evaluator
 from lightning_gpp.planning.problem.partitioner import Alternative, Answer, SearchControl
 from lightning_gpp.planning.problem.problem import Problem
-from lightning_gpp.planning.problem.simplicity import complexity
 from lightning_gpp.schedules import compile_program, in_flight
 from lightning_gpp.simulation import (
     Period,
@@ -359,7 +358,7 @@ def _others(answer: Answer, chosen: Draft, predictions: Mapping[Draft, Predictio
     if answer.draft is None or answer.draft == chosen or answer.draft not in predictions:
         return others
     prediction = predictions[answer.draft]
-    reason = "needs more memory" if prediction.excess_bytes else "its program takes longer than its estimate"
+    reason = "" if prediction.fits else "needs more memory"
     return (Alternative(draft=answer.draft, seconds=prediction.seconds, reason=reason), *others)
 
 

@@ -20,7 +20,7 @@ from lightning_gpp.errors import GPPError
 from lightning_gpp.graph import OperatorGraph, TensorSpec
 from lightning_gpp.plan import SOURCE, STEP, WHOLE, Plan, Stage
 from lightning_gpp.planning.assignment.assign import assign, make_plan
-from lightning_gpp.planning.assignment.rebuild import separated
+from lightning_gpp.planning.assignment.complete import separated
 from lightning_gpp.runtime.phases import KeptForwards, PhasedExecutor
 from lightning_gpp.runtime.random import RandomStreams
 from lightning_gpp.runtime.transport import Transport

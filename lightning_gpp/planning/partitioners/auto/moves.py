@@ -11,8 +11,7 @@ from typing import Final
 
 from lightning_gpp.planning.partitioners.auto.member_moves import member_moves
 from lightning_gpp.planning.partitioners.auto.shape import SLACKENED, Shape, flat
-from lightning_gpp.planning.problem.draft import flows, stage_of_units
-from lightning_gpp.planning.problem.in_flight import topological_order
+from lightning_gpp.planning.problem.draft import flows, stage_of_units, topological_order
 from lightning_gpp.planning.problem.problem import Problem
 
 FOCUS = 4

@@ -29,12 +29,11 @@ from lightning_gpp.planning.partitioners.auto.shape import Shape
 from lightning_gpp.planning.partitioners.auto.variants import on_fewer_devices, variants
 from lightning_gpp.planning.partitioners.graphpipe import graphpipe
 from lightning_gpp.planning.problem.bound import busy_bound
-from lightning_gpp.planning.problem.draft import Draft
-from lightning_gpp.planning.problem.evaluate import Evaluation, Evaluator
+from lightning_gpp.planning.problem.draft import Draft, complexity
+from lightning_gpp.planning.problem.evaluate import Evaluator
 from lightning_gpp.planning.problem.partitioner import Alternative, Answer, SearchControl, register_partitioner
 from lightning_gpp.planning.problem.pipeline_clock import EXACT_ACTIONS
 from lightning_gpp.planning.problem.problem import Problem
-from lightning_gpp.planning.problem.simplicity import complexity
 
 MIN_PIECES, PIECES_PER_SLOT, COARSE_SHARE = 192, 3, 0.7
 """Number of larger units for a first search, in total and per device, and its share of the time."""
@@ -330,7 +329,7 @@ class Search:
         for shape, name in self.named.items():
             if shape != self.best and shape in self.known and self.known[shape][1] < inf:
                 found = self._alternative(shape)
-                yield replace(found, reason=f"{name}'s: {found.reason}")
+                yield replace(found, reason=", ".join(filter(None, (f"of {name}", found.reason))))
         kinds = {_kind(self.best)} if self.best else set()
         if self.fastest is not None and self.fastest != self.best:
             kinds.add(_kind(self.fastest))
@@ -343,18 +342,10 @@ class Search:
     def _alternative(self, shape: Shape) -> Alternative:
         draft = self._fitted(shape)
         found = self.evaluate(draft)
-        return Alternative(draft=draft, seconds=found.seconds, reason=self._reason(found))
-
-    def _reason(self, evaluation: Evaluation) -> str:
-        if not evaluation.fits:
-            return f"needs {evaluation.excess_bytes / 1e9:.2f} GB more memory than a device has"
-        if evaluation.seconds < self.rank[1]:
-            less = 1 - evaluation.seconds / self.rank[1]
-            return (
-                f"the {self.problem.judged_by} takes {100 * less:.1f} % less, but the plan is less simple "
-                "(strategy.simplicity)"
-            )
-        return f"the {self.problem.judged_by} takes {100 * (evaluation.seconds / self.rank[1] - 1):.1f} % longer"
+        reason = "less simple (strategy.simplicity)" if found.seconds < self.rank[1] else ""
+        if not found.fits:
+            reason = f"needs {found.excess_bytes / 1e9:.2f} GB more memory than a device has"
+        return Alternative(draft=draft, seconds=found.seconds, reason=reason)
 
 
 def _kind(shape: Shape) -> tuple[int, int, int]:

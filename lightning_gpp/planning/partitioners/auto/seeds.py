@@ -29,8 +29,7 @@ import networkx as nx
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_gpp.planning.partitioners.auto.messages import furthest, message_seconds
-from lightning_gpp.planning.partitioners.auto.scarce import ScarceMemory
+from lightning_gpp.planning.partitioners.auto.order_costs import ScarceMemory, furthest, message_seconds
 from lightning_gpp.planning.partitioners.auto.shape import Shape
 from lightning_gpp.planning.problem.problem import Array, Problem
 

@@ -7,66 +7,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_gpp.planning.partitioners.series_parallel import Conversion, Tree, evaluate, make_series_parallel
+from lightning_gpp.planning.partitioners.graphpipe.series_parallel import (
+    Conversion,
+    Fork,
+    Line,
+    LinePart,
+    make_series_parallel,
+)
 from lightning_gpp.planning.problem.problem import Array, Problem
 from lightning_gpp.planning.problem.units import Value
 
 BUNDLES = (2, 3, 4)
 """Branches per bundle, which may be one stage, for forks with more branches than half the devices."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Line:
-    """Parts one after another: units, and forks of lines side by side. `units` are all units of the line, in order."""
-
-    parts: tuple[LinePart, ...]
-    units: tuple[int, ...] = field(init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "units", tuple(unit for part in self.parts for unit in units_of(part)))
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Fork:
-    """At least two lines without any order between them."""
-
-    lines: tuple[Line, ...]
-    units: tuple[int, ...] = field(init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "units", tuple(unit for line in self.lines for unit in line.units))
-
-
-LinePart: TypeAlias = int | Fork
-
-
-def units_of(part: LinePart) -> tuple[int, ...]:
-    return (part,) if isinstance(part, int) else part.units
-
-
-def line_of(tree: Tree) -> Line:
-    """The tree as a line: a single unit or fork is a line of one part."""
-
-    def side_by_side(parts: list[LinePart | Line]) -> LinePart | Line:
-        return Fork(tuple(_as_line(part) for part in parts))
-
-    def in_series(parts: list[LinePart | Line]) -> LinePart | Line:
-        return Line(tuple(part for part in parts if not isinstance(part, Line)))
-
-    def unit(node: Hashable) -> LinePart | Line:
-        assert isinstance(node, int)
-        return node
-
-    return _as_line(evaluate(tree, leaf=unit, series=in_series, parallel=side_by_side))
-
-
-def _as_line(part: LinePart | Line) -> Line:
-    return part if isinstance(part, Line) else Line((part,))
 
 
 def bundled(line: Line, size: int, weight: Callable[[Line], float]) -> Line:
@@ -344,7 +300,7 @@ def converted(problem: Problem) -> Conversion:
     """The units in series-parallel order, with the least delay found. Units with parameters are not repeated."""
     seconds = problem.seconds(problem.sizes[-1]).total
     keep = [unit for unit, num_bytes in enumerate(problem.parameter_bytes) if num_bytes]
-    return make_series_parallel(problem.order, dict(enumerate(seconds.tolist())), keep=[*keep, problem.num_units - 1])
+    return make_series_parallel(problem.order, seconds.tolist(), keep=[*keep, problem.num_units - 1])
 
 
 def head_member(shape: LineShape, end: LineCut) -> int:

@@ -10,20 +10,17 @@ from typing import TypeAlias
 from lightning_gpp.cluster import Link
 from lightning_gpp.planning.partitioners.graphpipe.lines import (
     NONE,
-    Fork,
-    Line,
     LineCut,
     LineShape,
     converted,
     head_member,
     head_units,
-    line_of,
     orders_of,
     tail_units,
 )
+from lightning_gpp.planning.partitioners.graphpipe.series_parallel import Conversion, Fork, Line
 from lightning_gpp.planning.partitioners.graphpipe.solve import Grid, Solution, Solver, Way
 from lightning_gpp.planning.partitioners.graphpipe.tables import Tables
-from lightning_gpp.planning.partitioners.series_parallel import Conversion
 from lightning_gpp.planning.problem.draft import Devices, Draft, DraftStage, layouts, side_by_side
 from lightning_gpp.planning.problem.evaluate import Evaluator
 from lightning_gpp.planning.problem.partitioner import Alternative, Answer, SearchControl, register_partitioner
@@ -73,7 +70,7 @@ def graphpipe(problem: Problem, control: SearchControl) -> Answer:
     conversion = converted(problem)
     found: list[_Size] = []
     states = 0
-    for line in orders_of(problem, line_of(conversion.tree)):
+    for line in orders_of(problem, conversion.line):
         search = _GraphPipeSearch(problem=problem, control=control, line=line, inlined=conversion.inlined)
         found = sorted([*found, *search.run(found[0].seconds if found else inf)], key=lambda entry: entry.seconds)
         states += search.states
@@ -83,7 +80,7 @@ def graphpipe(problem: Problem, control: SearchControl) -> Answer:
         objective=best.high if best else inf,
         objective_name=OBJECTIVE,
         states=states,
-        alternatives=tuple(_alternatives(found)),
+        alternatives=tuple(Alternative(draft=other.draft, seconds=other.seconds) for other in found[1:] if other.draft),
         notes=tuple(_notes(conversion, search, best is not None)),
     )
 
@@ -93,7 +90,7 @@ class _GraphPipeSearch:
     problem: Problem
     control: SearchControl
     line: Line
-    inlined: tuple[object, ...]
+    inlined: tuple[int, ...]
     states: int = 0
     stopped: bool = False
     likely: float = 1.0
@@ -201,34 +198,21 @@ def layouts_of(replicas: Sequence[int], copies: bool) -> Iterator[Devices]:
         yield [place for _, place in sorted(zip([*order, last], places, strict=True))]
 
 
-def with_inlined(problem: Problem, pieces: Sequence[Piece], inlined: Sequence[object]) -> list[Piece]:
+def with_inlined(problem: Problem, pieces: Sequence[Piece], inlined: Sequence[int]) -> list[Piece]:
     """Put units that the tree lacks into the first stage that reads them, so that all edges lead forward."""
     stage_of = {unit: index for index, piece in enumerate(pieces) for unit in piece.units}
     added: dict[int, list[int]] = {}
     for unit in reversed(inlined):
-        assert isinstance(unit, int)
         stage_of[unit] = min(stage_of[reader] for reader in problem.order.successors(unit))
         added.setdefault(stage_of[unit], []).append(unit)
     return [replace(piece, units=piece.units + tuple(added.get(index, ()))) for index, piece in enumerate(pieces)]
 
 
-def _alternatives(found: Sequence[_Size]) -> Iterator[Alternative]:
-    seen = [found[0].draft] if found else []
-    for entry in found[1:]:
-        if entry.draft is not None and entry.draft not in seen:
-            seen.append(entry.draft)
-            yield Alternative(
-                draft=entry.draft,
-                seconds=entry.seconds,
-                reason=f"micro-batches of {entry.tables.size} samples make the step longer",
-            )
-
-
 def _notes(conversion: Conversion, search: _GraphPipeSearch, found: bool) -> Iterator[str]:
-    if conversion.added:
+    if conversion.price > 1:
         yield (
-            f"The order of the units is not series-parallel: {len(conversion.added)} pairs without an order were put "
-            f"in one, which makes the longest path {conversion.price - 1:.2%} longer."
+            "The order of the units is not series-parallel; with more order, which it is, the longest path is "
+            f"{conversion.price - 1:.2%} longer."
         )
     if conversion.inlined:
         yield f"{len(conversion.inlined)} units of negligible cost that many others read were placed after the search."

@@ -18,11 +18,10 @@ from lightning_gpp.planning.partitioners.graphpipe.lines import (
     PER_SAMPLE,
     RIGID,
     Likeness,
-    Line,
     LineShape,
     shape_of,
-    units_of,
 )
+from lightning_gpp.planning.partitioners.graphpipe.series_parallel import Line, units_of
 from lightning_gpp.planning.problem.problem import Array, Problem
 
 Counts = NDArray[np.int64]
