@@ -9,6 +9,7 @@ import bisect
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
+from heapq import heappop, heappush
 from math import inf
 from pathlib import Path
 from typing import Any, Final
@@ -270,11 +271,22 @@ def _plain(value: Any) -> Any:
 
 
 def topological(pairs: Iterable[tuple[int, int]], num_stages: int) -> list[int]:
-    """A topological order of stage indices that keeps the given order where the edges allow it."""
-    graph = nx.DiGraph()
-    graph.add_nodes_from(range(num_stages))
-    graph.add_edges_from(pairs)
-    return list(nx.lexicographical_topological_sort(graph))
+    """Stages in a topological order that keeps the given one where pairs allow it; empty if they form a cycle."""
+    following: list[list[int]] = [[] for _ in range(num_stages)]
+    missing = [0] * num_stages
+    for src, dst in pairs:
+        following[src].append(dst)
+        missing[dst] += 1
+    ready = [stage for stage in range(num_stages) if not missing[stage]]
+    order = []
+    while ready:
+        stage = heappop(ready)
+        order.append(stage)
+        for other in following[stage]:
+            missing[other] -= 1
+            if not missing[other]:
+                heappush(ready, other)
+    return order if len(order) == num_stages else []
 
 
 @lru_cache(maxsize=1024)  # schedules ask for them once per action

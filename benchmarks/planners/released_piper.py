@@ -41,13 +41,13 @@ from lightning_gpp.graph import Affine, Operator, OperatorGraph, TensorSpec
 from lightning_gpp.planning import DraftStage, Request, best_plan
 from lightning_gpp.planning.assignment.modules import DATA
 from lightning_gpp.planning.partitioners.piper import (
+    MAX_DOWNSETS,
     Border,
     DownsetSearch,
     FirstStage,
     downsets,
     members_of,
 )
-from lightning_gpp.planning.partitioners.piper import MAX_DOWNSETS
 from lightning_gpp.planning.problem.draft import Draft, side_by_side
 from lightning_gpp.planning.problem.evaluate import Evaluator
 from lightning_gpp.planning.problem.partitioner import SearchControl, partitioner_of

@@ -10,9 +10,8 @@ import pytest
 from lightning_gpp.cluster import Cluster, Link
 from lightning_gpp.planning import Evaluator, Problem, Request, SearchControl
 from lightning_gpp.planning.partitioners.chains import precedence, slowest_link
-from lightning_gpp.planning.partitioners.piper import downsets
 from lightning_gpp.planning.partitioners.pipedream import pipedream
-from lightning_gpp.planning.partitioners.piper import piper
+from lightning_gpp.planning.partitioners.piper import downsets, piper
 from lightning_gpp.planning.problem.units import UnitGraph
 from tests.planning import graphs
 from tests.planning.problems import DEVICE, problem_of, random_problem

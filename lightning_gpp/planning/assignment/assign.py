@@ -138,20 +138,6 @@ def _forced(graph: OperatorGraph, owned: dict[str, int], makers: dict[str, froze
     return {(maker, stage) for name, stage in owned.items() for maker in makers[name] if maker != stage}
 
 
-def _ancestors(order: nx.DiGraph) -> dict[int, set[int]]:
-    """The ancestors of every stage. Stages of one cycle are ancestors of each other."""
-    components = nx.condensation(order)
-    before: dict[int, set[int]] = {}
-    for component in nx.topological_sort(components):
-        members: list[set[int]] = [components.nodes[source]["members"] for source in components.predecessors(component)]
-        before[component] = set().union(*members, *(before[source] for source in components.predecessors(component)))
-    return {
-        stage: before[component] | (members - {stage})
-        for component, members in components.nodes(data="members")
-        for stage in members
-    }
-
-
 class _Assignment:
     """The stages of operators, filled from the last operator to the first."""
 
@@ -159,7 +145,8 @@ class _Assignment:
         self.graph = graph
         self.owned = _owned(graph, owners)
         self.makers = _makers(graph, self.owned)
-        self.ancestors = _ancestors(nx.DiGraph(sorted(_forced(graph, self.owned, self.makers))))
+        order = nx.DiGraph(sorted(_forced(graph, self.owned, self.makers)))
+        self.ancestors = {stage: nx.ancestors(order, stage) for stage in order}
         self.clusters: dict[str, tuple[int, ...]] = {}
         self.assignment: Assignment = {}
 
@@ -237,15 +224,15 @@ def make_plan(
 
 
 def _order(stages: Sequence[Stage], pairs: list[tuple[int, int]]) -> list[int]:
-    try:
-        return topological(pairs, len(stages))
-    except nx.NetworkXUnfeasible:
+    order = topological(pairs, len(stages))
+    if not order:
         cycle = [src for src, _ in nx.find_cycle(nx.DiGraph(pairs))]
         names = " -> ".join(stages[index].name for index in [*cycle, cycle[0]])
         raise PlanError(
             f"The stages form a cycle: {names}. Each needs a result of the next, so none can start. "
             "Merge these stages, or move modules between them (strategy.stages)."
-        ) from None
+        )
+    return order
 
 
 def mixing_stages(graph: OperatorGraph, assignment: Assignment) -> dict[int, Operator]:

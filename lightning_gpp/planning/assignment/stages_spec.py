@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Annotated, Any, Final
 
 from annotated_types import Ge, MinLen
@@ -28,6 +28,9 @@ class Entry:
     round_robin: bool = False
     slack: Annotated[int, Ge(0)] = 0
     tensor_parallel_size: Annotated[int, Ge(1)] | None = None
+
+
+KEYS: Final = tuple(field.name for field in fields(Entry))
 
 
 def read(spec: StagesSpec) -> list[Entry]:
@@ -76,7 +79,4 @@ def _entry(where: str, keys: Any) -> Entry:
     return validated(Entry, keys, error=ConfigError, key=where, remedy=_REMEDY)
 
 
-_REMEDY: Final = (
-    "A stage has `modules` (paths of modules), and may have name, devices, micro_batch_size, recompute, offload, "
-    "round_robin, slack, tensor_parallel_size."
-)
+_REMEDY: Final = f"A stage has `modules` (paths of modules), and may have {', '.join(KEYS[1:])}."

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from heapq import heappop, heappush
 from itertools import accumulate, islice
 
 import networkx as nx
@@ -13,7 +12,7 @@ import networkx as nx
 from lightning_gpp.cluster.groups import num_members
 from lightning_gpp.errors import PlanError
 from lightning_gpp.graph import Affine
-from lightning_gpp.plan import STEP, Plan, Stage
+from lightning_gpp.plan import STEP, Plan, Stage, topological
 from lightning_gpp.planning.assignment.assign import compress, make_plan
 from lightning_gpp.planning.assignment.modules import stage_names
 from lightning_gpp.planning.problem.problem import Problem
@@ -120,25 +119,6 @@ def with_chain(edges: Mapping[tuple[int, int], Flow], num_stages: int) -> dict[t
     return {**{(index, index + 1): token for index in range(num_stages - 1)}, **edges}
 
 
-def topological_order(edges: Iterable[tuple[int, int]], num_stages: int) -> list[int]:
-    """Stages in a topological order that keeps the given one where edges allow it; empty if they form a cycle."""
-    following: list[list[int]] = [[] for _ in range(num_stages)]
-    missing = [0] * num_stages
-    for src, dst in edges:
-        following[src].append(dst)
-        missing[dst] += 1
-    ready = [stage for stage in range(num_stages) if not missing[stage]]
-    order = []
-    while ready:
-        stage = heappop(ready)
-        order.append(stage)
-        for other in following[stage]:
-            missing[other] -= 1
-            if not missing[other]:
-                heappush(ready, other)
-    return order if len(order) == num_stages else []
-
-
 def in_topological_order(problem: Problem, draft: Draft) -> Draft:
     """The draft with its stages in topological order; stages that do not need each other keep the given order.
 
@@ -146,7 +126,7 @@ def in_topological_order(problem: Problem, draft: Draft) -> Draft:
         PlanError: the stages form a cycle.
     """
     pairs = list(flows(problem, stage_of_units(problem.num_units, [stage.units for stage in draft.stages])))
-    order = topological_order(pairs, len(draft.stages))
+    order = topological(pairs, len(draft.stages))
     if not order:
         cycle = " -> ".join(str(src) for src, _ in nx.find_cycle(nx.DiGraph(pairs)))
         raise PlanError(f"The stages {cycle} of the draft form a cycle: each needs a result of the next.")

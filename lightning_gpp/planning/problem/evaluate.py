@@ -8,13 +8,13 @@ from math import inf
 
 from lightning_gpp.errors import ScheduleError
 from lightning_gpp.graph import Affine
+from lightning_gpp.plan import topological
 from lightning_gpp.planning.problem.draft import (
     Draft,
     DraftStage,
     Flow,
     flows,
     stage_of_units,
-    topological_order,
     unreplicated,
     with_chain,
 )
@@ -129,7 +129,7 @@ class Evaluator:
 
     def _of(self, draft: Draft, limit: float, *, simulated: bool) -> Evaluation:
         edges = self.edges(draft)
-        order = topological_order(edges, len(draft.stages))
+        order = topological(edges, len(draft.stages))
         if not order or (simulated and not (self._placeable(draft) and self._divisible(draft))):
             return Evaluation(seconds=inf)
         position = {stage: index for index, stage in enumerate(order)}

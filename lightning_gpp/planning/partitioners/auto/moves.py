@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Final
 
+from lightning_gpp.plan import topological
 from lightning_gpp.planning.partitioners.auto.member_moves import member_moves
 from lightning_gpp.planning.partitioners.auto.shape import SLACKENED, Shape, flat
-from lightning_gpp.planning.problem.draft import flows, stage_of_units, topological_order
+from lightning_gpp.planning.problem.draft import flows, stage_of_units
 from lightning_gpp.planning.problem.problem import Problem
 
 FOCUS = 4
@@ -256,7 +257,7 @@ def _with_entry(entries: tuple[int, ...], index: int, value: int) -> tuple[int, 
 def slack_of_chain(problem: Problem, groups: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
     """The slack with which every stage holds as many micro-batches as in a chain of the stages in topological order."""
     pairs = list(flows(problem, stage_of_units(problem.num_units, groups)))
-    order = topological_order(pairs, len(groups))
+    order = topological(pairs, len(groups))
     wanted = [0] * len(groups)
     for number, stage in enumerate(reversed(order), start=1):
         wanted[stage] = number
@@ -273,7 +274,7 @@ def waits_filled(problem: Problem, shape: Shape) -> Iterator[tuple[int, ...]]:
     Stages that get lighter towards the sink are busy all the time only if those in front have so many forwards.
     """
     pairs = list(flows(problem, stage_of_units(problem.num_units, shape.groups)))
-    order = topological_order(pairs, len(shape.groups))
+    order = topological(pairs, len(shape.groups))
     forward, behind = _forwards_and_waits(problem, shape, pairs, order)
     for share in FILLED:
         wanted = [1 + int(share * wait / each) if each else 1 for each, wait in zip(forward, behind, strict=True)]
