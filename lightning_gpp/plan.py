@@ -18,15 +18,23 @@ import networkx as nx
 import yaml
 
 from lightning_gpp.errors import ConfigError, PlanError
-from lightning_gpp.plan_checks import (
+from lightning_gpp.plan_parts import (
+    SHARDINGS,
+    SOURCE,
+    STEP,
+    WHOLE,
+    Edge,
+    Figures,
+    Stage,
     check_devices,
     check_edges,
     check_members,
     check_slices,
     check_stages,
+    even_parts,
+    share_of,
     stage_graph,
 )
-from lightning_gpp.plan_parts import SHARDINGS, SOURCE, STEP, WHOLE, Edge, Figures, Stage, even_parts, share_of
 
 __all__ = [
     "SHARDINGS",

@@ -17,10 +17,10 @@ from lightning_gpp.planning.problem.partitioner import (
     partitioner_names,
     register_partitioner,
 )
-from lightning_gpp.planning.problem.prediction import Prediction, SearchFigures, best_order
+from lightning_gpp.planning.problem.prediction import Prediction, SearchFigures
 from lightning_gpp.planning.problem.problem import Problem
 from lightning_gpp.planning.request import Request
-from lightning_gpp.planning.search import best_plan
+from lightning_gpp.planning.search import best_order, best_plan
 from lightning_gpp.planning.tensor_parallel import SIZES, SizesFound, best_sizes
 
 __all__ = [

@@ -26,8 +26,8 @@ from lightning_gpp.costs.tensor_parallel import roofline_of
 from lightning_gpp.errors import ConfigError
 from lightning_gpp.graph import OperatorGraph
 from lightning_gpp.option import option
+from lightning_gpp.planning.assignment.complete import resolve_size
 from lightning_gpp.planning.assignment.slices import Slicing
-from lightning_gpp.planning.micro_batches import resolve_size
 from lightning_gpp.planning.problem.partitioner import Progress
 from lightning_gpp.planning.problem.problem import Problem, operator_seconds
 from lightning_gpp.planning.problem.units import find_units

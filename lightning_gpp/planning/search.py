@@ -26,7 +26,6 @@ from lightning_gpp.plan import STEP, Plan
 from lightning_gpp.planning.advice import advice
 from lightning_gpp.planning.assignment.complete import completed, with_batch_size
 from lightning_gpp.planning.assignment.layout import lay_out
-from lightning_gpp.planning.problem.bound import busy_bound
 from lightning_gpp.planning.problem.draft import Draft, realise
 from lightning_gpp.planning.problem.evaluate import Evaluator
 from lightning_gpp.planning.problem.partitioner import (
@@ -38,7 +37,7 @@ from lightning_gpp.planning.problem.partitioner import (
     partitioner_of,
 )
 from lightning_gpp.planning.problem.prediction import Prediction, SearchFigures, Trial, best_trial, predicted
-from lightning_gpp.planning.problem.problem import Problem
+from lightning_gpp.planning.problem.problem import Problem, busy_bound
 from lightning_gpp.planning.request import STANDARD, Candidate, Request, candidates, num_stages_per_device
 
 ESTIMATES_SHARE: Final = 0.6
@@ -328,6 +327,34 @@ def _check_number(plan: Plan, number: int, cluster: Cluster) -> None:
             f"schedule={plan.schedule} lays this draft out on {plan.num_devices} devices per pipeline, so {number} "
             f"pipelines need {plan.num_devices * number}; the cluster {cluster.name!r} has {cluster.num_devices}."
         )
+
+
+def best_order(plan: Plan, graph: OperatorGraph, request: Request, num_pipelines: int = 1) -> Prediction:
+    """The user's stages under the fastest of the request's schedules that fits the memory.
+
+    Raises:
+        GPPError: none of them can order the stages; the error is that of the first.
+    """
+    costs, failures, predictions = request.operator_costs(graph), list[GPPError](), list[Prediction]()
+    for schedule in request.schedules:
+        scheduled = replace(plan, schedule=schedule)
+        try:
+            predictions.append(
+                predicted(
+                    scheduled,
+                    graph,
+                    request.cluster,
+                    costs,
+                    request.footprint,
+                    num_pipelines,
+                    weight_copies=request.weight_copies,
+                )
+            )
+        except GPPError as error:
+            failures.append(error)
+    if not predictions:
+        raise failures[0]
+    return min(predictions, key=lambda prediction: prediction.rank)
 
 
 # -- the remark on devices --------------------------------------------------------------------------------------------

@@ -22,11 +22,10 @@ from lightning_gpp.graph import OperatorGraph
 from lightning_gpp.graph.parts import part_of
 from lightning_gpp.planning.partitioners.auto.search import INTERRUPTED, Search
 from lightning_gpp.planning.partitioners.auto.shape import Shape
-from lightning_gpp.planning.problem.bound import busy_bound
 from lightning_gpp.planning.problem.draft import Draft, DraftStage
 from lightning_gpp.planning.problem.partitioner import Answer, SearchControl
 from lightning_gpp.planning.problem.prediction import Prediction
-from lightning_gpp.planning.problem.problem import Problem
+from lightning_gpp.planning.problem.problem import Problem, busy_bound
 from lightning_gpp.planning.problem.units import Unit
 from lightning_gpp.planning.request import Request, has_own_layout
 from lightning_gpp.planning.search import PlanSearch

@@ -20,7 +20,7 @@ from lightning_gpp.planning import (
 )
 from lightning_gpp.planning.partitioners.auto import search
 from lightning_gpp.planning.partitioners.auto.search import auto
-from lightning_gpp.planning.problem.bound import busy_bound
+from lightning_gpp.planning.problem.problem import busy_bound
 from lightning_gpp.schedules import compile_program, verify
 from tests.planning import graphs
 from tests.planning.drafts import DEVICE, simulated

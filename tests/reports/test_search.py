@@ -32,7 +32,7 @@ TOWERS = manual(
 
 
 def prediction() -> Prediction:
-    request = Request(cluster=preset_cluster("summit"), batch_size=64, seconds=0.3)
+    request = Request(cluster=preset_cluster("summit"), batch_size=64, seconds=5.0)
     return best_plan("auto", graphs.two_towers(), request)
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from lightning_gpp.cluster import Cluster, Device, Link, Node
 from lightning_gpp.graph import Affine
 from lightning_gpp.plan import STEP, Edge, Plan, Stage
-from lightning_gpp.planning.problem.transfers import transfer
+from lightning_gpp.planning.problem.stage_figures import transfer
 from lightning_gpp.schedules import compile_program
 from lightning_gpp.simulation import StageCosts, simulate
 from lightning_gpp.simulation.simulator import Bookings, book

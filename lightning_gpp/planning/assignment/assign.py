@@ -10,8 +10,7 @@ import networkx as nx
 from lightning_gpp.errors import PlanError
 from lightning_gpp.graph import Affine, Operator, OperatorGraph
 from lightning_gpp.plan import SOURCE, STEP, Edge, Plan, Stage, topological
-from lightning_gpp.planning.assignment.modules import DATA, ModuleNode, module_tree
-from lightning_gpp.planning.assignment.rerun_blocks import figures_of
+from lightning_gpp.planning.assignment.modules import DATA, ModuleNode, figures_of, module_tree
 
 Assignment = dict[str, tuple[int, ...]]
 """The stages that compute each operator. Cheap glue that several stages read is computed in each of them."""

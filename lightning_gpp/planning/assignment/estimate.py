@@ -14,7 +14,7 @@ from lightning_gpp.graph import Affine, Operator, OperatorGraph
 from lightning_gpp.graph.parts import part_of
 from lightning_gpp.plan import SOURCE, Edge, Figures, Plan, Stage
 from lightning_gpp.planning.assignment.assign import assign
-from lightning_gpp.planning.assignment.rerun_blocks import operators_of, recomputed_blocks
+from lightning_gpp.planning.assignment.modules import operators_of, recomputed_blocks
 from lightning_gpp.planning.assignment.slices import sliced_costs
 from lightning_gpp.schedules.lowering import carries_gradient
 from lightning_gpp.simulation.stage_costs import StageCost, StageCosts

@@ -13,10 +13,10 @@ from lightning_gpp.errors import ConfigError, PlanError
 from lightning_gpp.graph import OperatorGraph
 from lightning_gpp.plan import STEP, Plan, Stage
 from lightning_gpp.planning.assignment.assign import assign, crossing, make_plan, owner_of, step_owner
+from lightning_gpp.planning.assignment.complete import resolve_size
 from lightning_gpp.planning.assignment.layout import count_pipelines, number_devices
 from lightning_gpp.planning.assignment.modules import around, module_tree, stage_names
 from lightning_gpp.planning.assignment.stages_spec import Entry, StagesSpec, read
-from lightning_gpp.planning.micro_batches import resolve_size
 from lightning_gpp.slices import unsliced
 from lightning_gpp.wording import some
 

@@ -23,14 +23,16 @@ from lightning_gpp.planning.problem.problem import Problem
 from lightning_gpp.planning.problem.recomputation import Recomputation, Recompute, StageMemory
 from lightning_gpp.planning.problem.stage_figures import (
     StageFigures,
+    Transfers,
     all_reduce_seconds,
+    contend,
     input_bytes,
     loaded_bytes,
     stage_figures,
     static_bytes,
+    take_time,
     weight_bytes,
 )
-from lightning_gpp.planning.problem.transfers import Transfers, contend, take_time
 from lightning_gpp.planning.problem.units import Value
 from lightning_gpp.schedules.one_f_one_b import samples_in_flight
 

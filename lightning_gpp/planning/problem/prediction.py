@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from heapq import nsmallest
 from math import inf
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from lightning_gpp.cluster import Cluster
 from lightning_gpp.cluster.groups import grouped, num_processes
@@ -33,9 +33,6 @@ from lightning_gpp.simulation import (
     simulate_period,
     simulate_streaming,
 )
-
-if TYPE_CHECKING:
-    from lightning_gpp.planning.request import Request
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -376,31 +373,3 @@ def num_actions(problem: Problem, draft: Draft) -> int:
     pipelines = unreplicated(problem, draft)[1] if problem.replicable else 1
     actions = sum(2 * len(stage.devices) * -(-problem.batch_size // stage.micro_batch_size) for stage in draft.stages)
     return actions * (STEPS_UNTIL_STEADY if problem.continuous else 1) // pipelines
-
-
-def best_order(plan: Plan, graph: OperatorGraph, request: Request, num_pipelines: int = 1) -> Prediction:
-    """The user's stages under the fastest of the request's schedules that fits the memory.
-
-    Raises:
-        GPPError: none of them can order the stages; the error is that of the first.
-    """
-    costs, failures, predictions = request.operator_costs(graph), list[GPPError](), list[Prediction]()
-    for schedule in request.schedules:
-        scheduled = replace(plan, schedule=schedule)
-        try:
-            predictions.append(
-                predicted(
-                    scheduled,
-                    graph,
-                    request.cluster,
-                    costs,
-                    request.footprint,
-                    num_pipelines,
-                    weight_copies=request.weight_copies,
-                )
-            )
-        except GPPError as error:
-            failures.append(error)
-    if not predictions:
-        raise failures[0]
-    return min(predictions, key=lambda prediction: prediction.rank)

@@ -28,12 +28,11 @@ from lightning_gpp.planning.partitioners.auto.seeds import MAX_SLOTS, Cuts, orde
 from lightning_gpp.planning.partitioners.auto.shape import Shape
 from lightning_gpp.planning.partitioners.auto.variants import on_fewer_devices, variants
 from lightning_gpp.planning.partitioners.graphpipe import graphpipe
-from lightning_gpp.planning.problem.bound import busy_bound
 from lightning_gpp.planning.problem.draft import Draft, complexity
 from lightning_gpp.planning.problem.evaluate import Evaluator
 from lightning_gpp.planning.problem.partitioner import Alternative, Answer, SearchControl, register_partitioner
 from lightning_gpp.planning.problem.pipeline_clock import EXACT_ACTIONS
-from lightning_gpp.planning.problem.problem import Problem
+from lightning_gpp.planning.problem.problem import Problem, busy_bound
 
 MIN_PIECES, PIECES_PER_SLOT, COARSE_SHARE = 192, 3, 0.7
 """Number of larger units for a first search, in total and per device, and its share of the time."""
