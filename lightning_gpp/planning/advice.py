@@ -73,7 +73,7 @@ def _settings(problem: Problem) -> Iterator[str]:
 
 
 def _too_large(problem: Problem) -> str:
-    """What to do about a module that no device can hold; empty if there is none."""
+    """The remedy for a module that no device can hold; empty if there is none."""
     unit = int(problem.static_bytes.argmax())
     alone = float(problem.static_bytes[unit])
     if alone <= float(problem.memory_bytes.max()):

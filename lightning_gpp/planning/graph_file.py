@@ -53,7 +53,7 @@ def _check_operator(graph: OperatorGraph, operator: Operator, file: str) -> None
             f"{file}: operator {operator.name!r} has a per_sample below 0. Sizes and costs must not fall with the "
             f"samples of a micro-batch. {REMEDY}"
         )
-    missing = set(operator.parameters) - graph.parameter_bytes.keys() & graph.parameter_sizes.keys()
+    missing = set(operator.parameters) - (graph.parameter_bytes.keys() & graph.parameter_sizes.keys())
     if missing:
         raise PlanError(
             f"{file}: operator {operator.name!r} reads parameters {sorted(missing)}, which parameter_bytes or "

@@ -5,13 +5,14 @@ from __future__ import annotations
 from itertools import combinations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_gpp.planning.assignment.slices import cost_of, equal_parts
 
 
 @given(st.integers(1, 40), st.integers(1, 40), st.floats(0, 1))
+@settings(deadline=None)
 def test_parts_follow_each_other_and_cost_all(number: int, length: int, growing: float) -> None:
     number = min(number, length)
     parts = equal_parts(number, length, growing)
