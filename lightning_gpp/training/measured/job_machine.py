@@ -14,7 +14,7 @@ from lightning_gpp.costs.measured import MeasuredCosts
 from lightning_gpp.costs.model import CostModel, Footprint
 from lightning_gpp.errors import ConfigError
 from lightning_gpp.measure.costs import measure_costs
-from lightning_gpp.planning.micro_batches import resolve_size
+from lightning_gpp.planning.assignment.complete import resolve_size
 from lightning_gpp.stages.undivided import Captured
 from lightning_gpp.training.host import Job
 from lightning_gpp.training.measured.machine import Machine, of_groups, resolved
