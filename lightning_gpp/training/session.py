@@ -32,7 +32,7 @@ from lightning_gpp.training.host import Job
 from lightning_gpp.training.options import Context
 from lightning_gpp.training.planner import TRAINING
 from lightning_gpp.training.tensors.parameters import Placement
-from lightning_gpp.training.tensors.replicas import Forwarded, Replicas, counterparts
+from lightning_gpp.training.tensors.replicas import Layout, Replicas
 
 DATA_STREAM = -1
 """The stage number under which the user's step draws its random numbers."""
@@ -274,3 +274,71 @@ def check_placement(pipeline: Pipeline, plan: Plan, placement: Placement, step: 
                     f"placed on devices {sorted(placement.devices[name])} at set-up. List its module in the same stage "
                     "(strategy.stages)."
                 )
+
+
+class Forwarded:
+    """The `StageSync` of a session, whose stages may be numbered differently than in training.
+
+    Args:
+        replicas: the replicas of the run.
+        numbers: number in training of a stage of the session; missing stages have no collectives.
+    """
+
+    def __init__(self, replicas: Replicas, numbers: Mapping[int, int]) -> None:
+        self._replicas, self._numbers = replicas, dict(numbers)
+        self.gathers = replicas.sync.gathers
+
+    @property
+    def last(self) -> bool:
+        return self._replicas.sync.last
+
+    @last.setter
+    def last(self, last: bool) -> None:
+        self._replicas.sync.last = last
+
+    def unshard(self, stage: int) -> None:
+        if stage in self._numbers:
+            self._replicas.sync.unshard(self._numbers[stage])
+
+    def ready(self, stage: int) -> None:
+        if stage in self._numbers:
+            self._replicas.sync.ready(self._numbers[stage])
+
+    def reshard(self, stage: int) -> None:
+        if stage in self._numbers:
+            self._replicas.sync.reshard(self._numbers[stage])
+
+    def arm(self, stage: int) -> None:
+        if stage in self._numbers:
+            self._replicas.sync.arm(self._numbers[stage])
+
+    def reduce(self, stage: int) -> None:
+        if stage in self._numbers:
+            self._replicas.sync.reduce(self._numbers[stage])
+
+    def sync(self) -> None:
+        self._replicas.sync.sync()
+
+    def grad_norm(self, norm_type: float = 2.0) -> Tensor:
+        return self._replicas.sync.grad_norm(norm_type)
+
+
+def counterparts(plan: Plan, parameters: Sequence[Sequence[str]], layout: Layout) -> dict[int, int] | None:
+    """The stages of training with the parameters of the stages of another step, or of another form of the step.
+
+    Args:
+        plan: the plan of the other step.
+        parameters: parameters that each of its stages uses.
+        layout: the parameter placement of training.
+
+    Returns:
+        None if several stages, or replicas on other devices, use the parameters of a stage.
+    """
+    numbers: dict[int, int] = {}
+    for stage, names in enumerate(parameters):
+        found = {layout.uses[name][0] for name in names if len(layout.uses.get(name, ())) == 1}
+        if len(found) > 1:
+            return None
+        numbers.update(dict.fromkeys([stage], *found) if found else {})
+    same = all(plan.devices_of(stage) == layout.plan.devices_of(number) for stage, number in numbers.items())
+    return numbers if same and len(set(numbers.values())) == len(numbers) else None

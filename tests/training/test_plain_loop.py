@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,7 @@ from torch.optim import AdamW
 from gpp_examples import plain_loop
 from gpp_examples.plain_loop import Batch, Branches, batches, loss_of
 from lightning_gpp import ConfigError, Engine, Options, initialize
-from tests.distributed import free_port, run_distributed
-from tests.interpreter import Program
+from tests.distributed import run_distributed
 from tests.sampling import sample
 
 State = dict[str, Any]
@@ -258,14 +256,3 @@ def test_without_processes() -> None:
         initialize(model, optimizer, batches()[0], step=loss_of),
     ):
         pass
-
-
-@pytest.mark.acceptance
-def test_the_example_with_the_environment_of_torchrun() -> None:
-    common = {**os.environ, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
-    common["MASTER_PORT"] = str(free_port())
-    ranks = [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
-    programs = [Program("-m", "gpp_examples.plain_loop", environment=environment) for environment in ranks]
-    ended = [program.outcome(50) for program in programs]
-    assert [code for code, _ in ended] == [0, 0], ended
-    assert "in the first step" in ended[0][1]
