@@ -16,8 +16,15 @@ from lightning_gpp.errors import ScheduleError
 from lightning_gpp.plan import Plan
 from lightning_gpp.schedules.actions import Action, Kind, Schedule
 from lightning_gpp.schedules.device_orders import device_orders
-from lightning_gpp.schedules.fixed_order import NOTHING, FixedOrder, NumberRows, in_order, run_order
-from lightning_gpp.schedules.list_scheduling import SLACK, TaskGraph
+from lightning_gpp.schedules.list_scheduling import (
+    NOTHING,
+    SLACK,
+    FixedOrder,
+    NumberRows,
+    TaskGraph,
+    in_order,
+    run_order,
+)
 from lightning_gpp.schedules.memory import limits_of, peaks_of
 from lightning_gpp.schedules.registry import orders_of, register_schedule
 from lightning_gpp.schedules.work import Work, peak, work_of

@@ -22,8 +22,7 @@ from typing import Final, NamedTuple
 
 from lightning_gpp.plan import Plan
 from lightning_gpp.schedules.actions import Action, Kind, Schedule
-from lightning_gpp.schedules.fixed_order import in_order
-from lightning_gpp.schedules.list_scheduling import SLACK, Clock, DeviceOrders, Priorities, list_schedule
+from lightning_gpp.schedules.list_scheduling import SLACK, Clock, DeviceOrders, Priorities, in_order, list_schedule
 from lightning_gpp.schedules.one_f_one_b import in_flight_samples
 from lightning_gpp.schedules.work import Work, links, turns, work_of
 

@@ -14,8 +14,7 @@ from typing import Final
 
 from lightning_gpp.plan import Plan
 from lightning_gpp.schedules.actions import Kind, Schedule
-from lightning_gpp.schedules.fixed_order import in_order
-from lightning_gpp.schedules.list_scheduling import SLACK, Clock, DeviceOrders, list_schedule
+from lightning_gpp.schedules.list_scheduling import SLACK, Clock, DeviceOrders, in_order, list_schedule
 from lightning_gpp.schedules.memory import fits, limits_of, needs_of, peaks_of
 from lightning_gpp.schedules.one_f_one_b import action_samples, samples_ahead
 from lightning_gpp.schedules.one_f_one_b import lanes as lanes_of

@@ -13,7 +13,7 @@ less far ahead, and trains with newer weights, than the chain of the same stages
 
 Fill and drain are the same period without actions that belong to no mini-batch, so nothing else is needed to start, to
 stop, or to flush in between. `unrolled` writes this out as an ordinary program for a few mini-batches, which the
-verifier checks and the simulator runs. Inference streams in the same way (`streaming.py`).
+verifier checks and the simulator runs. Inference streams in the same way (`periods.py`).
 
 Source: PipeDream (Narayanan et al., SOSP 2019) for the steady state of 1F1B on a chain.
 """
@@ -39,11 +39,11 @@ from lightning_gpp.schedules.periods import (
     messages_of,
     number_of_micro_batches,
     settled,
+    streaming_period,
     written_out,
 )
 from lightning_gpp.schedules.program import Instruction, Message, Op, Program
 from lightning_gpp.schedules.registry import flights, make_schedule
-from lightning_gpp.schedules.streaming import streaming_period
 from lightning_gpp.schedules.verifier import verify
 
 

@@ -18,8 +18,7 @@ from typing import Final
 
 from lightning_gpp.plan import Plan
 from lightning_gpp.schedules.actions import Action, Kind
-from lightning_gpp.schedules.fixed_order import in_order
-from lightning_gpp.schedules.list_scheduling import Task, task_graph
+from lightning_gpp.schedules.list_scheduling import Task, in_order, task_graph
 from lightning_gpp.schedules.work import Work, is_extra
 
 _STEP: Final = 1e-3

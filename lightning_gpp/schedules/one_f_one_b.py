@@ -26,8 +26,7 @@ from lightning_gpp.errors import ScheduleError
 from lightning_gpp.plan import SOURCE, STEP, Edge, Plan, Stage
 from lightning_gpp.schedules.actions import Action, Kind
 from lightning_gpp.schedules.device_orders import StageOrders, device_orders
-from lightning_gpp.schedules.fixed_order import FixedOrder, in_order
-from lightning_gpp.schedules.list_scheduling import task_graph
+from lightning_gpp.schedules.list_scheduling import FixedOrder, in_order, task_graph
 from lightning_gpp.schedules.registry import register_schedule
 from lightning_gpp.schedules.work import is_extra, links
 from lightning_gpp.slices import Unsliced, num_slices, unsliced

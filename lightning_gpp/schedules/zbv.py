@@ -9,8 +9,7 @@ from itertools import chain
 
 from lightning_gpp.plan import Plan
 from lightning_gpp.schedules.actions import Action, Schedule
-from lightning_gpp.schedules.building_blocks import compacted_blocks
-from lightning_gpp.schedules.compaction import compact, compacted, fastest
+from lightning_gpp.schedules.building_blocks import compact, compacted, compacted_blocks, fastest
 from lightning_gpp.schedules.memory import compaction_limits, fits, peaks_of
 from lightning_gpp.schedules.nominal_times import Template, actions, actions_of, by_nominal_time
 from lightning_gpp.schedules.registry import register_schedule

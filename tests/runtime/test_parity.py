@@ -62,16 +62,3 @@ def test_activations_in_flight_are_what_the_schedule_promises(schedule: str) -> 
     if schedule == "1f1b":
         assert promised == {0: 3, 1: 2, 2: 3, 3: 2, 4: 1}
         assert {stage: n for outcome in outcomes for stage, n in outcome.warm_up.items()} == promised
-
-
-@pytest.mark.parametrize(("chained", "depth"), [(False, 5), (True, 9)])
-def test_warm_up_and_in_flight_follow_the_depth(chained: bool, depth: int) -> None:
-    """Two towers of four stages and a head, on nine processes: 5 micro-batches in flight; as a chain of the same, 9."""
-    plan = towers(2, 4, batch_size=12)
-    plan = plan.chained() if chained else plan
-    outcomes = run_case(Case(plan, 12))
-    assert plan.depth == depth
-    peak = {stage: number for outcome in outcomes for stage, number in outcome.peak_in_flight.items()}
-    warm_up = {stage: number for outcome in outcomes for stage, number in outcome.warm_up.items()}
-    assert peak == warm_up == plan.depths()
-    assert max(peak.values()) == depth

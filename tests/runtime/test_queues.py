@@ -32,11 +32,6 @@ def test_fewer_queues_than_streams_are_refused(environment: dict[str, str]) -> N
         check_queues(BRANCHES, ALONE, environment)
 
 
-@pytest.mark.parametrize("environment", [{VARIABLE: "10"}, {VARIABLE: "32"}])
-def test_enough_queues_are_accepted(environment: dict[str, str]) -> None:
-    check_queues(BRANCHES, ALONE, environment)
-
-
 def test_queues_are_opened_unless_the_user_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
     open_queues()

@@ -10,10 +10,7 @@ from torch.profiler import ProfilerActivity, profile
 from tests.distributed import run_distributed
 from tests.runtime import replicas
 from tests.runtime.replicas import (
-    ELEMENTWISE,
-    EVERY,
     OPTIMIZERS,
-    WHOLE,
     Replica,
     accumulate,
     alone,
@@ -46,25 +43,6 @@ def test_training_equals_one_process(num_replicas: int) -> None:
         if kind == "zero1":
             plain = results[0]["none", optimizer, clip]
             assert all(torch.equal(plain[name], value) for name, value in first.items()), "not bit for bit"
-
-
-def _trained_by_others(rank: int) -> dict[tuple[str, str], dict[str, Tensor]]:
-    results = {}
-    for kind, optimizers in (("none", EVERY), ("zero1", {**ELEMENTWISE, **WHOLE}), ("fsdp", ELEMENTWISE)):
-        for optimizer in optimizers:
-            replica = Replica(kind, rank, 2)
-            replica.train(optimizer, clip=False)
-            results[kind, optimizer] = replica.whole()
-    return results
-
-
-def test_other_optimizers() -> None:
-    for results in run_distributed(2, _trained_by_others):
-        for (kind, optimizer), ours in results.items():
-            theirs = results["none", optimizer]
-            assert_close(ours, theirs, (kind, optimizer))
-            if kind == "zero1":
-                assert all(torch.equal(value, theirs[name]) for name, value in ours.items()), optimizer
 
 
 def _accumulated(rank: int) -> list[dict[str, Tensor]]:

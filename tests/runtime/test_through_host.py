@@ -9,7 +9,6 @@ from torch import Tensor
 
 from lightning_gpp.plan import Plan
 from lightning_gpp.runtime import DistributedTransport, Executor, Mesh, Transport, pairs_of
-from lightning_gpp.runtime.phases import PhasedExecutor
 from lightning_gpp.runtime.transport import Work
 from lightning_gpp.schedules import compile_program
 from lightning_gpp.schedules.continuous import continuous_program
@@ -74,24 +73,6 @@ def test_the_first_mini_batch_of_a_size_goes_through_the_host() -> None:
         for first, later in ((0, 1), (0, 3), (2, 4)):
             for name, gradient in gradients[first].items():
                 assert torch.equal(gradient, gradients[later][name]), name
-
-
-def _in_phases(rank: int) -> list[set[str]]:
-    mesh, stages, ways = Mesh(PLAN.num_devices, 1, rank), make_stages(PLAN), []
-    noting = Noting(DistributedTransport(mesh, pairs_of(PLAN), own_groups=True))
-    program, source = compile_program(PLAN), make_data(8)
-    executor = PhasedExecutor(program, rank, stages=stages, slots=all_slots(PLAN), transport=noting, source=source)
-    for step in range(2):
-        kept = executor.forward(step)
-        ways.append(noting.taken())
-        executor.backward(kept, step)
-        ways.append(noting.taken())
-    return ways
-
-
-def test_forwards_and_backwards_apart_go_through_the_host_once() -> None:
-    for ways in run_distributed(3, _in_phases):
-        assert ways == [{HOST}, {HOST}, {DIRECT}, {DIRECT}]
 
 
 def _stream(rank: int, case: AsyncCase) -> tuple[int, list[str]]:

@@ -12,7 +12,7 @@ from lightning_gpp.plan import Plan
 from lightning_gpp.planning.assignment.estimate import timed
 from lightning_gpp.schedules import Action, Kind, compile_program, schedule_names
 from lightning_gpp.schedules.adaptive import improved
-from lightning_gpp.schedules.fixed_order import in_order
+from lightning_gpp.schedules.list_scheduling import in_order
 from lightning_gpp.schedules.memory import peaks_of
 from lightning_gpp.schedules.registry import method_of
 from lightning_gpp.schedules.work import work_of

@@ -7,11 +7,8 @@ from itertools import product
 
 import pytest
 
-from lightning_gpp.cluster import Link
-from lightning_gpp.graph import Affine
 from lightning_gpp.plan import Plan
-from lightning_gpp.schedules import Action, Kind, Program, Schedule, compile_program, lower, make_schedule
-from lightning_gpp.schedules.verifier import computed
+from lightning_gpp.schedules import Action, Kind, Schedule, compile_program, lower, make_schedule
 from lightning_gpp.simulation import StageCosts, simulate
 from tests.schedules.mirrored import (
     bubble,
@@ -19,7 +16,6 @@ from tests.schedules.mirrored import (
     peaks,
     played,
     round_robin,
-    step_alone,
     with_room,
     with_seconds,
 )
@@ -123,29 +119,11 @@ def test_bitpipe(devices: int, number: int, published: float, ours: float) -> No
     assert max(peaks(timeline)) <= 2 * devices
 
 
-@pytest.mark.parametrize(("devices", "number"), [(4, 8), (4, 16), (6, 12), (8, 16), (8, 32)])
-def test_bitpipe_with_room_has_the_least_bubble(devices: int, number: int) -> None:
-    """Half of Chimera's, as the stages are half as long: 3 (p/2 - 1) forwards of 6N."""
-    timeline = played(with_room(mirrored_chain(devices, number, "bitpipe"), 4 * devices))
-    assert bubble(timeline) / max(timeline.busy) == pytest.approx((devices - 2) / (4 * number))
-    assert max(peaks(timeline)) <= 5 * devices // 2
-
-
 @pytest.mark.parametrize("num_bytes", [4, 5, 6, 8])
 def test_memory_is_kept_to(num_bytes: int) -> None:
     plan = with_room(mirrored_chain(4, 16), num_bytes)
     costs = replace(StageCosts.uniform(plan, 1, 2), parameter_copies=0)
     assert max(simulate(compile_program(plan), costs).peak_bytes) <= num_bytes
-
-
-@pytest.mark.parametrize("schedule", NAMES)
-def test_messages_that_take_time_are_planned_for(schedule: str) -> None:
-    """As long as a forward; with room for more micro-batches, others go first meanwhile."""
-    plan = with_room(mirrored_chain(4, 16, schedule), 32)
-    costs = replace(StageCosts.uniform(plan, 1, 2), default_link=Link(latency=1))
-    known = replace(plan, edges=tuple(replace(edge, seconds=Affine(0, 1)) for edge in plan.edges))
-    ignored, planned = (simulate(compile_program(each), costs).makespan for each in (plan, known))
-    assert planned <= 0.9 * ignored
 
 
 @pytest.mark.parametrize("schedule", NAMES)
@@ -155,30 +133,3 @@ def test_towers_take_no_longer_than_their_depth(schedule: str) -> None:
     plan = round_robin(plan, [(4, 0), (3, 1), (1, 3), (0, 4), (2,)])
     assert plan.depth == 3
     assert played(plan).makespan < played(plan.chained()).makespan
-
-
-def sums(program: Program) -> list[list[str]]:
-    """For every device its actions from the first sum of gradients on."""
-    rows = [computed(program, device) for device in range(len(program.devices))]
-    first = [next(i for i, action in enumerate(actions) if action.kind is Kind.REDUCE) for actions in rows]
-    return [list(map(str, actions[i:])) for i, actions in zip(first, rows, strict=True)]
-
-
-def test_gradients_are_summed_in_bubbles() -> None:
-    """The stage nearest to the loss while both its devices still run backwards of the other one."""
-    assert sums(compile_program(mirrored_chain(4, 4))) == [
-        ["3G0", "0B0", "0B2", "0G0"],
-        ["2G0", "1B2", "1G0"],
-        ["2G0", "1B3", "1G0"],
-        ["3G0", "0B1", "0B3", "0G0"],
-    ]
-
-
-@pytest.mark.parametrize("schedule", NAMES)
-@pytest.mark.parametrize("number", [1, 2, 3, 8])
-def test_sharded_parameters(schedule: str, number: int) -> None:
-    """Where the devices of a pair go back and forth between their stages, parameters are gathered once for all."""
-    plan = replace(step_alone(mirrored_chain(4, number, schedule)), sharding="fsdp")
-    program = compile_program(plan)
-    assert program.reduced == set(range(len(plan.stages) - 1))
-    compile_program(plan, training=False)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import accumulate
 
 import pytest
 
@@ -11,9 +10,7 @@ from lightning_gpp.errors import ConfigError, PlanError, ScheduleError, Verifica
 from lightning_gpp.graph import Affine
 from lightning_gpp.schedules import compile_program, schedule_names
 from lightning_gpp.simulation import StageCost, StageCosts, simulate
-from lightning_gpp.simulation.simulator import changes
 from tests.schedules import promises
-from tests.schedules.mirrored import round_robin
 from tests.schedules.random_plans import Limits, case_of
 from tests.schedules.random_runs import NUM_PROCESSES, Workers, execute
 from tests.strategies import chain
@@ -67,14 +64,3 @@ def test_the_memory_of_sharded_inference() -> None:
     cost = StageCost(activation_bytes=Affine(3, 0), parameter_bytes=8)
     costs = StageCosts(stages=(cost, cost), ranks=(2, 2), parameter_copies=1)
     assert simulate(program, costs).peak_bytes == (4 + 8 + 3,) * 2
-
-
-def test_sharded_replicas_without_a_micro_batch_sum_no_gradients_of_their_own() -> None:
-    """One micro-batch for two replicas that take turns: the second has nothing to give back."""
-    plan = round_robin(chain([1, 1], 1, "breadth_first"), [(0, 1), (0, 1)])
-    program = compile_program(replace(plan, sharding="fsdp"))
-    costs = StageCosts(stages=(StageCost(activation_bytes=Affine(3, 0), parameter_bytes=8),) * 2)
-    for device in range(2):
-        released = [change for _, change in changes(program, costs, device)]
-        assert sum(released) == 0
-        assert min(accumulate(released)) == 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import groupby, pairwise
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -14,7 +14,7 @@ from torch.distributed.pipelining import schedules as torch_schedules
 from lightning_gpp.graph import Affine
 from lightning_gpp.plan import STEP, Edge, Figures, Plan, Stage
 from lightning_gpp.schedules import Action, Kind, Schedule, compile_program, make_schedule
-from lightning_gpp.schedules.compaction import WINDOWS, compact
+from lightning_gpp.schedules.building_blocks import WINDOWS, compact
 from lightning_gpp.schedules.memory import peaks_of
 from lightning_gpp.schedules.registry import orders_of
 from lightning_gpp.schedules.work import work_of
@@ -92,51 +92,6 @@ def test_bubble_rates_and_peaks(size: tuple[int, int], name: str) -> None:
     assert max(timeline.peak_bytes) == peak
 
 
-@pytest.mark.parametrize(("num_devices", "idle"), [(2, 1), (4, 3), (8, 7)])
-@pytest.mark.parametrize("rounds", [2, 5])
-def test_dualpipe_v_idles_as_published(num_devices: int, idle: int, rounds: int) -> None:
-    """(p / 2 - 1)(F&B + B - 3W) for the p of both halves, if a pair is one action; half of it if it is not."""
-    plan = v_chain(num_devices, rounds * num_devices, "dualpipe_v")
-    timeline = timeline_of(plan)
-    assert bubble(timeline) == idle
-    assert max(timeline.peak_bytes) == 2 * num_devices + 1
-    assert paired_makespan(make_schedule(plan)) - max(timeline.busy) == 2 * idle
-
-
-def paired_makespan(schedule: Schedule) -> int:
-    """With a forward and the backward right after it as one action of three units, whose results come at its end."""
-    rows = [list(_pairs(actions)) for actions in schedule.devices]
-    ends: dict[Action, int] = {}
-    free = [0 for _ in rows]
-    last = 2 * len(rows) - 1
-    while any(rows):
-        for device, row in enumerate(rows):
-            while row and all(need in ends for action in row[0] for need in _needs(action, last, row[0])):
-                needs = [ends[need] for action in row[0] for need in _needs(action, last, row[0])]
-                length = sum(2 if action.kind is Kind.BACKWARD else 1 for action in row[0])
-                free[device] = max(free[device], *needs, 0) + length
-                for action in row.pop(0):
-                    ends[action] = free[device]
-                    if action.kind is Kind.BACKWARD:
-                        ends[action._replace(kind=Kind.INPUT)] = free[device]
-    return max(free)
-
-
-def _pairs(actions: Sequence[Action]) -> Iterator[list[Action]]:
-    rest = list(actions)
-    while rest:
-        pair = [action.kind for action in rest[:2]] == [Kind.FORWARD, Kind.BACKWARD]
-        yield [rest.pop(0) for _ in range(1 + pair)]
-
-
-def _needs(action: Action, last: int, together: Sequence[Action]) -> list[Action]:
-    if action.kind is Kind.FORWARD:
-        return [action._replace(stage=action.stage - 1)] if action.stage else []
-    if action.kind is Kind.WEIGHT or action.stage == last:
-        return []
-    return [action._replace(stage=action.stage + 1, kind=Kind.INPUT)]
-
-
 # --- times and memory of the plan -------------------------------------------------------------------------------------
 
 
@@ -192,13 +147,6 @@ def test_the_block_that_fits(name: str, memory: int, peak: int) -> None:
     assert max(timeline_of(plan).peak_bytes) == peak
 
 
-def test_stages_without_parameters_run_whole_backwards() -> None:
-    plan = with_figures(v_chain(2, 4, "zbv"), [(1, 1, 1), (1, 1, 0), (1, 1, 1), (1, 1, 1)])
-    kinds = {(action.stage, action.kind) for actions in make_schedule(plan).devices for action in actions}
-    assert (1, Kind.BACKWARD) in kinds
-    assert not {(1, Kind.INPUT), (1, Kind.WEIGHT), (0, Kind.BACKWARD)} & kinds
-
-
 # --- any graph --------------------------------------------------------------------------------------------------------
 
 
@@ -229,26 +177,6 @@ def test_two_arms_that_join_in_the_last_stage_run_as_one_chain(name: str) -> Non
         mine = [action._replace(stage=action.stage // 2) for action in actions]
         expected = [action for action in chain.devices[device % 4] if device != 4 or action.stage < levels - 1]
         assert mine == expected
-
-
-def test_small_micro_batches_run_like_the_large_ones_that_they_make() -> None:
-    sizes = (1, 2, 4, 2, 1, 4, 2, 2)
-    plan = v_chain(4, 11, "dualpipe_v")
-    stages = tuple(replace(stage, micro_batch_size=size) for stage, size in zip(plan.stages, sizes, strict=True))
-    mixed = make_schedule(replace(plan, stages=stages, batch_size=44))
-    for actions, expected in zip(mixed.devices, make_schedule(plan).devices, strict=True):
-        large = [action._replace(micro_batch=action.micro_batch * sizes[action.stage] // 4) for action in actions]
-        assert [action for action, _ in groupby(large)] == list(expected)
-
-
-@pytest.mark.parametrize("name", ["v_half", "v_min"])
-def test_blocks_keep_their_share_of_memory_with_other_numbers_of_stages(name: str) -> None:
-    """Four stages per device: half or a third of what 1F1B keeps on its first device, and a cell's rounding each."""
-    number = 16
-    places = [(min(stage % 8, 7 - stage % 8),) for stage in range(number)]
-    plan = plan_of(list(pairwise(range(number))), [1] * number, 24, schedule=name, devices=places)
-    share = {"v_half": 1 / 2, "v_min": 1 / 3}[name]
-    assert max(timeline_of(plan).peak_bytes) <= share * number * 2 + 4
 
 
 @st.composite

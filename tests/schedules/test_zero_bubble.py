@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from lightning_gpp.graph import Affine
-from lightning_gpp.plan import SOURCE, Edge, Figures, Plan
+from lightning_gpp.plan import Figures, Plan
 from lightning_gpp.schedules import Kind, compile_program, make_schedule
 from lightning_gpp.simulation import Link, StageCost, StageCosts, Timeline, simulate
 from tests.strategies import chain, plan_of
@@ -138,14 +138,6 @@ def test_zb_h1_literally() -> None:
     ]
 
 
-def test_zb_h2_literally() -> None:
-    assert rows(chain((1, 1, 1), 6, "zb_h2")) == [
-        "0: 2F0 2I0 2F1 2I1 2F2 2I2 2F3 2I3 2F4 2I4 2W0 2F5 2I5 2W1 2W2 2W3 2W4 2W5",
-        "1: 1F0 1F1 1F2 1I0 1F3 1I1 1F4 1I2 1W0 1F5 1I3 1W1 1I4 1W2 1I5 1W3 1W4 1W5",
-        "2: 0F0 0F1 0F2 0F3 0F4 0I0 0W0 0F5 0I1 0W1 0I2 0W2 0I3 0W3 0I4 0W4 0I5 0W5",
-    ]
-
-
 def test_zero_bubble_on_unequal_arms() -> None:
     plan = plan_of([(0, 1), (1, 3), (2, 3)], (1, 1, 1, 1), 4, schedule="zero_bubble")
     assert rows(plan) == [
@@ -153,14 +145,6 @@ def test_zero_bubble_on_unequal_arms() -> None:
         "1: 2F0 2F1 2I0 2F2 2I1 2W0 2F3 2I2 2W1 2I3 2W2 2W3",
         "2: 1F0 1F1 1I0 1F2 1I1 1W0 1F3 1I2 1W1 1I3 1W2 1W3",
         "3: 0F0 0F1 0F2 0I0 0W0 0F3 0I1 0W1 0I2 0W2 0I3 0W3",
-    ]
-
-
-def test_layerpipe_literally() -> None:
-    assert rows(chain((1, 1, 1), 5, "layerpipe")) == [
-        "0: 2F0 2I0 2F1 2I1 2F2 2I2 2F3 2I3 2F4 2I4 2W0 2W1 2W2 2W3 2W4",
-        "1: 1F0 1F1 1F2 1I0 1F3 1I1 1F4 1I2 1W0 1I3 1W1 1I4 1W2 1W3 1W4",
-        "2: 0F0 0F1 0F2 0F3 0F4 0I0 0W0 0I1 0W1 0I2 0W2 0I3 0W3 0I4 0W4",
     ]
 
 
@@ -205,31 +189,3 @@ def test_hand_schedules_split_no_backward_that_has_one_half(name: str) -> None:
         assert kinds == {index: {Kind.FORWARD, Kind.BACKWARD} if index == stage else split for index in range(3)}
     both = [row.replace("0B", "0I") for row in rows(known)]
     assert both == [" ".join(part for part in row.split() if part[:2] != "0W") for row in rows(plan)]
-
-
-@pytest.mark.parametrize("limit", range(16, 40, 3))
-@pytest.mark.parametrize("name", ["zero_bubble", "layerpipe"])
-def test_recomputation_counts_with_what_it_makes(name: str, limit: int) -> None:
-    """Stages that keep 1 byte until their backward, then up to 10, then 6: no more W wait than there is room for."""
-    plan = chain((1,) * 5, 12, name)
-    figures = [
-        Figures(
-            activation_bytes=Affine(9),
-            pending_bytes=Affine(6),
-            forward_seconds=Affine(1),
-            input_seconds=Affine(1),
-            weight_seconds=Affine(weight),
-        )
-        for weight in (6, 3, 1, 1, 1)
-    ]
-    stages = tuple(
-        replace(stage, figures=entry, recompute=i < 4)
-        for i, (stage, entry) in enumerate(zip(plan.stages, figures, strict=True))
-    )
-    edges = tuple(replace(edge, bytes=Affine(1)) for edge in plan.edges)
-    plan = replace(plan, stages=stages, edges=(Edge(src=SOURCE, dst=0, bytes=Affine(1)), *edges))
-    plan = replace(plan, memory_bytes=(limit,) * 5)
-    again = StageCost(activation_bytes=Affine(1), working_bytes=Affine(9), pending_bytes=Affine(6))
-    whole = StageCost(activation_bytes=Affine(9), pending_bytes=Affine(6))
-    timeline = simulate(compile_program(plan), StageCosts(stages=(again,) * 4 + (whole,)))
-    assert max(timeline.peak_bytes) <= limit

@@ -10,10 +10,8 @@ from hypothesis import strategies as st
 from lightning_gpp.graph import Affine
 from lightning_gpp.plan import Figures, Plan, Stage
 from lightning_gpp.schedules import compile_program
-from lightning_gpp.schedules.bubble_filling import Preference, fill
-from lightning_gpp.schedules.work import work_of
 from lightning_gpp.simulation import StageCost, StageCosts, Timeline, simulate
-from tests.strategies import chain, plan_of, plans
+from tests.strategies import chain, plans
 
 NAMES = ("zb_h1", "zb_h2", "zero_bubble", "layerpipe")
 RUNS = settings(max_examples=60, deadline=None)
@@ -71,25 +69,6 @@ def test_room_is_kept_where_stages_have_devices_of_their_own(plan: Plan, room: i
     cost = StageCost(activation_bytes=Affine(5), pending_bytes=Affine(2))
     timeline = simulate(compile_program(plan), StageCosts(stages=(cost,) * number))
     assert max(timeline.peak_bytes) <= 5 * room
-
-
-def test_what_lacks_room_goes_on_from_now() -> None:
-    """A device that waits for room since long ago does not start then, before what others have heard since."""
-    places = [(1,), (1,), (0,), (2,)]
-    plan = plan_of([(0, 1), (1, 2), (2, 3)], (2, 4, 1, 3), 8, devices=places)
-    figures = [
-        Figures(
-            forward_seconds=Affine(0, seconds),
-            input_seconds=Affine(0, seconds),
-            weight_seconds=Affine(0, 1),
-            activation_bytes=Affine(1),
-        )
-        for seconds in (6, 2, 1, 2)
-    ]
-    stages = tuple(replace(stage, figures=entry) for stage, entry in zip(plan.stages, figures, strict=True))
-    work = work_of(replace(plan, stages=stages, memory_bytes=(1, 1, 1)), 8)
-    schedule = fill(work, [Preference(ahead=[3] * 4)])
-    assert sum(map(len, schedule.devices)) == 3 * (4 + 2 + 8 + 3)
 
 
 @settings(max_examples=40, deadline=None)

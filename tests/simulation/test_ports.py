@@ -58,22 +58,6 @@ def test_a_network_card_is_shared_by_the_devices_of_a_node() -> None:
     assert not Cluster.uniform(DEVICE, 2, Link()).contended
 
 
-def test_seconds_of_ports_add_up_over_replicas() -> None:
-    cluster = Cluster.uniform(DEVICE, 4, Link(bytes_per_second=10, shared="device"))
-    found = transfer(lambda i, j: (cluster.link(i, j), cluster.ports(i, j)), (1, 2), (0,), Affine(10), 4)
-    assert found.seconds == 2
-    assert found.ports == {("out", 0, 1): 2, ("out", 0, 2): 2, ("in", 0, 0): 4}
-
-
-def test_room_before_what_was_booked_first() -> None:
-    port = Bookings()
-    assert book([port], 5, 2) == 5
-    assert book([port], 0, 3) == 0
-    assert book([port], 0, 2) == 3
-    assert book([port], 0, 1) == 7
-    assert (port.starts, port.stops) == ([0], [8])
-
-
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 20), st.integers(1, 5), st.booleans(), st.booleans()), max_size=15))
 def test_no_two_messages_hold_a_port_at_once(messages: list[tuple[int, int, bool, bool]]) -> None:

@@ -12,22 +12,221 @@
 
 Sources: PipeOptim (Guan et al., arXiv 2312.00839), SpecTrain (Chen et al., arXiv 1809.02839), XPipe (Guan et al., arXiv
 1911.04610), FTPipe (Eliad et al., ATC 2021).
+
+A predictor is the change that an optimizer would make to a parameter in the next updates, by its rule. A *linear* one
+assumes that every update is like the last one; a *decay* predictor that gradients vanish, so that only momentum
+continues. Learning rates are the current ones. Decoupled weight decay (AdamW) is left out by the linear predictor, as
+PipeOptim and SpecTrain do; the decay predictor shrinks the weights in every predicted update, as FTPipe does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Literal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+from torch.optim import SGD, Adam, AdamW, NAdam, Optimizer, RMSprop
 
 from lightning_gpp.errors import ConfigError
 from lightning_gpp.runtime.weights.interface import Use, Weights
 from lightning_gpp.runtime.weights.latest import Latest, Values
-from lightning_gpp.runtime.weights.predictors import PREDICTORS, predictor_of
 from lightning_gpp.runtime.weights.registry import register_weights
+
+Group = dict[str, Any]
+Change = Callable[[Group, dict[str, Any], int, Tensor | None], Tensor | None]
+"""A function from a parameter group, the parameter's state, a number of updates and the last gradient to the change of
+the parameter, before the learning rate's sign; None if the optimizer has not stepped it yet.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """The prediction rule of one optimizer."""
+
+    optimizer: Optimizer
+    descent: Change
+    needs_gradient: Callable[[Group], bool]
+    shrinks: bool
+
+    def needing_gradients(self) -> Iterator[Parameter]:
+        """Parameters whose last gradient the prediction needs."""
+        for group in self.optimizer.param_groups:
+            if self.needs_gradient(group):
+                yield from group["params"]
+
+    def change(self, parameter: Parameter, group: Group, updates: int, gradient: Tensor | None) -> Tensor | None:
+        """The change of a parameter in that many updates; None if nothing is known about it yet."""
+        state = self.optimizer.state.get(parameter, {})
+        if gradient is None and self.needs_gradient(group):
+            return None
+        if gradient is not None:
+            gradient = _with_decay(gradient, parameter, group)
+        descent = self.descent(group, state, updates, gradient)
+        if descent is None:
+            return None
+        change: Tensor = -group["lr"] * descent
+        return change - _lost(group, updates) * parameter.data if self.shrinks else change
+
+
+def predictor_of(optimizer: Optimizer, kind: str) -> Rule:
+    """The rule of an optimizer.
+
+    Raises:
+        ConfigError: it has none.
+    """
+    plain = getattr(optimizer, "optimizer", optimizer)
+    rules = PREDICTORS[kind]
+    if type(plain) not in rules:
+        known = ", ".join(sorted(cls.__name__ for cls in rules))
+        raise ConfigError(
+            f"strategy.weights=predicted cannot predict {type(plain).__name__} with predictor={kind}; it knows "
+            f"{known}. Use one of these, or a policy that works with all (strategy.weights=stash or double_buffer)."
+        )
+    descent, needs_gradient = rules[type(plain)]
+    return Rule(plain, descent, needs_gradient, kind == "decay")
+
+
+def _with_decay(gradient: Tensor, parameter: Parameter, group: Group) -> Tensor:
+    """The gradient that the optimizer uses: negative for `maximize`, and with weight decay if that is part of it."""
+    gradient = -gradient if group.get("maximize") else gradient
+    decay = 0.0 if group.get("decoupled_weight_decay") else group["weight_decay"]
+    return gradient + decay * parameter.data if decay else gradient
+
+
+def _shrink(group: Group) -> float:
+    """The factor by which decoupled weight decay shrinks the weights in every update."""
+    return float(1 - group["lr"] * group["weight_decay"]) if group.get("decoupled_weight_decay") else 1.0
+
+
+def _lost(group: Group, updates: int) -> float:
+    """The part of the weights that decoupled weight decay takes in that many updates."""
+    return 1.0 - _shrink(group) ** updates
+
+
+def _never(group: Group) -> bool:
+    return False
+
+
+def _always(group: Group) -> bool:
+    return True
+
+
+def _without_momentum(group: Group) -> bool:
+    return not group["momentum"] or bool(group.get("nesterov"))
+
+
+def _sgd(group: Group, state: dict[str, Any], updates: int, gradient: Tensor | None) -> Tensor | None:
+    buffer = state.get("momentum_buffer") if group["momentum"] else None
+    if gradient is not None:
+        return updates * (gradient if buffer is None else gradient + group["momentum"] * buffer)
+    return None if buffer is None else updates * buffer
+
+
+def _rmsprop(group: Group, state: dict[str, Any], updates: int, gradient: Tensor | None) -> Tensor | None:
+    if "square_avg" not in state:
+        return None
+    if group["momentum"]:
+        buffer: Tensor = state["momentum_buffer"]
+        return updates * buffer
+    square = state["square_avg"]
+    if group["centered"]:
+        square = square - state["grad_avg"] ** 2
+    return None if gradient is None else updates * gradient / (square.sqrt() + group["eps"])
+
+
+def _adam(group: Group, state: dict[str, Any], updates: int, gradient: Tensor | None) -> Tensor | None:
+    if "exp_avg" not in state:
+        return None
+    return updates * _adam_step(group, state, float(state["step"]))
+
+
+def _adam_step(group: Group, state: dict[str, Any], step: float, power: float = 1.0) -> Tensor:
+    first, second = group["betas"]
+    square = state["max_exp_avg_sq"] if group["amsgrad"] else state["exp_avg_sq"]
+    mean = power * state["exp_avg"] / (1 - first**step)
+    return torch.as_tensor(mean / ((square / (1 - second**step)).sqrt() + group["eps"]))
+
+
+def _nadam(group: Group, state: dict[str, Any], updates: int, gradient: Tensor | None) -> Tensor | None:
+    if "exp_avg" not in state or gradient is None:
+        return None
+    first, second = group["betas"]
+    step, product = float(state["step"]), float(state["mu_product"])
+    now, following = _nadam_momentum(group, step), _nadam_momentum(group, step + 1)
+    root = (state["exp_avg_sq"] / (1 - second**step)).sqrt() + group["eps"]
+    mean = (1 - now) / (1 - product) * gradient + following / (1 - product * following) * state["exp_avg"]
+    return torch.as_tensor(updates * mean / root)
+
+
+def _nadam_momentum(group: Group, step: float) -> float:
+    return float(group["betas"][0] * (1 - 0.5 * 0.96 ** (step * group["momentum_decay"])))
+
+
+def _sgd_decaying(group: Group, state: dict[str, Any], updates: int, gradient: Tensor | None) -> Tensor | None:
+    momentum: float = group["momentum"]
+    buffer: Tensor | None = state.get("momentum_buffer")
+    if not momentum or buffer is None:
+        return None
+    first = 2 if group["nesterov"] else 1
+    factor: float = sum(momentum**k for k in range(first, first + updates))
+    return factor * buffer
+
+
+def _adam_decaying(group: Group, state: dict[str, Any], updates: int, gradient: Tensor | None) -> Tensor | None:
+    """Adam's change if gradients vanish; the second moment stays the same, as in FTPipe."""
+    if "exp_avg" not in state:
+        return None
+    step, first = float(state["step"]), group["betas"][0]
+    return _summed(group, [_adam_step(group, state, step + k, first**k) for k in range(1, updates + 1)])
+
+
+def _summed(group: Group, descents: Sequence[Tensor]) -> Tensor:
+    """The descents of updates in a row; each is shrunk by the updates after it."""
+    after = range(len(descents) - 1, -1, -1)
+    return torch.stack([_shrink(group) ** k * descent for k, descent in zip(after, descents, strict=True)]).sum(dim=0)
+
+
+def _nadam_decaying(group: Group, state: dict[str, Any], updates: int, gradient: Tensor | None) -> Tensor | None:
+    """The second moment stays, as for Adam."""
+    if "exp_avg" not in state:
+        return None
+    first, second = group["betas"]
+    step, product, terms = float(state["step"]), float(state["mu_product"]), list[Tensor]()
+    for k in range(1, updates + 1):
+        product *= _nadam_momentum(group, step + k)
+        following = _nadam_momentum(group, step + k + 1)
+        root = (state["exp_avg_sq"] / (1 - second ** (step + k))).sqrt() + group["eps"]
+        terms.append(following / (1 - product * following) * first**k * state["exp_avg"] / root)
+    return _summed(group, terms)
+
+
+def _rmsprop_decaying(group: Group, state: dict[str, Any], updates: int, gradient: Tensor | None) -> Tensor | None:
+    if not group["momentum"] or "momentum_buffer" not in state:
+        return None
+    factor: float = sum(group["momentum"] ** k for k in range(1, updates + 1))
+    return torch.as_tensor(factor * state["momentum_buffer"])
+
+
+PREDICTORS: Final[dict[str, dict[type[Optimizer], tuple[Change, Callable[[Group], bool]]]]] = {
+    "linear": {
+        SGD: (_sgd, _without_momentum),
+        RMSprop: (_rmsprop, lambda group: not group["momentum"]),
+        Adam: (_adam, _never),
+        AdamW: (_adam, _never),
+        NAdam: (_nadam, _always),
+    },
+    "decay": {
+        SGD: (_sgd_decaying, _never),
+        RMSprop: (_rmsprop_decaying, _never),
+        Adam: (_adam_decaying, _never),
+        AdamW: (_adam_decaying, _never),
+        NAdam: (_nadam_decaying, _never),
+    },
+}
+"""Rules by kind of predictor and optimizer, and whether they need the last gradient."""
 
 
 @register_weights("predicted")
