@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Final
@@ -13,21 +13,6 @@ from typing import Any, Final
 import torch
 
 from lightning_gpp._compat.torch import pytree
-
-
-def install_automatic_optimization(trainer: Any, *, whole: bool = False) -> None:
-    """Replace the optimization loop of `trainer` by one that zeroes gradients before the step instead of after it.
-
-    A pipelined step computes gradients, so Lightning's zeroing between step and backward would erase them. For steps as
-    a `whole`, which compute none: by one in which all ranks may skip a step.
-    """
-    from lightning_gpp._compat.lightning_loop import PipelinedOptimization, SkippingOptimization
-
-    epoch_loop = trainer.fit_loop.epoch_loop
-    plain = epoch_loop.automatic_optimization
-    loop = SkippingOptimization(trainer) if whole else PipelinedOptimization(trainer)
-    loop.optim_progress, loop._skip_backward = plain.optim_progress, plain._skip_backward
-    epoch_loop.automatic_optimization = loop
 
 
 def bypass_batch_hooks(module: Any) -> None:
@@ -73,17 +58,6 @@ def _rest_of(iterator: Any) -> Iterator[Any]:
             yield next(iterator)
         except StopIteration:
             return
-
-
-def load_loader_states(trainer: Any) -> None:
-    """Resume the fit loop's loaders at the positions in a checkpoint.
-
-    The loop does so when it sets up its data, which for the first batch is before it knows the checkpoint.
-    """
-    loop = trainer.fit_loop
-    if loop.restarting and loop._combined_loader_states_to_load:
-        loop._load_combined_loader_states()
-        iter(loop._data_fetcher)
 
 
 def active_loaders(trainer: Any) -> list[Any]:
@@ -198,13 +172,6 @@ def current_hook(module: Any) -> str | None:
     return name
 
 
-def uses_dataloader_iter(step: Callable[..., Any]) -> bool:
-    """True if a step takes the data loader's iterator instead of a batch, by the rule of Lightning's loops."""
-    from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
-
-    return bool(is_param_in_hook_signature(step, "dataloader_iter", explicit=True))
-
-
 def leave_signals_alone(trainer: Any) -> None:
     """Keep Lightning from handling signals: its handlers wait for other ranks, which wait elsewhere."""
     trainer._signal_connector.register_signal_handlers = lambda: None
@@ -260,11 +227,6 @@ def restore_steps(trainer: Any) -> None:
         vars(owner).pop(name, None)
 
 
-def accumulates(trainer: Any) -> bool:
-    """True between the mini-batches of one optimizer step, whose gradients no checkpoint has."""
-    return bool(trainer.fit_loop.epoch_loop._should_accumulate())
-
-
 @contextmanager
 def counters_to_resume_from(trainer: Any) -> Iterator[None]:
     """Set the loops' counters, for a checkpoint, so that Lightning goes on from here.
@@ -293,11 +255,6 @@ def begin_validation_anew(trainer: Any) -> None:
         validation.batch_progress.reset()
 
 
-def preemption_path(trainer: Any) -> str:
-    """The path of the next checkpoint of a run that is preempted, which Lightning resumes from in a SLURM job."""
-    return str(trainer._checkpoint_connector.hpc_save_path(trainer.default_root_dir))
-
-
 def reset_metric(metric: Any, value: Any, count: int) -> None:
     """Tell a torchmetrics object that it was updated elsewhere, `count` times, and the value of its last batch."""
     metric._update_count = count
@@ -305,25 +262,15 @@ def reset_metric(metric: Any, value: Any, count: int) -> None:
     setattr(metric, FORWARD_CACHE, value)
 
 
-def metric_state(metric: Any) -> tuple[dict[str, Any], int]:
-    """The state of a torchmetrics object by name, and its number of updates."""
-    return {name: getattr(metric, name) for name in metric._defaults}, int(metric._update_count)
-
-
 FORWARD_CACHE: Final = "_forward_cache"
 """The attribute of a torchmetrics object that has the value of its last batch."""
 
 
-def forget_indices(batch_sampler: Any) -> None:
-    """Empty the sample indices that prediction writers read from a batch sampler which is never iterated."""
-    from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
-
-    if isinstance(batch_sampler, _IndexBatchSamplerWrapper):
-        batch_sampler.seen_batch_indices = []
-
-
 def first_training_batch(
-    trainer: Any, peek: Callable[[Any], Any] | None, is_moved: Callable[[Any], bool] = lambda loader: False
+    trainer: Any,
+    peek: Callable[[Any], Any] | None,
+    is_moved: Callable[[Any], bool] = lambda loader: False,
+    resumed: Mapping[str, Any] | None = None,
 ) -> Any:
     """Set up the training data loaders now instead of when the loop starts; returns the first mini-batch.
 
@@ -332,33 +279,28 @@ def first_training_batch(
         peek: returns the first batch of a loader, and None if there is none; None if the mini-batch is not wanted.
         is_moved: whether reading moves a loader. Then the mini-batch is taken from the loop, which gets it, too, as it
             is from loaders of unknown length, from which the loop has fetched it. The same on all ranks.
+        resumed: the loop's state in a checkpoint, which Lightning restores later: loaders are made for its epoch, and
+            go on at its position.
 
     Returns:
         None if there is no training data, or no `peek`.
     """
     loop = trainer.fit_loop
-    _restore_epoch(trainer)
+    if resumed:
+        loop.load_state_dict(resumed)
     loop.setup_data()
-    combined = loop._combined_loader
-    if combined is None or combined._mode == "sequential":  # which the loop refuses when it starts
+    if trainer.train_dataloader is None:
         return None
-    moved = any(is_moved(loader) for loader in combined.flattened)
+    loaders, form = pytree.tree_flatten(trainer.train_dataloader)
+    moved = any(map(is_moved, loaders))
     fetched = _first_fetched(loop._data_fetcher, moved)
     if peek is None:
         return None
     if moved or loop._data_fetcher.length is None:
         clone = partial(pytree.tree_map_only, torch.Tensor, torch.Tensor.clone)  # hooks may change it in place
         return clone(fetched[0][0]) if fetched else None
-    peeked = [peek(loader) for loader in combined.flattened]
-    return None if any(batch is None for batch in peeked) else pytree.tree_unflatten(peeked, combined._spec)
-
-
-def _restore_epoch(trainer: Any) -> None:
-    """Let loaders be made for the epoch of the checkpoint that the run resumes from, before loops are restored."""
-    checkpoint = trainer._checkpoint_connector._loaded_checkpoint or {}
-    state = checkpoint.get("loops", {}).get("fit_loop", {}).get("epoch_progress")
-    if state is not None:
-        trainer.fit_loop.epoch_progress.load_state_dict(state)
+    peeked = [peek(loader) for loader in loaders]
+    return None if any(batch is None for batch in peeked) else pytree.tree_unflatten(peeked, form)
 
 
 def _first_fetched(fetcher: Any, moved: bool) -> list[Any]:

@@ -13,8 +13,6 @@ LIGHTNING_STATE: Final = frozenset(
     )
 )
 """Attributes in which Lightning keeps its own state of a module; `_hparams` has the user's values."""
-RUN: Final = "_run_stage"
-"""The function of the trainer around everything that all ranks do: what called it is no call of one rank."""
 
 
 def trainer_of(module: Any) -> Any:
@@ -33,12 +31,8 @@ def set_device(module: Any, device: object) -> None:
     Only `module.to(device)` sets it, which a module whose parameters are placed one by one is never asked for.
     """
     for part in module.modules():
-        if _HAS_DEVICE in {kind.__name__ for kind in type(part).__mro__}:
+        if "LightningModule" in {kind.__name__ for kind in type(part).__mro__}:
             part._device = device
-
-
-_HAS_DEVICE: Final = "_DeviceDtypeModuleMixin"
-"""Lightning's base class of modules with the property `device`; torchmetrics has another one of its own."""
 
 
 def set_device_mesh(module: Any, mesh: object) -> None:

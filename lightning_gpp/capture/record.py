@@ -173,7 +173,7 @@ def _called(replica: nn.Module, step: str, run_time: RunTime, function: StepFunc
         return functools.partial(function, replica)
     method = getattr(replica, step)
     arguments = step_arguments(method, run_time.batch_idx, run_time.dataloader_idx)
-    return lambda batch: method(step_input(method, batch), *arguments)
+    return lambda batch: method(batch, *arguments)
 
 
 def _run(
@@ -241,12 +241,6 @@ def _remedy(error: Exception, in_step: bool) -> str:
         "put this line and the modules that read its result into the forward of a module of their own, which is then "
         "never cut"
     )
-
-
-def step_input(function: Callable[..., Any], batch: Any) -> Any:
-    """A mini-batch as a step takes it: with `dataloader_iter`, an iterator that gives it again and again."""
-    reads = "dataloader_iter" in inspect.signature(function).parameters
-    return itertools.repeat((batch, 0, 0)) if reads else batch
 
 
 def step_arguments(function: Callable[..., Any], batch_idx: int, dataloader_idx: int = 0) -> list[int]:

@@ -33,7 +33,8 @@ from lightning_gpp.graph import OperatorGraph
 from lightning_gpp.planning.graph_file import read_graph
 from lightning_gpp.strategy.checks import runs_whole
 from lightning_gpp.strategy.data import peek
-from lightning_gpp.strategy.steps import CONTEXTS, stand_ins
+from lightning_gpp.strategy.optimization import stand_ins
+from lightning_gpp.strategy.steps import CONTEXTS
 from lightning_gpp.training.data.batches import outline
 from lightning_gpp.training.divided.parallel_regions import captured_apart
 from lightning_gpp.training.divided.tensor_parallel import TensorParallel, check_divided, dividing

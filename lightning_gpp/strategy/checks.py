@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -11,15 +12,12 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from lightning_gpp._compat.lightning import uses_dataloader_iter
-from lightning_gpp._compat.lightning_loop import closure_repeated
 from lightning_gpp._compat.torch import BatchNorm
 from lightning_gpp.errors import ConfigError
 from lightning_gpp.plan import Plan
 from lightning_gpp.training.captures import STEPS, compiled_steps
 from lightning_gpp.training.checks.agreement import text_of
 from lightning_gpp.training.options import Options
-from lightning_gpp.training.planner import TRAINING
 from lightning_gpp.wording import some
 
 _SETTINGS = (
@@ -43,29 +41,21 @@ _SETTINGS = (
 def runs_whole(module: pl.LightningModule, options: Options) -> bool:
     """True if the training step runs as a whole, on all ranks."""
     own = not module.automatic_optimization or type(module).backward is not pl.LightningModule.backward
-    own = own or reads_data(module, TRAINING)
     return options.step == "whole" or (options.step == "auto" and own)
 
 
-def reads_data(module: pl.LightningModule, step: str) -> bool:
-    """True if a step takes the iterator of the data loader."""
-    function = getattr(module, step)
-    return callable(function) and uses_dataloader_iter(function)  # None: switched off
-
-
-def check_module(module: pl.LightningModule, whole: bool, *, alone: bool) -> None:
+def check_module(module: pl.LightningModule, whole: bool) -> None:
     """Raise ConfigError if a module uses features that stages do not support.
 
     Args:
         module: the module.
         whole: the training step runs as a whole.
-        alone: there is one process.
     """
-    for problem in _problems(module, whole, alone):
+    for problem in _problems(module, whole):
         raise ConfigError(problem)
 
 
-def _problems(module: pl.LightningModule, whole: bool, alone: bool) -> Iterator[str]:
+def _problems(module: pl.LightningModule, whole: bool) -> Iterator[str]:
     name = type(module).__name__
     if not module.automatic_optimization and not whole:
         yield (
@@ -86,11 +76,11 @@ def _problems(module: pl.LightningModule, whole: bool, alone: bool) -> Iterator[
         )
     yield from compiled_steps(module, STEPS)
     for step in STEPS:
-        if reads_data(module, step) and not (whole if step == TRAINING else alone):
-            way = "Use strategy.step=whole (auto chooses it)" if step == TRAINING else "Use one process"
+        function = getattr(module, step)
+        if callable(function) and "dataloader_iter" in inspect.signature(function).parameters:  # None: switched off
             yield (
-                f"{name}.{step} takes `dataloader_iter`, but mini-batches must be known before the stages start. {way}"
-                ", or let the step take `batch` (and `batch_idx`)."
+                f"{name}.{step} takes `dataloader_iter`, but mini-batches must be known before the stages start. Let "
+                "the step take `batch` (and `batch_idx`)."
             )
 
 
@@ -102,7 +92,12 @@ def once(closure: Callable[[], Any]) -> Callable[[], Any]:
         nonlocal calls
         calls += 1
         if calls > 1:
-            raise closure_repeated()
+            raise ConfigError(
+                "The optimizer called its closure more than once in one step. Optimizers that evaluate the model "
+                "repeatedly (L-BFGS, sharpness-aware minimisation) use norms over all parameters, of which every rank "
+                "has only its own. Use one that needs a single evaluation, or take these steps by hand, in manual "
+                "optimization, with self.trainer.strategy.grad_norm()."
+            )
         return closure()
 
     return called

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import InitVar, dataclass
 from typing import Any, NoReturn
 
+import lightning.pytorch as pl
 import torch
-from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_gpp._compat.lightning import forget_indices
+from lightning_gpp.capture.kept import Kept, unchanged
+from lightning_gpp.capture.own_streams import unmoved
 from lightning_gpp.errors import ConfigError
 from lightning_gpp.reports.units import size
-from lightning_gpp.strategy.data_state import as_before
 from lightning_gpp.training.control import Control
 from lightning_gpp.training.data.data_parallel import data_parallel_world, divide_samples, read_in_world
 from lightning_gpp.training.data.loaders import SharedLoader
@@ -68,7 +68,9 @@ class ShadowLoader:
         for name in ("sampler", "batch_sampler", "dataset", "batch_size", "drop_last", "collate_fn", "num_workers"):
             if hasattr(loader, name):
                 setattr(self, name, getattr(loader, name))
-        forget_indices(getattr(loader, "batch_sampler", None))
+        batch_sampler = getattr(loader, "batch_sampler", None)
+        if batch_sampler is not None and hasattr(batch_sampler, "seen_batch_indices"):
+            batch_sampler.seen_batch_indices = []  # which prediction writers read; it is never iterated here
 
     def __len__(self) -> int:
         with data_parallel_world(self.control.mesh):
@@ -123,25 +125,6 @@ class StatefulShadowLoader(ShadowLoader):
         """Ignore the state, which belongs to the rank that loads data."""
 
 
-class SharedIterator(Iterator[Any]):
-    """The iterator of a step that reads its mini-batches: all ranks get those of the rank that loads data.
-
-    Args:
-        source: Lightning's iterator on this rank, which is as long on all of them.
-        share: gives a mini-batch of the rank that loads data to all ranks.
-    """
-
-    def __init__(self, source: Any, share: Callable[[Any], Any]) -> None:
-        self._source, self._share = source, share
-
-    def __next__(self) -> tuple[Any, int, int]:
-        batch, batch_idx, dataloader_idx = next(self._source)
-        return self._share(batch), batch_idx, dataloader_idx
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._source, name)
-
-
 def distribute(loader: Any, control: Control, wanted: Mapping[str, int], *, shared: bool = False) -> Any:
     """The loader to use on this rank.
 
@@ -175,11 +158,6 @@ def _ends_when_it_says(loader: Any) -> bool:
     return isinstance(loader, Sequence)
 
 
-def flattened(loaders: Any) -> list[Any]:
-    """The single loaders of a (nested) collection of loaders."""
-    return list(CombinedLoader(loaders, "max_size_cycle").flattened)
-
-
 def is_moved_by_reading(loader: Any) -> bool:
     """True for an iterator, such as a generator, and for a loader that keeps its position."""
     loader = _inside(loader)
@@ -205,6 +183,17 @@ def peek(loader: Any) -> Any:
         line = line_of(error)
         place = "" if line == UNKNOWN else f" ({line})"
         raise ConfigError(f"The data cannot make their first mini-batch: {described(error)}{place}.") from error
+
+
+@contextmanager
+def as_before(*values: Any) -> Iterator[None]:
+    """Restore afterwards what these objects, and those inside of them, keep between calls: counters, random generators.
+
+    The first mini-batch is read at set-up, and once more by the loop.
+    """
+    kept = Kept(values, libraries=True, apart=(pl.Trainer,))
+    with unchanged(kept.holders), unmoved(kept.generators):
+        yield
 
 
 def _inside(loader: Any) -> Any:

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import lightning.pytorch as pl
 import torch
 from torch import Tensor
-from torchmetrics import Metric, MetricCollection
+from torchmetrics import CatMetric, MaxMetric, Metric, MetricCollection, MinMetric, SumMetric
 from torchmetrics.utilities.distributed import gather_all_tensors
+from torchmetrics.wrappers import Running
 
-from lightning_gpp._compat.lightning import metric_state, reset_metric
+from lightning_gpp._compat.lightning import reset_metric
 from lightning_gpp._compat.torch import pytree
 from lightning_gpp.capture.metrics import metrics_in, metrics_of
 from lightning_gpp.errors import ForeignTensorError
 from lightning_gpp.training.control import Control
+
+_AGGREGATORS: Final = (SumMetric, MaxMetric, MinMetric, CatMetric, Running)
 
 
 class MetricStates:
@@ -55,7 +58,7 @@ class MetricStates:
         Raises:
             ForeignTensorError: this rank has not the state of now.
         """
-        if self.behind and metric_state(metric)[1] == self._counts.get(id(metric), 0):
+        if self.behind and metric.update_count == self._counts.get(id(metric), 0):
             raise ForeignTensorError(
                 f"The value of the metric {path} is asked for between the ends of two epochs, on a rank that has its "
                 "state of the last one: only the rank that runs the step has that of now. Log the metric "
@@ -69,6 +72,11 @@ class MetricStates:
 
     def _metrics(self) -> dict[str, Metric]:
         return {path: metric for path, metric in self._all() if isinstance(metric, Metric)}
+
+    def updates_of_aggregators(self) -> dict[str, int]:
+        """The numbers of updates of sums, extremes and running values; means of equal parts are means of all."""
+        found = self._metrics().items()
+        return {path: each.update_count for path, each in found if isinstance(each, _AGGREGATORS)}
 
     def _all(self) -> Iterator[tuple[str, Metric | MetricCollection]]:
         yield from metrics_of(self.module).items()
@@ -90,12 +98,12 @@ class MetricStates:
             if isinstance(part, MetricCollection):
                 list(part.items(copy_state=False))  # lets members of a compute group refer to their leader's state
         self.behind = False
-        states = {path: metric_state(metric) for path, metric in metrics.items()}
+        states = {path: (metric.metric_state, metric.update_count) for path, metric in metrics.items()}
         received = self.control.share_object(pytree.tree_map_only(Tensor, torch.Tensor.cpu, states))
         if not self.control.runs_step:
             for path in metrics.keys() & received.keys():
                 _set(metrics[path], *received[path])
-        self._counts = {id(metric): metric_state(metric)[1] for metric in metrics.values()}
+        self._counts = {id(metric): metric.update_count for metric in metrics.values()}
 
 
 def _set(metric: Metric, state: dict[str, Any], count: int) -> None:

@@ -20,11 +20,13 @@ from typing import Final
 import lightning.pytorch as pl
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
+from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_gpp._compat import lightning as _compat
 from lightning_gpp.failure.monitor import FailureMonitor
 from lightning_gpp.failure.processes import say
+from lightning_gpp.strategy.optimization import accumulates
 from lightning_gpp.training.control import Control
 
 log = logging.getLogger(__name__)
@@ -100,7 +102,7 @@ class Preemption:
     @property
     def possible(self) -> bool:
         """False between the mini-batches of one optimizer step: their gradients would be lost."""
-        return self._trainer.state.fn != TrainerFn.FITTING or not _compat.accumulates(self._trainer)
+        return self._trainer.state.fn != TrainerFn.FITTING or not accumulates(self._trainer)
 
     def save(self, number: signal.Signals, *, ended: bool) -> None:
         """Save what the run has trained, and ask SLURM to start the job again. All ranks call this together.
@@ -119,7 +121,7 @@ class Preemption:
                 requeue()
 
     def _save(self, ended: bool) -> str:
-        path: str = self._control.broadcast(_compat.preemption_path(self._trainer))
+        path: str = self._control.broadcast(next_path(self._trainer.default_root_dir))
         counters: AbstractContextManager[None] = nullcontext()
         if not ended:
             counters = _compat.counters_to_resume_from(self._trainer)
@@ -135,6 +137,13 @@ class Preemption:
             and environment.auto_requeue
             and environment.requeue_signal == number
         )
+
+
+def next_path(folder: str) -> str:
+    """The path of the next checkpoint of a run that is preempted, which Lightning resumes from in a SLURM job."""
+    names = (name.rpartition("hpc_ckpt_")[2] for name in get_filesystem(folder).glob(f"{folder}/hpc_ckpt_*.ckpt"))
+    numbers = [int(name.removesuffix(".ckpt")) for name in names if name.removesuffix(".ckpt").isdigit()]
+    return f"{folder}/hpc_ckpt_{max(numbers, default=0) + 1}.ckpt"
 
 
 def requeue() -> None:

@@ -7,7 +7,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -21,6 +20,7 @@ from lightning_gpp.checkpoints.stored import StoredValues
 from lightning_gpp.errors import CheckpointError, GPPError
 from lightning_gpp.plan import Plan
 from lightning_gpp.strategy.ahead import ReadAhead
+from lightning_gpp.strategy.batch_readers import BATCH, BatchReaders
 from lightning_gpp.strategy.checks import (
     check_callbacks,
     check_module,
@@ -29,11 +29,8 @@ from lightning_gpp.strategy.checks import (
     facts_of_loaders,
     runs_whole,
 )
-from lightning_gpp.strategy.data import Placeholder, SharedIterator, is_moved_by_reading, peek
-from lightning_gpp.strategy.data_state import as_before
-from lightning_gpp.strategy.hooks.attached import AttachedHooks
-from lightning_gpp.strategy.hooks.readers import BATCH, BatchReaders
-from lightning_gpp.strategy.hooks.saving import SavingHooks
+from lightning_gpp.strategy.data import Placeholder, as_before, is_moved_by_reading, peek
+from lightning_gpp.strategy.hooks import Hooks
 from lightning_gpp.strategy.metrics import MetricStates
 from lightning_gpp.strategy.processes import given_seed
 from lightning_gpp.strategy.steps import LightningHost, Steps, step_of
@@ -48,7 +45,6 @@ from lightning_gpp.training.measured.machine import footprint_of
 from lightning_gpp.training.measured.trace import TraceFile
 from lightning_gpp.training.option_values import SYNCHRONOUS
 from lightning_gpp.training.options import Options
-from lightning_gpp.training.planner import TRAINING
 from lightning_gpp.training.setup import agreed_seed, set_up
 from lightning_gpp.training.tensors.parameters import move
 from lightning_gpp.training.updates.loss_scale import check_scaled
@@ -63,7 +59,7 @@ class Run:
         strategy: the trainer's strategy, which has the optimizers.
         control: the side channel of this rank.
         options: options of the strategy.
-        resumed: the entry of the checkpoint that the run resumes from; empty if it does not.
+        resumed: the entry of the checkpoint that the run resumes from, and its `fit_loop`; empty if it does not.
         stored: the state dict of that checkpoint if it is a folder.
         known: the plan of an earlier run of the module, which evaluation keeps.
         parallel: the division of the module among the processes of a device.
@@ -91,7 +87,7 @@ class Run:
         self.precision = strategy.precision_plugin
         fitting = trainer.state.fn == TrainerFn.FITTING
         whole = fitting and runs_whole(self.module, options)
-        check_module(self.module, whole or not fitting, alone=control.num_processes == 1)
+        check_module(self.module, whole or not fitting)
         if whole:
             check_whole(options, steps_itself=not self.module.automatic_optimization)
         if fitting and getattr(self.precision, "scaler", None) is not None:
@@ -121,10 +117,9 @@ class Run:
         self.steps = Steps(self.module, control, host, self.incoming, device, self._set_up_evaluation, *shared)
         self.reading = ReadAhead(trainer, self.incoming, device)
         self._num_steps, self._pipeline = int(resumed.get("step", 0)), dict(resumed.get("pipeline", {}))
-        self._mini_batches = int(resumed.get("mini_batches", 0))
+        self._mini_batches, self._loop = int(resumed.get("mini_batches", 0)), resumed.get("fit_loop")
         self._optimizers: Sequence[Optimizer] = ()
-        self._hooks = AttachedHooks(trainer, control, device, self._readers, self.steps, lambda: self._trained)
-        self._saving_later = SavingHooks(trainer)
+        self.hooks = Hooks(trainer, control, device, self.steps, lambda: self._trained)
         self._example_input: Any = None
         self._compared: set[str] = set()
 
@@ -146,7 +141,7 @@ class Run:
         if self.control.first:
             warn_of_others(self._mini_batches or now, now)
         batch = self._example()
-        has_data = self.control.broadcast(batch is not None) or self._needs_no_example
+        has_data = self.control.broadcast(batch is not None)
         self.strategy.setup_optimizers(self.trainer)
         self._optimizers = self.strategy.optimizers
         if not has_data:
@@ -168,24 +163,17 @@ class Run:
         check_copies(self.job.parallel, copies)
         for copied in copies:
             self.steps.engine.divide(copied)
-        if not self.job.whole or self.control.num_pipelines == 1:  # others could go on with mini-batches of their own
-            _compat.install_automatic_optimization(self.trainer, whole=self.job.whole)
 
     def _set_up_evaluation(self, step: str, batch: Any) -> Engine:
         return set_up(self.job, self.incoming, batch, step=step, num_steps=self._num_steps)
 
-    @property
-    def _needs_no_example(self) -> bool:
-        """True for a step that reads its mini-batches, where no other process has to know what it will read."""
-        return self.control.num_processes == 1 and self.job.host.reads_data(TRAINING)
-
     def _example(self) -> Any:
         """A mini-batch on rank 0, as the step will see it; None on other ranks, and without training data."""
         given = self.job.options.example_batch
-        wanted = given is None and not self._needs_no_example
+        wanted = given is None
         look = peek if wanted and self.control.first else None
         moved = is_moved_by_reading if wanted else (lambda _: False)
-        peeked = _compat.first_training_batch(self.trainer, look, moved)
+        peeked = _compat.first_training_batch(self.trainer, look, moved, self._loop)
         batch = peeked if given is None else given
         if not self.control.first or batch is None:
             return None
@@ -198,12 +186,6 @@ class Run:
         shared = self._trained.share(batch)
         self.incoming.batch_size = samples_in(shared)
         return shared
-
-    def inputs(self, given: Sequence[Any]) -> Sequence[Any]:
-        """The arguments of a step as a whole; an iterator of mini-batches gives those of one rank to all."""
-        if self.control.num_processes == 1 or not self.job.host.reads_data(TRAINING):
-            return given
-        return [SharedIterator(given[0], lambda batch: self.share(move_data_to_device(batch, self.job.device)))]
 
     def announced(self, batch: Any) -> Any:
         """Tell the ranks of the pipeline the size and form of a mini-batch; returns what hooks get on this rank.
@@ -230,7 +212,9 @@ class Run:
             vars(self.precision)["clip_grad_by_value"] = self._clip_values
             if self.steps.scale is not None:
                 self.steps.scale.attach()
-        self._hooks.attach(trains=self.engine is not None, whole=self.job.whole)
+        if self.control.num_devices > 1:
+            self._readers.attach()
+        self.hooks.attach(trains=self.engine is not None, whole=self.job.whole)
         if not self.control.loads:
             _compat.bypass_batch_hooks(self.module)
         self.reading.attach()
@@ -239,7 +223,8 @@ class Run:
 
     def detach(self, complete: bool) -> None:
         """Undo `attach`; move the module to the CPU, and after a normal end (`complete`) all of it to rank 0."""
-        self._hooks.detach()
+        self.hooks.detach()
+        self._readers.detach()
         self._metrics.detach()
         _compat.restore_epoch_end(self.trainer)
         _compat.restore_evaluation_data(self.trainer)
@@ -265,7 +250,6 @@ class Run:
 
     def begin_training(self) -> None:
         """Resume loaders at their positions; read mini-batches before their turn if stages start them before it."""
-        _compat.load_loader_states(self.trainer)
         _compat.begin_validation_anew(self.trainer)
         if self.engine is not None and self.job.options.weights != SYNCHRONOUS:
             self.reading.train(self.engine.ahead)
@@ -309,18 +293,6 @@ class Run:
         if step not in self._compared and self.control.num_processes > 1:
             self._compared.add(step)
             check_alike(facts_of_loaders(step, num_batches), self.control.everyone)
-
-    # -- checkpoints after the run ------------------------------------------------------------------------------------
-
-    def begin_saving(self) -> None:
-        """Begin a checkpoint, whose hooks run on all ranks, also after the run, when rank 0 has the whole module."""
-        self.end_saving()
-        if self.control.num_devices > 1 and not self._hooks.attached:
-            self._saving_later.attach()
-
-    def end_saving(self) -> None:
-        """End it, after the hooks."""
-        self._saving_later.detach()
 
     # -- optimizers ---------------------------------------------------------------------------------------------------
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from types import MappingProxyType
 from typing import Any, Final
@@ -12,17 +12,17 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.plugins.precision import Precision
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
 from lightning_gpp._compat.lightning import replace_batch
 from lightning_gpp.capture.attributes import Attribute, dotted
 from lightning_gpp.errors import GPPError
-from lightning_gpp.strategy.aggregates import AggregatorWatch
-from lightning_gpp.strategy.checks import facts_of_trainer, reads_data
-from lightning_gpp.strategy.hooks.readers import RESULT, BatchReaders, packed
+from lightning_gpp.strategy.batch_readers import RESULT, BatchReaders, packed
+from lightning_gpp.strategy.checks import facts_of_trainer
 from lightning_gpp.strategy.logs import LogExchange, LogRecorder
-from lightning_gpp.strategy.messages import inform
 from lightning_gpp.strategy.metrics import MetricStates
+from lightning_gpp.strategy.optimization import StepGradients, stand_ins
 from lightning_gpp.training.control import Control
 from lightning_gpp.training.data.incoming import Incoming
 from lightning_gpp.training.engine import Engine
@@ -70,7 +70,6 @@ class LightningHost(Host):
         self._module, self._plugin = module, plugin
         self.scaler = getattr(plugin, "scaler", None)
         self.recorder = LogRecorder(module)
-        self._aggregates = AggregatorWatch(module)
 
     def context(self, step: str) -> Context:
         context: Context = getattr(self._plugin, CONTEXTS[step])
@@ -81,13 +80,12 @@ class LightningHost(Host):
 
     @contextmanager
     def _run(self, context: Context, batch: int | None, num_samples: int) -> Iterator[None]:
-        with self.recorder.run(num_samples, context, batch), self._aggregates.run(batch, num_samples):
+        with self.recorder.run(num_samples, context, batch):
             yield
 
     def turn(self, batch: int) -> None:
         """Take what was recorded for this mini-batch of training, whose step is complete."""
         self.recorder.turn(batch)
-        self._aggregates.complete(batch)
 
     @contextmanager
     def unheard(self) -> Iterator[None]:
@@ -102,16 +100,12 @@ class LightningHost(Host):
 
     def forget(self, batches: range) -> None:
         self.recorder.forget(batches)
-        self._aggregates.forget(batches)
 
     def stand_ins(self, module: nn.Module) -> dict[str, Any]:
         return stand_ins(self._module, module)
 
     def facts(self) -> dict[str, str]:
         return facts_of_trainer(self._module.trainer)
-
-    def reads_data(self, step: str) -> bool:
-        return reads_data(self._module, step)
 
     def combine(self, reductions: Mapping[str, str]) -> None:
         self.recorder.combined.update(reductions)
@@ -120,7 +114,7 @@ class LightningHost(Host):
         replace_batch(self._module.trainer, batch)
 
     def inform(self, text: str) -> None:
-        inform(text)
+        rank_zero_info(text)
 
 
 class Steps:
@@ -138,6 +132,7 @@ class Steps:
 
     Attributes:
         mirrored: what the steps change in attributes of the module.
+        gradients: those of the step, which Lightning would zero.
         engine: the engine that runs the steps; None before it is set up.
         scale: the scale of the loss; None for 1.
         trace: trace of the training steps, if the user wants one.
@@ -155,7 +150,7 @@ class Steps:
         metrics: MetricStates,
     ) -> None:
         self.module, self.control, self.host, self.incoming, self.device = module, control, host, incoming, device
-        self.logs = LogExchange(control, device)
+        self.logs, self.gradients = LogExchange(control, device), StepGradients(module.trainer)
         self.scale = LossScale.of(host.scaler, control, device)
         self.engine: Engine | None = None
         self.trace: TraceFile | None = None
@@ -180,9 +175,13 @@ class Steps:
             raise GPPError("The training step runs before the trainer's set-up; use trainer.fit(model).")
         accumulated = self.module.trainer.accumulate_grad_batches
         self._begin(first=not self._trained)  # one process looks at its first step only
-        outputs = engine.train(arguments, accumulated=accumulated, last=last, scale=scale)
+        updates = {} if self._trained else self._metrics.updates_of_aggregators()
+        with self.gradients.computed():
+            outputs = engine.train(arguments, accumulated=accumulated, last=last, scale=scale)
         changed = self._changed()
         self._tell_changes(changed, len(outputs))
+        if not self._trained:
+            self._tell_aggregators(updates)
         self._trained = True
         self.host.turn(engine.num_steps - 1)
         if self.trace is not None:
@@ -221,6 +220,16 @@ class Steps:
         if new := late - self._told_late:
             self._told_late |= new
             self.control.warn(f"The training step changes {some(sorted(map(dotted, new)))}. {_LATE}")
+
+    def _tell_aggregators(self, before: Mapping[str, int]) -> None:
+        """Warn of aggregators that have got a number from each micro-batch of the first mini-batch."""
+        now = self._metrics.updates_of_aggregators()
+        if often := [place for place, count in now.items() if count > before.get(place, 0) + 1]:
+            self.control.warn(
+                f"The training step updates the metrics {some(often)} with a number from each micro-batch, where one "
+                "process has one from each mini-batch. Counts add up; a sum, maximum or minimum of losses differs. Log "
+                "the value itself (self.log(name, value, reduce_fx=...)), or set strategy.step=whole."
+            )
 
     def _settings(self) -> list[dict[str, Any]]:
         """The hyperparameters of the optimizers' groups that are numbers."""
@@ -310,63 +319,3 @@ def step_of(trainer: pl.Trainer) -> str:
     if trainer.training:
         return TRAINING
     return "test_step" if trainer.testing else "predict_step" if trainer.predicting else "validation_step"
-
-
-class Still:
-    """Replaces an optimizer or scheduler while the step runs on fake tensors, to find its network calls.
-
-    Nothing changes; all else is answered by the real one.
-
-    Args:
-        real: the optimizer or scheduler.
-        parameters: those that the step sees instead of the real ones, by their identity.
-    """
-
-    def __init__(self, real: Any, parameters: Mapping[int, Tensor]) -> None:
-        self._real, self._parameters = real, parameters
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._real, name)
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """Copies of the groups, which the step may change, with the parameters that it sees."""
-        seen = [[self._parameters.get(id(each), each) for each in group["params"]] for group in self._real.param_groups]
-        return [
-            {**group, "params": parameters} for group, parameters in zip(self._real.param_groups, seen, strict=True)
-        ]
-
-    def step(self, *args: Any, closure: Callable[[], Any] | None = None, **_: Any) -> Any:
-        """Run the closure, which calls networks, and change nothing."""
-        called = closure or next((each for each in args if callable(each)), None)
-        return None if called is None else called()
-
-    def zero_grad(self, *_: Any, **__: Any) -> None:
-        """Do nothing."""
-
-    def toggle_model(self, *_: Any, **__: Any) -> Any:
-        """A context that changes nothing."""
-        return nullcontext()
-
-
-def stand_ins(module: pl.LightningModule, copied: nn.Module) -> dict[str, Any]:
-    """The methods of manual optimization, without effect, for a copy of the module."""
-    seen = dict(copied.named_parameters(remove_duplicate=False))
-    parameters = {id(each): seen[name] for name, each in module.named_parameters() if name in seen}
-    optimizers = [Still(optimizer, parameters) for optimizer in module.trainer.optimizers]
-    schedulers = [Still(config.scheduler, parameters) for config in module.trainer.lr_scheduler_configs]
-    names = ("manual_backward", "toggle_optimizer", "untoggle_optimizer", "clip_gradients", "lr_scheduler_step")
-    return {
-        **dict.fromkeys(names, _nothing),
-        "toggled_optimizer": lambda *_, **__: nullcontext(),
-        "optimizers": lambda use_pl_optimizer=True: _one_or_all(optimizers),
-        "lr_schedulers": lambda: _one_or_all(schedulers) if schedulers else None,
-    }
-
-
-def _nothing(*_: Any, **__: Any) -> None:
-    """Replaces methods that change gradients, parameters or schedules."""
-
-
-def _one_or_all(items: Sequence[Still]) -> Any:
-    return items[0] if len(items) == 1 else list(items)

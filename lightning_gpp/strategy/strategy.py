@@ -64,7 +64,7 @@ class GPPStrategy(RanksStrategy):
         self._known: Plan | None = None
         self._resumed: dict[str, Any] = {}
         self._stored: StoredValues | None = None
-        self._accumulating = False
+        self._accumulating = self._skips = False
         self._parallel: TensorParallel | None = None
         self._divided_on: Mesh | None = None
 
@@ -222,8 +222,18 @@ class GPPStrategy(RanksStrategy):
         steps = self._steps
         if steps.whole:
             with self._training.whole_step():
-                return super().training_step(*self._running.inputs(args), **kwargs)
+                return self._unless_skipped(super().training_step(*args, **kwargs))
         return steps.train([*args, *kwargs.values()], last=not self._accumulating)
+
+    def _unless_skipped(self, result: Any) -> Any:
+        """What a step as a whole returned; for None, which skips the mini-batch, a loss without a backward.
+
+        Lightning refuses None on several processes, as others could go on: so could other pipelines.
+        """
+        module = self.lightning_module
+        automatic = module is not None and module.automatic_optimization
+        self._skips = result is None and automatic and self._running.control.num_processes > 1 == self.num_pipelines
+        return torch.zeros((), device=self.root_device) if self._skips else result
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """The result of the user's step on the rank that runs it; a step as a whole runs on all ranks."""
@@ -242,18 +252,22 @@ class GPPStrategy(RanksStrategy):
         module = self.lightning_module
         if module is None:
             raise ConfigError("The strategy has no module; use trainer.fit(model).")
+        if self._skips:
+            return closure_loss
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
         if self._steps.whole:
             with self._training.complete_gradients():
                 self.precision_plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
             self._training.check_finite(closure_loss, last=not self._accumulating)
-        elif not self._accumulating:
-            self._training.sum_gradients()
+        else:
+            self._steps.gradients.give_back()
+            if not self._accumulating:
+                self._training.sum_gradients()
         return self.precision_plugin.post_backward(closure_loss, module)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        """Step an optimizer. On several devices it may evaluate a step as a whole once, as each steps its own part."""
-        if self._steps.whole and self._training.plan.num_devices > 1:
+        """Step an optimizer, which evaluates the closure once, as each device steps its own part."""
+        if not self._steps.whole or self._training.plan.num_devices > 1:
             closure = once(closure)
         with self._training.divided_optimizers():
             return super().optimizer_step(optimizer, closure, model, **kwargs)
@@ -300,7 +314,7 @@ class GPPStrategy(RanksStrategy):
         if engine is None or self._failed:
             return super().lightning_module_state_dict()
         self._begin("collecting the state for a checkpoint")
-        self._running.begin_saving()
+        self._running.hooks.begin_saving()
         return engine.state_dict(sharded=self._checkpoints.sharded(engine))
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -318,7 +332,7 @@ class GPPStrategy(RanksStrategy):
             return
         self._begin(f"saving {filepath}")
         if self._run is not None:
-            self._run.end_saving()
+            self._run.hooks.end_saving()
         self._checkpoints.save(checkpoint, filepath, storage_options, self._saved, first=self.is_global_zero)
         self._end_phase()
 
@@ -333,7 +347,10 @@ class GPPStrategy(RanksStrategy):
         self._checkpoints.wait()
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
         self._end_phase()
-        self._resumed = entry_of(checkpoint, checkpoint_path)
+        self._resumed = {
+            **entry_of(checkpoint, checkpoint_path),
+            "fit_loop": checkpoint.get("loops", {}).get("fit_loop"),
+        }
         return checkpoint
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

@@ -64,8 +64,7 @@ def steps_as_whole(job: Job, step: str) -> frozenset[str]:
 
 def _as_it_is(job: Job, step: str) -> bool:
     """True if a step need not be captured: on one process it runs as the user wrote it."""
-    alone = job.control.num_processes == 1
-    return (alone and job.host.reads_data(step)) or (step != TRAINING and _evaluates_as_it_is(job))
+    return step != TRAINING and _evaluates_as_it_is(job)
 
 
 def _evaluates_as_it_is(job: Job) -> bool:
@@ -77,9 +76,7 @@ def _evaluates_as_it_is(job: Job) -> bool:
 
 
 def _uncut(job: Job, step: str, example: Any) -> Undivided:
-    reads = job.host.reads_data(step)
-    reason = "It reads its mini-batches itself." if reads else "One process needs no stages."
-    return undivided(job.module, step, 1 if reads else samples_in(example), reason, alone=True)
+    return undivided(job.module, step, samples_in(example), "One process needs no stages.", alone=True)
 
 
 def _captured_whole(job: Job, step: str, example: Any, calls: StepCalls | None) -> tuple[Captured, StepCalls | None]:

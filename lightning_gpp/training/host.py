@@ -63,10 +63,6 @@ class Host:
         """Settings of training that all ranks must have alike, by the name under which users know them."""
         return {}
 
-    def reads_data(self, step: str) -> bool:
-        """True if a step reads its mini-batches by itself; it runs as a whole."""
-        return False
-
     def combine(self, reductions: Mapping[str, str]) -> None:
         """Combine the micro-batches' logged values of these names by a reduction, not as those of batches."""
 

@@ -19,8 +19,6 @@ from torchmetrics import MeanMetric
 
 from lightning_gpp._compat import lightning as compat
 from lightning_gpp._compat import lightning_module
-from lightning_gpp._compat.lightning_loop import closure_repeated
-from lightning_gpp.errors import ConfigError
 
 QUIET: dict[str, Any] = {
     "accelerator": "cpu",
@@ -75,41 +73,6 @@ def fit(module: L.LightningModule, data: Any = None, **hooks: Callable[[L.Traine
 
 
 # --- optimization
-
-
-class Pipelined(Line):
-    """Computes gradients in its step, as a pipeline does."""
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        self.weight.grad = torch.full_like(self.weight, 10) if self.weight.grad is None else self.weight.grad + 10
-        return super().training_step(batch, batch_idx)
-
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        assert self.weight.grad is not None
-        self.events.append(self.weight.grad.item())
-
-
-def test_install_automatic_optimization() -> None:
-    module = Pipelined()
-    trainer = fit(module, on_train_start=compat.install_automatic_optimization)
-    assert module.events == [11, 11]
-    assert trainer.global_step == 2
-    plain = Pipelined()
-    fit(plain)
-    assert plain.events == [1, 1], "Lightning's own closure erases what the step computed"
-
-
-def test_closure_repeated() -> None:
-    assert "by hand, in manual optimization" in str(closure_repeated())
-
-
-def test_closures_run_once() -> None:
-    class Repeated(Line):
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return torch.optim.LBFGS(self.parameters(), max_iter=2)
-
-    with pytest.raises(ConfigError, match="closure more than once"):
-        fit(Repeated(), on_train_start=compat.install_automatic_optimization)
 
 
 # --- data
@@ -219,19 +182,6 @@ def test_report_loader_states() -> None:
     assert found == [[{"left": 7}], [{"left": 3}]]
 
 
-def test_load_loader_states() -> None:
-    found: list[Any] = []
-
-    def resume(trainer: L.Trainer) -> None:
-        trainer.fit_loop._restarting = True
-        trainer.fit_loop.on_load_checkpoint({"combined_loader": [{"left": 2}]})
-        compat.load_loader_states(trainer)
-        found.append(compat.loader_states(trainer))
-
-    fit(Line(), Countdown(), on_train_start=resume)
-    assert found == [[{"left": 1}]]
-
-
 def test_attach_data() -> None:
     class Data(L.LightningDataModule):
         def train_dataloader(self) -> DataLoader[Tensor]:
@@ -278,29 +228,6 @@ def test_replace_batch() -> None:
     found: list[float] = []
     fit(Logging(), loader(), on_train_end=lambda trainer: found.append(float(trainer.callback_metrics["number_epoch"])))
     assert found == [pytest.approx(6 / 7)]
-
-
-def test_forget_indices() -> None:
-    seen: list[Any] = []
-
-    def forget(trainer: L.Trainer) -> None:
-        sampler = trainer.predict_dataloaders.batch_sampler
-        seen.append(list(sampler.seen_batch_indices))
-        compat.forget_indices(sampler)
-        seen.append(sampler.seen_batch_indices)
-
-    trainer = L.Trainer(**QUIET, callbacks=[At(on_predict_epoch_end=forget)])
-    trainer.predict(Line(), loader())
-    assert seen == [[[0, 1], [2, 3]], []]
-    compat.forget_indices(loader().batch_sampler)  # one that keeps no indices
-
-
-def test_uses_dataloader_iter() -> None:
-    class TakesIterator(Line):
-        def training_step(self, dataloader_iter: Any) -> None: ...
-
-    assert compat.uses_dataloader_iter(TakesIterator().training_step)
-    assert not compat.uses_dataloader_iter(Line().training_step)
 
 
 # --- modules and trainers
@@ -435,21 +362,6 @@ def test_restore_steps() -> None:
     assert "on_advance_end" not in vars(trainer.fit_loop)
 
 
-def test_accumulates() -> None:
-    seen: list[bool] = []
-    trainer = L.Trainer(**QUIET, accumulate_grad_batches=2)
-    compat.around_steps(trainer, before=lambda: seen.append(compat.accumulates(trainer)), after=nothing, rested=nothing)
-    trainer.fit(Line(), loader(3))
-    assert seen == [False, True, False]
-
-
-def test_preemption_path(tmp_path: Path) -> None:
-    trainer = L.Trainer(**QUIET, default_root_dir=tmp_path)
-    assert compat.preemption_path(trainer) == str(tmp_path / "hpc_ckpt_1.ckpt")
-    (tmp_path / "hpc_ckpt_1.ckpt").touch()
-    assert compat.preemption_path(trainer) == str(tmp_path / "hpc_ckpt_2.ckpt")
-
-
 VALIDATING = {**QUIET, "limit_val_batches": 2, "num_sanity_val_steps": 0}
 
 
@@ -506,14 +418,6 @@ def test_reset_metric() -> None:
     assert getattr(metric, compat.FORWARD_CACHE) == 7
 
 
-def test_metric_state() -> None:
-    metric = MeanMetric()
-    metric.update(torch.tensor([2.0, 4.0]))
-    state, count = compat.metric_state(metric)
-    assert {name: value.item() for name, value in state.items()} == {"mean_value": 6, "weight": 2}
-    assert count == 1
-
-
 def test_forward_cache() -> None:
     metric = MeanMetric()
     assert metric(torch.tensor(3.0)) == getattr(metric, compat.FORWARD_CACHE) == 3
@@ -568,7 +472,3 @@ def test_lightning_state() -> None:
 
     own = {name for name in vars(Module()).keys() - vars(nn.Module()).keys() if name.startswith("_")}
     assert own - {"_hparams"} == lightning_module.LIGHTNING_STATE
-
-
-def test_run() -> None:
-    assert callable(getattr(L.Trainer, lightning_module.RUN))

@@ -165,18 +165,16 @@ def fit(folder: str) -> None:
     if fault is not None:
         fault.at("import", own_rank())
     torch.manual_seed(1)
-    nodes = int(os.environ.get("SLURM_NNODES", "1"))
     trainer = L.Trainer(
         strategy=GPPStrategy(
             stages=preempted.STAGES[WORLD_SIZE],
             num_micro_batches=MICRO_BATCHES,
             mini_batch="shared",
-            failure_timeout=FAILURE_TIMEOUT * nodes,  # nobody sees whether a process of another host is only starved
+            failure_timeout=FAILURE_TIMEOUT,
             self_check=False,
         ),
         accelerator="cpu",
-        devices=WORLD_SIZE // nodes,
-        num_nodes=nodes,
+        devices=WORLD_SIZE,
         max_epochs=EPOCHS,
         limit_val_batches=2,
         num_sanity_val_steps=0,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import resource
 import signal
 import subprocess
 import time
@@ -20,7 +19,6 @@ from lightning_gpp.errors import PeerFailure
 from lightning_gpp.failure.monitor import FailureMonitor
 from lightning_gpp.failure.processes import ProcessIdentity
 from lightning_gpp.failure.report import is_consequence
-from lightning_gpp.failure.watch import Watch
 from tests.failure.pipeline_rank import Rank, job, processes_running
 
 # --- ends and pauses that are no failures
@@ -70,12 +68,6 @@ def test_a_job_that_was_stopped_as_a_whole_goes_on(tmp_path: Path) -> None:
     assert running.codes == [0, 0, 0], running.output()
 
 
-def test_one_rank_needs_no_monitor() -> None:
-    with FailureMonitor(rank=0, world_size=1) as monitor:
-        monitor.report(ValueError("nobody to tell"))
-    assert monitor.cause is None
-
-
 # --- what is told apart
 
 
@@ -96,25 +88,6 @@ def test_an_error_that_only_follows_from_a_killed_rank_is_not_the_cause(tmp_path
     assert "First cause: rank 2" in running.output(0)
     assert "First cause: rank 2" in running.output(1)
     assert "user code in between" not in running.output(0, 1)
-
-
-def killed_with_workers(rank: Rank) -> None:
-    worker = os.fork() if rank.rank == 1 else None
-    if worker == 0:
-        time.sleep(60)
-    while True:
-        if rank.step == 10 and rank.rank == 1:
-            print(f"worker {worker} ", flush=True)
-            os.kill(os.getpid(), signal.SIGKILL)
-        rank.exchange()
-
-
-def test_forked_workers_do_not_hide_the_end_of_their_rank(tmp_path: Path) -> None:
-    with job(tmp_path, killed_with_workers, timeout=20.0) as running:
-        seconds = running.wait(40)
-    os.kill(int(running.output(1).split("worker ")[1].split()[0]), signal.SIGKILL)
-    assert seconds < 10
-    assert "First cause: rank 1" in running.output(0)
 
 
 @pytest.mark.parametrize(
@@ -188,42 +161,6 @@ def test_a_rank_that_fails_while_others_are_missing_ends_those_that_have_come(tm
 # --- processes
 
 
-def without_memory(rank: Rank) -> None:
-    rank.exchange()
-    if rank.rank == 1:
-        resource.setrlimit(resource.RLIMIT_DATA, (1, resource.RLIM_INFINITY))  # not even for a thread
-        bytearray(1 << 30)
-    rank.exchange()
-
-
-def test_a_rank_without_memory_ends_all(tmp_path: Path) -> None:
-    with job(tmp_path, without_memory, timeout=2.0) as running:
-        running.wait(20)
-    assert all(running.codes)
-    assert "First cause: rank 1" in running.output(0)
-    assert "raised MemoryError" in running.output(2)
-
-
-def broken(self: Watch, *_: Any) -> None:
-    raise MemoryError
-
-
-def a_watch_that_fails(rank: Rank) -> None:
-    rank.exchange()
-    if rank.rank == 1:
-        Watch._look_at_myself = broken  # type: ignore[method-assign]
-    while True:
-        rank.exchange()
-
-
-def test_a_rank_whose_watch_fails_ends_all(tmp_path: Path) -> None:
-    with job(tmp_path, a_watch_that_fails, timeout=2.0) as running:
-        running.wait(20)
-    assert all(running.codes)
-    assert "First cause: rank 1" in running.output(0)
-    assert "it can no longer watch over the others: MemoryError()" in running.output(1)
-
-
 def test_how_a_process_ended() -> None:
     child = subprocess.Popen(["sleep", "60"])
     identity = identify(child.pid)
@@ -232,19 +169,6 @@ def test_how_a_process_ended() -> None:
     child.wait()
     assert identity.state() == ""
     assert identity.ending() == "was killed or exited without finishing"
-
-
-def test_a_reused_pid_is_another_process() -> None:
-    me = ProcessIdentity.current()
-    earlier = ProcessIdentity(host=me.host, machine=me.machine, pid=me.pid, started=me.started - 1)
-    assert me.state() == "R"
-    assert earlier.state() == ""
-
-
-def test_a_pid_of_another_machine_is_left_alone() -> None:
-    me = ProcessIdentity.current()
-    elsewhere = ProcessIdentity(host="elsewhere", machine="elsewhere", pid=me.pid, started=me.started)
-    assert elsewhere.state() == "?"
 
 
 def identify(pid: int) -> ProcessIdentity:

@@ -15,8 +15,9 @@ from typing import Any
 
 import pytest
 
+from lightning_gpp.strategy.preemption import next_path
 from tests.failure.pipeline_rank import Job, processes_running
-from tests.failure.preempted import Asked, as_torchrun_would, environment, fit
+from tests.failure.preempted import as_torchrun_would
 
 WORLD_SIZE = 3
 TERM, USR1, USR2 = signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2
@@ -67,27 +68,19 @@ def test_a_stopped_run_goes_on_to_the_same_values(tmp_path: Path, moment: str, r
     assert resumed(tmp_path) == undisturbed()
 
 
-@pytest.mark.acceptance
-def test_of_several_signals_the_first_counts(tmp_path: Path) -> None:
-    """SLURM sends SIGTERM to a job that has asked to be queued again."""
-    with processes_running(tmp_path, WORLD_SIZE, asked_twice, str(tmp_path)) as running:
-        running.wait(50)
-    assert running.codes == [128 + USR1] * WORLD_SIZE, running.output()
-    assert resumed(tmp_path) == undisturbed()
-
-
-def asked_twice(rank: int, world_size: int, port: int, folder: str) -> None:
-    asked = [Asked(1, USR1, "step 2"), Asked(1, TERM, "step 2"), Asked(0, TERM, "step 3")]
-    environment(rank, world_size, port)
-    fit(folder, world_size, *asked)
-
-
 def test_gradients_of_an_unfinished_optimizer_step_are_not_lost(tmp_path: Path) -> None:
     more = {"accumulate_grad_batches": 3}
     with start(tmp_path, 1, USR1, "step 1", **more) as running:
         running.wait(50)
     assert running.codes == [128 + USR1] * WORLD_SIZE, running.output()
     assert resumed(tmp_path, **more) == undisturbed(**more)
+
+
+def test_the_next_path(tmp_path: Path) -> None:
+    assert next_path(str(tmp_path)) == str(tmp_path / "hpc_ckpt_1.ckpt")
+    (tmp_path / "hpc_ckpt_9.ckpt").touch()
+    (tmp_path / "hpc_ckpt_10.ckpt").touch()
+    assert next_path(str(tmp_path)) == str(tmp_path / "hpc_ckpt_11.ckpt")
 
 
 def asked_at_random(folder: Path, seed: int) -> None:

@@ -1,8 +1,6 @@
 """Random faults: kinds x moments x ranks x launchers. None hangs, no process remains, the exit code is not zero, the
 first cause is named, and the last checkpoint resumes to the same values.
 
-srun starts each rank on a node of its own, of a real SLURM; where there cannot be one, its faults are skipped.
-
 GPP_FAULTS=100:200 makes the acceptance run take these seeds only, so that it can be done in parts.
 """
 
@@ -29,7 +27,6 @@ from tests.failure import faulty
 from tests.failure.faulty import KINDS, MOMENTS, WORLD_SIZE
 from tests.failure.pipeline_rank import CONTEXT, free_port
 from tests.failure.test_fit import is_running
-from tests.slurm.cluster import HEAD, REPOSITORY, Cluster
 
 BOUND = 30.0
 """Seconds from the fault to the end of all; a quiet machine needs less than 5."""
@@ -72,8 +69,7 @@ class Trial:
         chance = random.Random(seed)
         kind, moment = chance.choice(list(KINDS)), chance.choice(MOMENTS)
         rank = chance.randrange(WORLD_SIZE)
-        share = chance.random()
-        launcher = "lightning" if share < 0.1 else "srun" if share < 0.2 else "torchrun"
+        launcher = "lightning" if chance.random() < 0.1 else "torchrun"
         if kind.startswith("worker"):
             rank, moment = 0, "loading"
         if kind == "disk full":
@@ -117,14 +113,12 @@ class Ended:
     text: str
 
 
-def run(folder: Path, trial: Trial | None, cluster: Cluster | None = None) -> Ended:
+def run(folder: Path, trial: Trial | None) -> Ended:
     output = folder / f"output{len(list(folder.glob('output*')))}.txt"
     output.touch()
     if trial is None or trial.launcher == "torchrun":
         return of_torchrun(folder, trial, output)
-    command = [sys.executable, faulty.__file__]
-    command = command if cluster is None else under_srun(command, folder, cluster)
-    return of_command(command, folder, trial, output, cluster)
+    return of_command([sys.executable, faulty.__file__], folder, trial, output)
 
 
 def end(folder: Path, session: int, code: int | None, output: Path) -> Ended:
@@ -149,19 +143,13 @@ def of_torchrun(folder: Path, trial: Trial | None, output: Path) -> Ended:
     return ended
 
 
-def under_srun(command: list[str], folder: Path, cluster: Cluster) -> list[str]:
-    """The command as a task on each of three nodes."""
-    shape = [f"--nodes={WORLD_SIZE}", "--ntasks-per-node=1", "--kill-on-bad-exit=1"]
-    return cluster.hosts.command(HEAD, ["srun", *shape, *command], folder)
-
-
-def of_command(command: list[str], folder: Path, trial: Trial, output: Path, cluster: Cluster | None) -> Ended:
+def of_command(command: list[str], folder: Path, trial: Trial, output: Path) -> Ended:
     fault = json.dumps((trial.kind, trial.moment, trial.rank))
     variables = {
-        **(os.environ if cluster is None else cluster.environment),
+        **os.environ,
         "FAULT": fault,
         "MASTER_PORT": str(free_port()),
-        "PYTHONPATH": str(REPOSITORY),
+        "PYTHONPATH": str(Path(__file__).parents[2]),
     }
     with output.open("wb") as stream:
         piped = subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=stream)
@@ -209,11 +197,11 @@ def hung_in_fork(ended: Ended, trial: Trial) -> bool:
     return late and trial.launcher == "torchrun" and ended.text.count("\nbegan\n") < WORLD_SIZE
 
 
-def check(folder: Path, trial: Trial, cluster: Cluster | None = None) -> float:
+def check(folder: Path, trial: Trial) -> float:
     """Seconds from the fault to the end."""
-    ended = run(folder, trial, cluster)
+    ended = run(folder, trial)
     if hung_in_fork(ended, trial):
-        ended = run(folder, trial, cluster)
+        ended = run(folder, trial)
     text, seconds = ended.text, since_fault(ended)
     assert seconds is not None, (trial, "did not happen", text)
     assert ended.code, (trial, text)
@@ -254,7 +242,6 @@ def test_a_few_random_faults(tmp_path: Path, seed: int) -> None:
 @pytest.mark.acceptance
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("seed", SEEDS)
-def test_random_faults(tmp_path: Path, seed: int, request: pytest.FixtureRequest) -> None:
+def test_random_faults(tmp_path: Path, seed: int) -> None:
     trial = Trial.random(seed)
-    cluster = request.getfixturevalue("large_cluster") if trial.launcher == "srun" else None
-    print(trial, f"{check(tmp_path, trial, cluster):.1f} s")
+    print(trial, f"{check(tmp_path, trial):.1f} s")

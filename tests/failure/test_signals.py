@@ -85,22 +85,6 @@ def test_forked_workers_end_by_the_signal_and_do_not_set_the_flag() -> None:
         assert flag.received is None
 
 
-def test_only_the_main_thread_can_install_it() -> None:
-    errors: list[Exception] = []
-
-    def install() -> None:
-        try:
-            with StopFlag(overdue=fail):
-                pass
-        except ValueError as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=install)
-    thread.start()
-    thread.join()
-    assert "main thread" in str(errors[0])
-
-
 def test_the_echo_of_an_interrupt_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(signals, "_ECHO", 0.2)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -114,16 +98,5 @@ def test_the_echo_of_an_interrupt_is_ignored(monkeypatch: pytest.MonkeyPatch) ->
             signal.raise_signal(signal.SIGINT)
         once.remove()
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-def test_a_handler_that_came_later_stays() -> None:
-    before = signal.getsignal(signal.SIGINT)
-    once = OneInterrupt()
-    try:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # as Lightning does after the first
-        once.remove()
-        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGINT, before)

@@ -14,18 +14,8 @@ from tests.slurm.cluster import Cluster, why_not_here
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[Cluster]:
     """Two nodes."""
-    yield from _cluster(2)
-
-
-@pytest.fixture(scope="session")
-def large_cluster() -> Iterator[Cluster]:
-    """Four nodes."""
-    yield from _cluster(4)
-
-
-def _cluster(num_nodes: int) -> Iterator[Cluster]:
     reason = why_not_here()
     if reason:
         pytest.skip(f"no SLURM here: {reason}")
-    with tempfile.TemporaryDirectory() as folder, Cluster(Path(folder), num_nodes) as running:
+    with tempfile.TemporaryDirectory() as folder, Cluster(Path(folder), 2) as running:
         yield running

@@ -49,7 +49,7 @@ def test_equal_or_told() -> None:
     assert odd[0]["hits"] == other[0]["hits"]
     assert odd[0]["mean"] != other[0]["mean"]
     assert not expected[1] + other[1]
-    assert [message.split("'")[1] for message in even[1]] == ["hits"]
-    assert [message.split("'")[1] for message in odd[1]] == ["hits", "mean"]
-    assert "(of 3, 2 samples)" in odd[1][1]
-    assert "self.log(name, value, reduce_fx=...)" in odd[1][1]
+    for message in (*even[1], *odd[1]):
+        assert "updates the metrics hits with" in message
+        assert "self.log(name, value, reduce_fx=...)" in message
+    assert len(even[1]) == len(odd[1]) == 1

@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import Callback, LambdaCallback
 from torchmetrics import MeanMetric
 
 from lightning_gpp import ConfigError
-from lightning_gpp.strategy.hooks import readers
+from lightning_gpp.strategy import batch_readers as readers
 from tests.strategy.harness import TwoTowers, loader, run, strategy, trainer
 
 

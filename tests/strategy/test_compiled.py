@@ -122,7 +122,7 @@ def test_a_compiled_step() -> None:
     module = Plain()
     module.training_step = torch.compile(module.training_step, backend=BACKEND)  # type: ignore[method-assign]
     with pytest.raises(ConfigError, match=r"Plain.training_step is compiled .* for example self.encoder.compile\(\)"):
-        check_module(module, whole=False, alone=False)
+        check_module(module, whole=False)
 
 
 @pytest.mark.parametrize("kind", [InPlace, Wrapped])

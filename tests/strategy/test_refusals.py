@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import StochasticWeightAveraging
 
 from lightning_gpp import ConfigError, GPPError, GPPStrategy, PlanError
 from lightning_gpp.plan import STEP, Plan, Stage
-from lightning_gpp.strategy.checks import check_callbacks, check_module, check_synchronised
+from lightning_gpp.strategy.checks import check_callbacks, check_synchronised
 from lightning_gpp.strategy.data import Placeholder
 from lightning_gpp.training.updates.loss_scale import check_scaled
 from tests.strategy import (
@@ -81,11 +81,6 @@ class OwnBackward(TwoTowers):
 
 class Fetching(TwoTowers):
     def training_step(self, dataloader_iter: Any) -> Any:  # type: ignore[override]
-        return next(dataloader_iter)
-
-
-class Validating(TwoTowers):
-    def validation_step(self, dataloader_iter: Any) -> Any:  # type: ignore[override]
         return next(dataloader_iter)
 
 
@@ -196,12 +191,7 @@ CASES: dict[str, Case] = {
     "schedule of a step as a whole": (Manual, {"schedule": "1f1b"}, {}, "schedule='1f1b' does not go together.*Leave"),
     "weights of a step as a whole": (TwoTowers, {"step": "whole", "weights": "stash"}, {}, "weights='stash' does not"),
     "check of a step that optimizes": (Manual, {"step": "whole", "on_nonfinite": "stop"}, {}, "check in your code"),
-    "dataloader_iter": (
-        Fetching,
-        {"step": "micro_batches"},
-        {},
-        "Fetching.training_step takes.*Use strategy.step=whole",
-    ),
+    "dataloader_iter": (Fetching, {}, {}, "Fetching.training_step takes.*Let the step take `batch`"),
     "L-BFGS": (Quasi, {"step": "micro_batches"}, {}, "returned L-BFGS.*first-order"),
     "repeated closure": (Sharpness, {}, {}, "called its closure more than once"),
     "foreign parameter": (Foreign, {}, {}, r"a parameter of shape \(2,\) that is not one of the module's"),
@@ -273,12 +263,6 @@ def test_a_batch_used_where_there_is_none(use: Callable[[Any], Any]) -> None:
 def returns_early(rank: int) -> None:
     given = harness.strategy(step="micro_batches")
     harness.trainer(given, 2).fit(Early().double(), loader(), loader(10, seed=2))
-
-
-def test_validation_steps_read_no_iterators_on_several_processes() -> None:
-    check_module(Validating(), whole=True, alone=True)
-    with pytest.raises(ConfigError, match=r"Validating\.validation_step takes.*Use one process, or let.*`batch`"):
-        check_module(Validating(), whole=True, alone=False)
 
 
 def test_a_step_that_returns_early() -> None:

@@ -14,7 +14,7 @@ from lightning_gpp._compat.torch import pytree
 from lightning_gpp.capture.batch import known_to_pytree
 from lightning_gpp.capture.calls import StepCalls, joint_batch
 from lightning_gpp.capture.fillings import CallArguments
-from lightning_gpp.capture.record import step_arguments, step_input
+from lightning_gpp.capture.record import step_arguments
 from lightning_gpp.errors import CaptureError, ShapeError
 from lightning_gpp.runtime.neutral import Neutral
 from lightning_gpp.runtime.random import undisturbed
@@ -61,7 +61,7 @@ def given_arguments(job: Job, found: StepCalls, batch: Any) -> dict[str, CallArg
 
     answers, method = Answers(map(copied.get_submodule, found.arguments), answer), getattr(copied, TRAINING)
     with _unnoticed(job), torch.enable_grad(), answers.given(), job.host.context(TRAINING)():
-        method(step_input(method, _kept(known_to_pytree(batch))), *step_arguments(method, 0))
+        method(_kept(known_to_pytree(batch)), *step_arguments(method, 0))
     if missing := found.arguments.keys() - given.keys():
         raise CaptureError(f"the step does not call {sorted(missing)} for this mini-batch")
     return {path: pytree.tree_map(_checked, known, given[path]) for path, known in found.arguments.items()}

@@ -234,19 +234,6 @@ def data_module(make: Make, folder: Path) -> Facts:
 
 
 @scenario
-def takes_iterator(make: Make, folder: Path) -> Facts:
-    class Fetches(Chain):
-        def training_step(self, dataloader_iter: Any) -> Any:  # type: ignore[override]
-            batch, batch_idx, _ = next(dataloader_iter)
-            return self.loss(batch)
-
-        def on_train_batch_end(self, *args: Any) -> None:
-            pass
-
-    return fitted(make, build(Fetches))
-
-
-@scenario
 def no_batches(make: Make, folder: Path) -> Facts:
     return fitted(make, train=[])
 

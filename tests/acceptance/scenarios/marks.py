@@ -9,7 +9,7 @@ SAME, WHOLE, DOOR, REFUSED = "same", "whole", "door", "refused"
 """The facts of one process; the same with a step as a whole, or with the door; refused with the way out."""
 
 _WHOLE: Final = (
-    *("step_Manual", "step_Adversarial", "step_OwnBackward", "step_Sharpness", "takes_iterator", "in_place_whole"),
+    *("step_Manual", "step_Adversarial", "step_OwnBackward", "step_Sharpness", "in_place_whole"),
     "batch_lists_of_samples",
 )
 _DOOR: Final = ("samples_in_a_hook", "samples_in_a_callback", "probe_stops", "weights_in_a_hook", "hook_ReadsWeights")

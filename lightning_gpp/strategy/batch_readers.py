@@ -9,7 +9,7 @@ them run their hooks of prediction only there, so that nothing is written twice.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -21,14 +21,17 @@ from torch import Tensor
 from lightning_gpp._compat.torch import pytree
 from lightning_gpp.replaced import Replaced
 from lightning_gpp.strategy.data import Placeholder
-from lightning_gpp.strategy.hooks.found import GRADIENTS, owners_of, user_hooks
 from lightning_gpp.training.control import Control
 from lightning_gpp.training.planner import TRAINING
+from lightning_gpp.user_code import user_function
 
 BATCH: Final = "batch"
 RESULT: Final = "result"
 MOST_BYTES: Final = 1 << 20
 """Bytes of the largest tensor of a mini-batch, or of a result, that other ranks get."""
+
+GRADIENTS: Final = ("on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping")
+"""Hooks in which gradients are complete."""
 
 _LOOPS: Final = {TRAINING: "train", "validation_step": "validation", "test_step": "test"}
 _AROUND: Final = (
@@ -37,6 +40,29 @@ _AROUND: Final = (
 )
 """Methods around the mini-batches of training."""
 _PREDICTION: Final = tuple(f"on_predict_{each}" for each in ("batch_start", "batch_end", "epoch_end", "end"))
+
+
+@dataclass(frozen=True, slots=True)
+class UserHook:
+    """A hook that a user has written: its owner and name."""
+
+    owner: object
+    name: str
+
+
+def owners_of(trainer: pl.Trainer) -> list[object]:
+    """The callbacks, each once, and the module."""
+    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
+    return [*{id(callback): callback for callback in callbacks}.values(), trainer.lightning_module]
+
+
+def user_hooks(trainer: pl.Trainer, names: Iterable[str], of: object = None) -> Iterator[UserHook]:
+    """The hooks of these names, of all owners or of one."""
+    known_names = tuple(names)
+    for owner in owners_of(trainer) if of is None else [of]:
+        for name in known_names:
+            if user_function(getattr(owner, name, None)) is not None:
+                yield UserHook(owner, name)
 
 
 @dataclass(frozen=True, slots=True)
