@@ -8,18 +8,15 @@ import sys
 from abc import abstractmethod
 from datetime import timedelta
 from pathlib import Path
-from threading import Event, Thread
 from typing import Any, ClassVar, Final
 
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
-from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]  # it has no types
 
 from lightning_gpp._compat.lightning_processes import (
-    LAUNCHER,
     MultiProcessingLauncher,
     ScriptLauncher,
     set_rank_zero,
@@ -27,7 +24,6 @@ from lightning_gpp._compat.lightning_processes import (
 from lightning_gpp.errors import ConfigError
 from lightning_gpp.failure.hangs import Activity, Wait
 from lightning_gpp.failure.monitor import FailureMonitor
-from lightning_gpp.failure.processes import say
 from lightning_gpp.runtime.queues import open_queues
 from lightning_gpp.strategy.collectives import gather_over, reduce_over
 from lightning_gpp.strategy.meeting import meeting_point
@@ -36,23 +32,8 @@ from lightning_gpp.training.engine import Engine
 from lightning_gpp.training.options import Options
 from lightning_gpp.training.tensors.joining import join, pipelines_of
 
-_connected: Final = Event()
-"""Set once this process hears of the end of others."""
 _GRACE: Final = 5.0
 """Seconds for the processes that this one has started to end by themselves."""
-
-
-def end_with_launcher() -> None:
-    """Let a process that Lightning's launcher started end soon after it, until there is a monitor, which does so."""
-    launcher = int(os.environ[LAUNCHER])
-
-    def watch() -> None:
-        while not _connected.wait(0.5):
-            if os.getppid() != launcher:
-                say("The process that started this one has ended, and so does this one.")
-                os._exit(1)
-
-    Thread(target=watch, daemon=True).start()
 
 
 def has_script() -> bool:
@@ -172,8 +153,6 @@ class JobProcesses:
 
     def _configure_launcher(self) -> None:
         environment = self.cluster_environment
-        if isinstance(environment, LightningEnvironment) and LAUNCHER in os.environ:
-            end_with_launcher()
         _ = self.options.degrees  # refused here, before the other processes start, and not by each of them
         if self.parallel_devices and self.parallel_devices[0].type == "cuda":
             open_queues()
@@ -220,7 +199,6 @@ class JobProcesses:
         options = self.options
         store = meeting_point(environment, self.num_nodes, timedelta(seconds=monitor.patience))
         monitor.start(store)
-        _connected.set()
         start_process_group(environment, options.process_group_backend, self.root_device, options.timeout, store)
         self._control = join(options, self.global_rank, self.world_size)
         return self._control
