@@ -18,7 +18,6 @@ from lightning_gpp.planning import (
     Request,
     SearchControl,
 )
-from lightning_gpp.planning.partitioners.auto import search
 from lightning_gpp.planning.partitioners.auto.search import auto
 from lightning_gpp.planning.problem.problem import busy_bound
 from lightning_gpp.schedules import compile_program, verify
@@ -83,20 +82,6 @@ def test_equals_the_best_of_all_plans(number: int) -> None:
     assert sum(ratio <= 1 + 1e-9 for ratio in ratios) >= number - number // 40  # 39 of 40
 
 
-def test_equals_the_best_of_all_plans_on_unequal_devices() -> None:
-    ratios = []
-    for seed in range(100, 112):
-        problem = random_problem(seed, num_units=4, num_devices=3)
-        slow = replace(problem.cluster.devices[0], name="slow", peak_flops={"float32": 4e8})
-        problem = replace(
-            problem, cluster=replace(problem.cluster, devices=(problem.cluster.devices[0], slow, slow)), recompute=False
-        )
-        answer = auto(problem, _control())
-        _assert_valid(problem, _draft(answer))
-        ratios.append(Evaluator(problem)(_draft(answer)).seconds / best_of_all(problem).seconds)
-    assert max(ratios) <= 1.02
-
-
 @pytest.mark.parametrize("family", list(FAMILIES.values()), ids=list(FAMILIES))
 @pytest.mark.parametrize("recompute", [None, True, False])
 def test_plans_compile_and_take_what_was_promised(family: Callable[[], OperatorGraph], recompute: bool | None) -> None:
@@ -159,27 +144,6 @@ def test_a_search_ends_after_its_evaluations_however_fast_the_machine_is(monkeyp
         answers.append(auto(problem, control))
         assert 0.8 * control.evaluations < control.counted < 1.5 * control.evaluations
     assert answers[0] == answers[1]
-
-
-def test_many_units_are_searched_on_larger_ones_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    problem = _problem(graphs.chain(24), 3, micro_batch_size=4, recompute=False, max_replicas=1)
-    whole = auto(problem, _control())
-    sizes: list[int] = []
-    coarse = search.coarse
-
-    def watched(fine: Problem, num_pieces: int) -> object:
-        found = coarse(fine, num_pieces)
-        sizes.append(found.problem.num_units)
-        return found
-
-    monkeypatch.setattr(search, "coarse", watched)
-    monkeypatch.setattr(search, "MIN_PIECES", 8)
-    monkeypatch.setattr(search, "PIECES_PER_SLOT", 2)
-    answer = auto(problem, _control())
-    assert sizes
-    assert max(sizes) <= problem.num_units / 2
-    _assert_valid(problem, _draft(answer))
-    assert answer.objective <= 1.03 * whole.objective
 
 
 def test_a_slow_device_gets_less_work() -> None:

@@ -11,7 +11,6 @@ from lightning_gpp.costs.model import Roofline
 from lightning_gpp.graph import Affine, OperatorGraph
 from lightning_gpp.plan import Plan
 from lightning_gpp.planning import Draft, DraftStage, Evaluator, Request, estimate, manual
-from lightning_gpp.planning.assignment.complete import with_recomputed
 from lightning_gpp.planning.problem.prediction import simulated
 from lightning_gpp.simulation import StageCosts
 from tests.planning import graphs
@@ -58,16 +57,6 @@ def test_stage_costs_are_those_of_the_units_they_consist_of() -> None:
         assert stage.working_bytes == Affine()
     assert costs.cluster == _cluster()
     assert costs.replicas == {}
-
-
-def test_recomputation_keeps_the_inputs() -> None:
-    graph, plan = _towers()
-    again = with_recomputed(plan, graph, [plan.stages[0].name])
-    kept, recomputed = _costs(graph, plan).stages[0], _costs(graph, again).stages[0]
-    assert recomputed.forward == kept.forward
-    assert recomputed.backward == kept.backward  # the forward that runs again is an action of its own
-    assert recomputed.activation_bytes == Affine(4 * 64)  # the image, 64 float32 per sample
-    assert recomputed.working_bytes == kept.activation_bytes
 
 
 def test_replicas_and_pipelines_sum_their_gradients() -> None:

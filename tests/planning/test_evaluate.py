@@ -123,22 +123,6 @@ def test_in_flight_follows_depth(schedule: str, counts: tuple[int, ...]) -> None
     )
 
 
-def test_memory_that_is_lacking() -> None:
-    """The first stage holds two micro-batches of 2 samples, 4 blocks x 256 bytes each, and 4 x 16 kB x 4 copies."""
-    problem = _problem(graphs.chain(8), 2)
-    draft = _draft(problem, (0, 1, 2, 3), (4, 5, 6, 7))
-    evaluation = Evaluator(problem)(draft)
-    parameters = 4 * 64 * 64 * 4 * 4
-    assert evaluation.peak_bytes[0] == parameters + 2 * 2 * 4 * 256
-    assert (evaluation.excess_bytes, evaluation.fits) == (0, True)
-    small = replace(DEVICE, memory_bytes=evaluation.peak_bytes[0] - 10)
-    cluster = replace(problem.cluster, devices=(DEVICE, small))
-    lacking = Evaluator(replace(problem, cluster=cluster))(draft)
-    assert (lacking.excess_bytes, lacking.fits) == (10, False)
-    assert lacking.rank == (10, lacking.seconds)
-    assert lacking.rank > (0, 1e9)
-
-
 def _rigid(problem: Problem, *, value: bool) -> Problem:
     units, values = problem.units.units, problem.units.values
     if value:
@@ -164,12 +148,6 @@ def test_values_that_cannot_be_cut_go_only_between_equal_shares() -> None:
         assert Evaluator(other)(_replicated(other, (2, 3), (0,))).seconds < inf
     assert Evaluator(crossing)(_replicated(crossing, (2, 3), (0,))).seconds == inf
     assert Evaluator(crossing)(_replicated(crossing, (2, 3), (0, 1))).seconds < inf
-
-
-def test_units_whose_data_cannot_be_cut_have_no_replicas() -> None:
-    problem = _rigid(_problem(graphs.chain(4), 4), value=False)
-    assert Evaluator(problem)(_replicated(problem, (2, 3), (0, 1))).seconds == inf
-    assert Evaluator(problem)(_replicated(problem, (3,), (0, 1))).seconds < inf
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -72,12 +72,3 @@ def test_where_memory_is_scarce_stages_leave_time_for_what_they_recompute() -> N
     assert found.rank < min(entry.rank for shapes in rest for entry in shapes)
     assert replace(cuts, partly=True) in [*variants(problem, [order])]
     assert not any(entry.partly for entry in variants(ample, [order]))
-
-
-def test_equal_stages_are_balanced_and_fill_all_devices() -> None:
-    problem = problem_of(64, 8)
-    (level,) = seeds(problem, Cuts(order=range(problem.num_units), size=1, equal=True), lambda seconds: True)
-    assert max(map(len, level.groups)) - min(map(len, level.groups)) <= 1
-    few = problem_of(9, 8)
-    (lumpy,) = seeds(few, Cuts(order=range(few.num_units), size=1, equal=True), lambda seconds: True)
-    assert len(lumpy.groups) == 8

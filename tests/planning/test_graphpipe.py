@@ -394,20 +394,6 @@ def test_candle_has_the_in_flight_samples_of_its_authors_strategy() -> None:
     assert sorted(Evaluator(problem)(draft).in_flight) == [1, 2, 3, 3, 3, 3]
 
 
-def test_alike_branches_are_solved_once() -> None:
-    """16 towers take hardly more states than 2."""
-    states = []
-    for num_towers in (2, 16):
-        tree = towers(num_towers, 4, 1)
-        kinds = [(1.0, 1.0, 10)] * (4 * num_towers) + [(0.1, 1.0, 10)]
-        problem = problem_of(chained(tree), kinds, cluster_of(32, 1e9), 4)
-        tables = Tables(problem, 4, tree, "1f1b")
-        solver = Solver(tables, inf, Grid(32))
-        solver.whole()
-        states.append(solver.states)
-    assert states[1] < 1.2 * states[0]
-
-
 # Memory.
 
 

@@ -82,15 +82,6 @@ def test_moves_keep_all_units_and_devices(problem: Problem, seed: int, idle: boo
         shape = random.choice(others or [shape])
 
 
-def test_moves_release_and_take_devices() -> None:
-    problem = _with(random_problem(3, num_units=6, num_devices=4), idle_devices=True)
-    shape = Shape(groups=(tuple(range(6)),), replicas=(2,), size=problem.sizes[-1], schedule="1f1b")
-    found = {(other.num_devices, len(other.groups)) for other in moves(problem, shape, [1.0])}
-    assert found == {(1, 1), (2, 1), (2, 2), (3, 1), (3, 2), (4, 1), (4, 2)}
-    kept = {other.num_devices for other in moves(_with(problem, idle_devices=False), shape, [1.0])}
-    assert kept == {2, 3, 4}
-
-
 @settings(max_examples=40, deadline=None)
 @given(problem=problems)
 def test_orders_are_topological(problem: Problem) -> None:

@@ -8,7 +8,7 @@ import pytest
 from lightning_gpp.cluster import Cluster, Link, Node
 from lightning_gpp.costs.model import Footprint
 from lightning_gpp.graph import Affine, Operator, OperatorGraph
-from lightning_gpp.planning import Draft, DraftStage, Evaluator, Problem, Request, SearchControl, best_plan
+from lightning_gpp.planning import Draft, DraftStage, Evaluator, Problem, Request, SearchControl
 from lightning_gpp.planning.partitioners.pipedream import levels_of, pipedream, place, solve
 from lightning_gpp.planning.problem.units import Unit, UnitGraph, Value
 from tests.planning import graphs
@@ -180,34 +180,6 @@ def test_levels_of_clusters() -> None:
     assert levels(TWO_BY_TWO.subset([0, 2])) == [(2, 50)]
     assert levels(uneven) == [(5, 50)]
     assert levels(Cluster.uniform(DEVICE, 1)) == [(1, inf)]
-
-
-def towers(num_towers: int, num_layers: int) -> OperatorGraph:
-    """Without data, whose way to the first stages is not part of a draft."""
-    build = graphs.Builder()
-    outputs = []
-    for tower in range(num_towers):
-        x = build.linear(f"towers.{tower}.0")
-        for layer in range(1, num_layers):
-            x = build.linear(f"towers.{tower}.{layer}", x, work=1 + layer)
-        outputs.append(x)
-    return build.step(build.linear("head", build.call("", *outputs, width=64 * num_towers)))
-
-
-@pytest.mark.parametrize("num_towers", [1, 3])
-@pytest.mark.parametrize("size", [4])
-def test_chained_drafts_are_simulated_as_they_run(num_towers: int, size: int) -> None:
-    graph = towers(num_towers, 3)
-    cluster = Cluster.uniform(DEVICE, 4, Link(latency=1e-3, bytes_per_second=1e7))
-    limits = {"max_replicas": 1, "num_pipelines": 1}
-    request = Request(cluster=cluster, batch_size=16, micro_batch_size=size, **limits)
-    found = best_plan("pipedream", graph, request)
-    assert found.search.draft is not None
-    evaluation = Evaluator(request.problem(graph))(found.search.draft)
-    assert found.seconds == pytest.approx(evaluation.seconds, rel=1e-9)
-    assert found.timeline.peak_bytes[::-1] == pytest.approx(evaluation.peak_bytes)
-    assert evaluation.in_flight == tuple(min(16 // size, count) for count in (4, 3, 2, 1))
-    assert found.plan.depth == 4
 
 
 def test_a_chain_waits_where_a_graph_does_not() -> None:

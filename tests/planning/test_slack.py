@@ -9,11 +9,9 @@ from typing import Any
 import pytest
 
 from lightning_gpp.cluster import Cluster, Device, Link
-from lightning_gpp.errors import ConfigError
 from lightning_gpp.planning import Draft, Evaluator, Problem, Request, SearchControl
 from lightning_gpp.planning.partitioners.auto.moves import moves, slack_of_chain
 from lightning_gpp.planning.partitioners.auto.search import auto
-from lightning_gpp.planning.partitioners.auto.shape import Shape
 from lightning_gpp.planning.problem.prediction import simulated
 from tests.planning import graphs
 from tests.planning.problems import random_problem
@@ -65,21 +63,3 @@ def test_a_graph_with_slack_is_never_slower_than_the_chain_of_the_same_stages() 
             slower += tight > chain * (1 + 1e-9)
             assert as_chain == shape or as_chain in set(moves(problem, shape, [1.0] * len(shape.groups)))
     assert slower > 0
-
-
-def test_only_1f1b_has_slack() -> None:
-    shape = Shape(groups=((0,), (1,)), replicas=(1, 1), size=1, schedule="gpipe", slack=(1, 0))
-    assert shape.slack == ()
-    draft = replace(found(problem_of()), schedule="gpipe")
-    assert not any(stage.slack for stage in simulated(problem_of(), draft).plan.stages)
-
-
-@pytest.mark.parametrize(
-    ("slack", "allowed"),
-    [(-1, ">= 0"), (0.5, "a whole number"), (True, "a whole number"), ("1", "a whole number")],
-)
-def test_slack_by_hand_is_checked(slack: object, allowed: str) -> None:
-    from lightning_gpp.planning.assignment.stages_spec import read
-
-    with pytest.raises(ConfigError, match=rf"strategy.stages\[0\].slack is {slack!r}; it must be {allowed}"):
-        read([{"modules": ["a"], "slack": slack}])
