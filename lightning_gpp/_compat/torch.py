@@ -370,9 +370,12 @@ def wraps_compiled(module: torch.nn.Module) -> bool:
     return isinstance(module, OptimizedModule)
 
 
-def forget_compiled_call(module: nn.Module) -> None:
-    """Undo `module.compile()` for a copied module: its compiled call computes with the original's parameters."""
-    vars(module).pop(_COMPILED_IN_PLACE, None)
+def replace_call(module: nn.Module, call: Callable[..., Any] | None) -> Any:
+    """Let calls of a module run something else, None for its forward; returns what they ran, as after `compile()`."""
+    before = vars(module).pop(_COMPILED_IN_PLACE, None)
+    if call is not None:
+        vars(module)[_COMPILED_IN_PLACE] = call
+    return before
 
 
 # --- process groups

@@ -14,7 +14,7 @@ import torch
 import torchmetrics
 from torch import nn
 
-from lightning_gpp._compat.torch import FakeTensorMode, forget_compiled_call, hooks_of, uncompiled, wraps_compiled
+from lightning_gpp._compat.torch import FakeTensorMode, hooks_of, replace_call, uncompiled, wraps_compiled
 from lightning_gpp.capture.attributes import FRAMEWORKS, MOST_NUMBERS
 from lightning_gpp.capture.kept import is_plain_object
 from lightning_gpp.capture.metrics import metrics_of
@@ -121,7 +121,7 @@ def _close(fresh: types.FunctionType, function: types.FunctionType, memo: dict[i
 
 def _uncompile(owner: nn.Module, memo: dict[int, Any]) -> None:
     """Replace compiled methods of a copied module by plain ones, because they use the original's parameters."""
-    forget_compiled_call(memo[id(owner)])
+    replace_call(memo[id(owner)], None)  # computes with the original's parameters
     replica = vars(memo[id(owner)])
     for name, value in vars(owner).items():
         plain = uncompiled(value)

@@ -2,75 +2,30 @@
 
 from __future__ import annotations
 
-import copyreg
-import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Final
+from typing import Any
 
 from torch import nn
 
+from lightning_gpp._compat.torch import replace_call
+
+Answer = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]
 CallHandler = Callable[[int, nn.Module, tuple[Any, ...], dict[str, Any]], Any]
-Kinds = Sequence[tuple[nn.Module, type[nn.Module]]]
-"""Modules with their own classes."""
-
-_OF_A_CLASS: Final = ("__", "_abc_")
-"""Beginnings of the names of attributes that each class has for itself."""
-_ANSWER: Final = "_gpp_answer"
-"""The attribute of a module that answers its calls."""
 
 
-@functools.cache
-def _answering(kind: type[nn.Module]) -> type[nn.Module]:
-    """A subclass of `kind` that differs only in that its calls are answered."""
+class _Call:
+    """The call of a module that is answered. Copies and pickles of the module have none, so they call themselves."""
 
-    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        answer = vars(self).get(_ANSWER)  # parts of a container, such as net[:2], are new modules of its class
-        return kind.__call__(self, *args, **kwargs) if answer is None else answer(self, args, kwargs)
+    def __init__(self, module: nn.Module, answer: Answer) -> None:
+        self._module, self._answer = module, answer
 
-    def reduced(self: nn.Module, protocol: Any) -> Any:
-        """Copies and pickles are of the user's class."""
-        plain: tuple[Any, ...] = kind.__reduce_ex__(self, protocol)  # type: ignore[assignment]
-        function, arguments, *rest = plain
-        if rest and isinstance(rest[0], dict):
-            rest[0] = {name: value for name, value in rest[0].items() if name != _ANSWER}
-        made = (kind if each is type(self) else each for each in arguments)
-        return object.__new__ if function is copyreg.__newobj__ else function, tuple(made), *rest  # type: ignore[attr-defined]
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._answer(self._module, args, kwargs)
 
-    about = {"__call__": call, "__reduce_ex__": reduced, "__module__": kind.__module__}
-    answering: type[nn.Module] = _written_through(kind)(kind.__name__, (kind,), about)
-    return answering
-
-
-def _written_through(kind: type[nn.Module]) -> type:
-    """The class of a subclass of `kind` whose attributes are set in `kind`, as by `type(self).scale = 2` in a hook."""
-    meta = type(kind)
-
-    def write(cls: type, name: str, value: Any) -> None:
-        if name.startswith(_OF_A_CLASS):
-            type.__setattr__(cls, name, value)
-        else:
-            setattr(kind, name, value)
-
-    def remove(cls: type, name: str) -> None:
-        delattr(kind, name)
-
-    return type(meta.__name__, (meta,), {"__setattr__": write, "__delattr__": remove})
-
-
-def attach(modules: Kinds, answer: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]) -> None:
-    """Answer calls of modules. Their own `__setattr__` would look for parameters, in every micro-batch."""
-    for module, kind in modules:
-        vars(module)[_ANSWER] = answer
-        object.__setattr__(module, "__class__", _answering(kind))  # type: ignore[arg-type]
-
-
-def detach(modules: Kinds) -> None:
-    """Undo `attach`."""
-    for module, kind in modules:
-        object.__setattr__(module, "__class__", kind)
-        vars(module).pop(_ANSWER, None)
+    def __reduce__(self) -> Any:
+        return type(None), ()
 
 
 class Answers:
@@ -81,11 +36,9 @@ class Answers:
         answer: returns the result of a call from the module and its arguments.
     """
 
-    def __init__(
-        self, modules: Iterable[nn.Module], answer: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]
-    ) -> None:
-        self._modules, self._answer = [(module, type(module)) for module in modules], answer
-        self._active = False
+    def __init__(self, modules: Iterable[nn.Module], answer: Answer) -> None:
+        self._calls = [(module, _Call(module, answer)) for module in modules]
+        self._own: list[Any] | None = None
 
     @contextmanager
     def given(self) -> Iterator[None]:
@@ -99,7 +52,7 @@ class Answers:
     @contextmanager
     def suspended(self) -> Iterator[None]:
         """Inside `given`, modules are called as usual for a while; elsewhere, nothing changes."""
-        active = self._active
+        active = self._own is not None
         self._detach()
         try:
             yield
@@ -108,12 +61,12 @@ class Answers:
                 self._attach()
 
     def _attach(self) -> None:
-        self._active = True
-        attach(self._modules, self._answer)
+        self._own = [replace_call(module, call) for module, call in self._calls]
 
     def _detach(self) -> None:
-        self._active = False
-        detach(self._modules)
+        for (module, _), own in zip(self._calls, self._own or (), strict=self._own is not None):
+            replace_call(module, own)
+        self._own = None
 
 
 def answered(modules: Mapping[str, nn.Module], answer: CallHandler) -> AbstractContextManager[None]:

@@ -34,7 +34,6 @@ from lightning_gpp._compat.torch import (
     default_group,
     default_store,
     fake_mode,
-    forget_compiled_call,
     forget_division,
     graph_is_kept,
     hand_over_gradient_hooks,
@@ -44,6 +43,7 @@ from lightning_gpp._compat.torch import (
     kept_version_counters,
     parameters_of,
     pytree,
+    replace_call,
     run_backward,
     saved,
     saved_unread,
@@ -472,15 +472,16 @@ def test_wraps_compiled() -> None:
     assert [wraps_compiled(module) for module in compiled_modules()] == [False, False, True]
 
 
-def test_forget_compiled_call() -> None:
-    module = nn.Linear(1, 1)
+def test_replace_call() -> None:
+    module, x = nn.Linear(1, 1), torch.ones(1, 1)
     module.compile(backend="eager")
-    copied = copy.copy(module)
-    vars(copied).update(vars(module))
-    forget_compiled_call(copied)
-    assert copied._compiled_call_impl is None
-    assert module._compiled_call_impl is not None
-    forget_compiled_call(nn.Linear(1, 1))
+    compiled, expected = module._compiled_call_impl, module.forward(x)
+    assert replace_call(module, lambda *args: "answer") is compiled
+    assert module(x) == "answer"
+    assert torch.equal(copy.deepcopy(module)(x), expected)
+    assert replace_call(module, None)() == "answer"
+    assert torch.equal(module(x), expected)
+    assert replace_call(module, compiled) is None
 
 
 def test_kept_version_counters() -> None:
