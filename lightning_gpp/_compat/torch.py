@@ -20,7 +20,6 @@ from torch.distributed import distributed_c10d as _c10d
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
-from torch.utils._python_dispatch import _disable_current_modes
 
 pytree: Final = _pytree
 """Maps functions over nested containers of tensors, with the containers that users have registered."""
@@ -73,13 +72,6 @@ def schema_arguments(operator: Any) -> Sequence[Any]:
     return arguments
 
 
-@contextmanager
-def without_modes() -> Iterator[None]:
-    """Inside, code runs as if nobody recorded it: dispatch modes, fake tensors and function modes are off."""
-    with _disable_current_modes(), torch._C.DisableTorchFunction():
-        yield
-
-
 without_torch_function: Callable[[], AbstractContextManager[None]] = torch._C.DisableTorchFunctionSubclass
 """Inside, functions of torch do not call `__torch_function__` of tensors' classes."""
 
@@ -101,11 +93,6 @@ CHILDREN: Final = "_modules"
 def buffers_of(module: nn.Module) -> dict[str, Any]:
     """The dictionary of a module's own buffers, for writing; a scripted module keeps them elsewhere."""
     return {} if isinstance(module, torch.jit.ScriptModule) else module._buffers
-
-
-def transient_buffers_of(module: nn.Module) -> set[str]:
-    """The names of a module's own buffers that its state dict leaves out."""
-    return module._non_persistent_buffers_set
 
 
 def parameters_of(module: nn.Module) -> dict[str, Any]:

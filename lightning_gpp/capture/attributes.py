@@ -49,11 +49,7 @@ _INSTALLED: Final = (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"
 NAMESPACES: Final = (types.SimpleNamespace, argparse.Namespace)
 _OMEGACONF: Final = ("_content", "_val")
 """Attributes of OmegaConf's nodes that have their values; the others change when they are read."""
-OWN: Final = "__dict__"
-"""The place of what a module has itself, by attributes such as `__dict__.act`; None where it has what its class has."""
-CLASS: Final = "__class__"
-"""The class of a module, by attributes such as `__class__.act`."""
-_BETWEEN: Final = (*_OMEGACONF, CHILDREN, OWN, CLASS)
+_BETWEEN: Final = (*_OMEGACONF, CHILDREN)
 """Parts of names that people do not write."""
 _MOST_SETTINGS: Final = 512
 """Values of an object; larger ones are data, and not compared."""
@@ -225,29 +221,6 @@ class AttributePlace:
         else:
             setattr(self.owner, self.name, value)
 
-    def put(self, value: Any) -> None:
-        """Set the value; a container gets the other one's items, because others may have it, too."""
-        now = self.read()
-        if type(now) is type(value) and isinstance(now, list):
-            now[:] = value
-        elif type(now) is type(value) and isinstance(now, dict | set) and now is not value:
-            now.clear()
-            now.update(value)
-        else:
-            self.write(value)
-
-    @property
-    def exists(self) -> bool:
-        """True if there is a value, which may be None."""
-        return self.name in self.owner if isinstance(self.owner, dict) else hasattr(self.owner, self.name)
-
-    def drop(self) -> None:
-        """Take the value away, if there is one."""
-        if isinstance(self.owner, dict):
-            self.owner.pop(self.name, None)
-        elif self.exists:
-            delattr(self.owner, self.name)
-
 
 def originals(module: nn.Module, noted: Mapping[Attribute, Any]) -> dict[Attribute, Any]:
     """Values that were noted in a copy of the module, with the module's own functions, parts and objects in them."""
@@ -257,16 +230,3 @@ def originals(module: nn.Module, noted: Mapping[Attribute, Any]) -> dict[Attribu
         return AttributePlace(parts[path], ("", name)).read() if path in parts else None
 
     return {key: value if is_plain(value) else own(*key) for key, value in noted.items()}
-
-
-def restore(module: nn.Module, noted: Mapping[Attribute, Any]) -> set[Attribute]:
-    """Give values inside of objects and containers the noted ones again. Returns those that count calls."""
-    counters, parts = set[Attribute](), dict(module.named_modules())
-    for (path, name), value in noted.items():
-        if path in parts and is_plain(value) and ("." in name or isinstance(value, _CHANGING)):
-            place = AttributePlace(parts[path], ("", name))
-            now = place.read()
-            if not same_value(now, value):
-                place.write(value)
-                counters |= {(path, name)} if keeps_state(value, now) else set()
-    return counters

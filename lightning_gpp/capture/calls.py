@@ -18,16 +18,15 @@ import networkx as nx
 import torch
 from torch import Tensor, nn
 
-from lightning_gpp._compat.torch import FakeTensor, pytree
+from lightning_gpp._compat.torch import FakeTensor, fake_mode, pytree
 from lightning_gpp.capture.batch import map_samples, samples_in
 from lightning_gpp.capture.captured import Capture, Changes, attempted, capture_step
 from lightning_gpp.capture.differentiated import refuse_cut_graphs
-from lightning_gpp.capture.fillings import Arrived, CallArguments, answer
 from lightning_gpp.capture.isolate import tensor_named
 from lightning_gpp.capture.items import are_plain
 from lightning_gpp.capture.record import RunTime, record
 from lightning_gpp.capture.recorder import Recorder
-from lightning_gpp.capture.recording import ModuleCall, ModuleRef, Recording, Ref, StateRef
+from lightning_gpp.capture.recording import CallArguments, ModuleCall, ModuleRef, Recording, Ref, StateRef
 from lightning_gpp.capture.refusal import escaped, no_network, refusal
 from lightning_gpp.graph import OperatorGraph
 from lightning_gpp.wording import named
@@ -89,7 +88,7 @@ def find_calls(
             run_time=RunTime(),
             context=context,
             device=device,
-            mode=changes.mode(),
+            mode=fake_mode(),
             uncut=changes.uncut,
             refuted=changes.refuted,
             prepare=prepare,
@@ -231,7 +230,7 @@ def _batch(calls: Mapping[str, Any], num_samples: int) -> dict[str, Any]:
 
 
 def call_networks(module: nn.Module, batch: Mapping[str, Any]) -> list[Any]:
-    """Call the modules whose arguments are in the batch; returns their answers, see `capture/fillings.py`."""
+    """Call the modules whose arguments are in the batch; returns their answers."""
     num_samples = len(batch["count"])
     return [_called(module, path, entry, num_samples) for path, entry in batch["calls"].items()]
 
@@ -243,9 +242,7 @@ def _called(module: nn.Module, path: str, entry: Mapping[str, Any], num_samples:
     given = tuple(entry["args"].values()), dict(entry["kwargs"])
     # in new containers, which the forward may change, except for items of samples, which it does not even read
     arguments = pytree.tree_map(lambda leaf: leaf, given, is_leaf=is_leaf)
-    arrived = Arrived(arguments)
-    output = module.get_submodule(path)(*arguments[0], **arguments[1])
-    return answer(output, arguments, arrived.fillings())
+    return module.get_submodule(path)(*arguments[0], **arguments[1])
 
 
 _COUNTED = {"count": 0}

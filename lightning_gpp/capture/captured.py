@@ -13,17 +13,15 @@ import torch
 from torch import nn
 
 from lightning_gpp._compat.lightning_module import trainer_of
-from lightning_gpp._compat.torch import FakeTensorMode, fake_mode
-from lightning_gpp.capture.attributes import Attribute, AttributePlace
+from lightning_gpp._compat.torch import fake_mode
 from lightning_gpp.capture.batch import GUESSED, BatchDims, batch_size_of, cut_note, cut_of
-from lightning_gpp.capture.decisive import around, decisive, restored, set_values
 from lightning_gpp.capture.isolate import add_sizes
 from lightning_gpp.capture.known_values import is_present
-from lightning_gpp.capture.left_tensors import none_left
 from lightning_gpp.capture.loss import loss_of, trained_loss
 from lightning_gpp.capture.merge import input_specs, merge
 from lightning_gpp.capture.mixing import mark_mixing
 from lightning_gpp.capture.network import Network, extract
+from lightning_gpp.capture.reads import decisive
 from lightning_gpp.capture.record import RunTime, StepFunction, record, step_arguments
 from lightning_gpp.capture.recording import Recorded, Ref
 from lightning_gpp.capture.shared_memory import sharing_memory
@@ -178,13 +176,12 @@ def attempted(
 ) -> T:
     """The result of `attempt(changes)`, with changes for what cannot be recorded. `opens`, `uncut`: see `Changes`."""
     changes = Changes(opens, dict(uncut))
-    with none_left(module, changes.modes):
-        while True:
-            try:
-                return attempt(changes)
-            except CaptureError as error:
-                if not changes.answer(error, module):
-                    raise (changes.opened_for[0] if changes.opened_for else error) from error.__cause__
+    while True:
+        try:
+            return attempt(changes)
+        except CaptureError as error:
+            if not changes.answer(error, module):
+                raise (changes.opened_for[0] if changes.opened_for else error) from error.__cause__
 
 
 @dataclass(slots=True)
@@ -203,15 +200,8 @@ class Changes:
     refuted: set[int] = field(default_factory=set)
     opened_for: list[CaptureError] = field(default_factory=list)
     """The refusals that modules were opened for; the user's reason if that does not help."""
-    modes: list[FakeTensorMode] = field(default_factory=list)
-    """Those of the recordings."""
     compared: bool = False
     """True if recordings were compared before."""
-
-    def mode(self) -> FakeTensorMode:
-        """A mode for another recording."""
-        self.modes.append(fake_mode())
-        return self.modes[-1]
 
     def answer(self, error: CaptureError, module: nn.Module) -> bool:
         """Note what to do about a refusal; false if nothing can be done."""
@@ -258,26 +248,24 @@ def _capture(
 ) -> Capture:
     total = batch_size_of(batch, dims)
 
-    def run(num_samples: int, run_time: RunTime, values: Mapping[Attribute, Any] = {}) -> Network:
-        with restored([AttributePlace(module, key) for key in values]):  # in objects that copies share
-            recording, recorder = record(
-                module,
-                batch,
-                step=step,
-                total=total,
-                dims=dims,
-                num_samples=num_samples,
-                run_time=run_time,
-                context=context,
-                device=device,
-                mode=changes.mode(),
-                uncut=changes.uncut,
-                opened=changes.opened,
-                refuted=changes.refuted,
-                uniform=uniform,
-                function=function,
-                prepare=lambda replica, recorder: set_values(replica, values),
-            )
+    def run(num_samples: int, run_time: RunTime) -> Network:
+        recording, recorder = record(
+            module,
+            batch,
+            step=step,
+            total=total,
+            dims=dims,
+            num_samples=num_samples,
+            run_time=run_time,
+            context=context,
+            device=device,
+            mode=fake_mode(),
+            uncut=changes.uncut,
+            opened=changes.opened,
+            refuted=changes.refuted,
+            uniform=uniform,
+            function=function,
+        )
         if step == "training_step" and function is None and recording.complete:
             trains = any(parameter.requires_grad for parameter in module.parameters())
             check = trained_loss if trains else loss_of  # a callback may unfreeze a module that is frozen as a whole
@@ -299,8 +287,7 @@ def _capture(
         network, specs = merge(base, other_run, other_size)
     finally:
         changes.compared = True
-    base.recording.decisive = found = decisive(module, base, partial(run, SIZES[0], now))
-    base.recording.attributes.setdefault(-1, {}).update(around(module, found))
+    base.recording.decisive = decisive(base)
     inputs = input_specs(base, other_size)
     specs = mark_mixing(network, specs, inputs)
     graph = _graph(module, network, specs, inputs)

@@ -16,10 +16,10 @@ from torch import nn
 
 from lightning_gpp._compat.torch import FakeTensorMode, hooks_of, replace_call, uncompiled, wraps_compiled
 from lightning_gpp.capture.attributes import FRAMEWORKS, MOST_NUMBERS
+from lightning_gpp.capture.generators import RandomSource
 from lightning_gpp.capture.kept import is_plain_object
 from lightning_gpp.capture.metrics import metrics_of
-from lightning_gpp.capture.own_streams import RandomSource
-from lightning_gpp.capture.read_ahead import readers
+from lightning_gpp.capture.unread import unread_in
 from lightning_gpp.graph import OperatorGraph
 
 _CONTAINERS = (list, dict, set, tuple, deque)
@@ -41,7 +41,7 @@ def isolated_copy(module: nn.Module, mode: FakeTensorMode, device: torch.device)
 def private_copy(module: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
     """A deep copy of the module tree: of its parts, parameters and buffers, containers, small arrays, random
     generators, and plain objects of the user's. Everything else is shared: data sets, loaders, loggers, the trainer,
-    tensors in attributes, and objects that say how they are made or copied.
+    tensors in attributes, and objects that say how they are made or copied. Iterators and open files refuse to be read.
 
     Methods compiled in place (`module.compile()`, `self.step = torch.compile(self.step)`) are not compiled in the copy.
     Functions that are kept in the tree, such as hooks, see the copy where they saw the module.
@@ -51,7 +51,7 @@ def private_copy(module: nn.Module, memo: dict[int, Any] | None = None) -> nn.Mo
     """
     memo = {} if memo is None else memo
     kept = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
-    memo |= readers(module.modules())
+    memo |= unread_in(module.modules())
     kept |= memo.keys()
     seen = set[int]()
     for owner in module.modules():

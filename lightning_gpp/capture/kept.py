@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary
 from torch import Tensor, nn
 
 from lightning_gpp.capture.attributes import NAMESPACES, OF_EVERY_MODULE, is_users
-from lightning_gpp.capture.own_streams import RandomSource
+from lightning_gpp.capture.generators import RandomSource
 from lightning_gpp.user_code import own_attributes
 
 Holder = dict[Any, Any] | list[Any] | set[Any] | deque[Any]

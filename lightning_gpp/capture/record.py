@@ -29,12 +29,10 @@ from lightning_gpp.capture.attributes import originals
 from lightning_gpp.capture.batch import GUESSED, BatchDims, map_samples
 from lightning_gpp.capture.isolate import isolated_copy, names_of
 from lightning_gpp.capture.items import are_plain, watched
-from lightning_gpp.capture.made_tensors import MadeWatch
+from lightning_gpp.capture.made_buffers import buffers_in, refuse_made_buffers
 from lightning_gpp.capture.meter import Meter
 from lightning_gpp.capture.metrics import metrics_of
-from lightning_gpp.capture.noted_attributes import NotedAttributes
-from lightning_gpp.capture.observed_attributes import observe
-from lightning_gpp.capture.read_ahead import iterators_unread
+from lightning_gpp.capture.reads import AttributeReads, observe
 from lightning_gpp.capture.recorder import Recorder
 from lightning_gpp.capture.recording import Recording
 from lightning_gpp.capture.refusal import refusal
@@ -123,8 +121,8 @@ def record(
         recorder = Recorder(num_samples, opened, refuted, number=2 if run_time.global_step else 1)
         recorder.watch(replica)
         keep_uncut(replica, module, uncut, recorder)
-        notes = NotedAttributes(recorder, uncut)
-        observe(replica, notes)
+        reads = AttributeReads(recorder, uncut)
+        observe(replica, reads)
         _observe(replica, trainer_of(module), run_time, recorder)
         recorder.runs_rest = function is None
         prepare(replica, recorder)
@@ -136,18 +134,15 @@ def record(
             for number, leaf in enumerate(pytree.tree_leaves(fake)):
                 if isinstance(leaf, torch.Tensor):
                     recorder.batch_tensor(leaf, number if type(leaf) is torch.Tensor else None)
-            watch, versions, switches = MadeWatch(replica), _versions(fake), Switches(replica)
+            buffers, versions, switches = buffers_in(replica), _versions(fake), Switches(replica)
             attributes = {path: dict(vars(part)) for path, part in replica.named_modules()}
-            with nullcontext() if recorder.reads_between_calls else iterators_unread(replica, step):
-                _run(replica, _called(replica, step, run_time, function), fake, recorder, notes)
-            watch.note(recorder)
+            _run(replica, _called(replica, step, run_time, function), fake, recorder, reads)
+            refuse_made_buffers(replica, buffers, recorder, uncut)
             recorder.recording.touched |= _changed(replica, attributes)
-            if not recorder.reads_between_calls:
-                notes.refuse_kept_tensors(watch.filled())
     recording = recorder.recording
     recording.changes_batch = _versions(fake) != versions
     if not recorder.reads_between_calls:
-        switches.refuse(step)
+        switches.refuse(step, recording)
     if step != "training_step":
         _refuse_shared_buffers(recording)
     recording.attributes = {scope: originals(module, read) for scope, read in recording.attributes.items()}
@@ -177,13 +172,14 @@ def _called(replica: nn.Module, step: str, run_time: RunTime, function: StepFunc
 
 
 def _run(
-    replica: nn.Module, called: Callable[[Any], Any], batch: Any, recorder: Recorder, notes: NotedAttributes
+    replica: nn.Module, called: Callable[[Any], Any], batch: Any, recorder: Recorder, reads: AttributeReads
 ) -> None:
     recording = recorder.recording
     try:
-        with notes.restored(replica), recorder:
+        with recorder:
             result = called(batch)
-        notes.refuse(on_all_ranks=recorder.reads_between_calls)
+        reads.compare(replica)
+        reads.refuse(on_all_ranks=recorder.reads_between_calls)
         recorder.use(result)
         recorder.use_kept([replica, *map(replica.get_submodule, recorder.opened)])
         recording.result = recorder.refs(result)
@@ -379,6 +375,7 @@ def _recording(recorder: Recorder, mode: FakeTensorMode) -> Iterator[None]:
         stack.enter_context(autograd_function_calls(recorder.apply))
         stack.enter_context(checkpoint_regions(recorder.enter_region, recorder.leave_region))
         yield
+    mode.allow_non_fake_inputs = False  # training fails with a tensor that user code has kept outside of the module
 
 
 @contextmanager

@@ -20,9 +20,8 @@ from torch.nn.attention import SDPBackend
 from torch.overrides import TorchFunctionMode
 
 from lightning_gpp._compat.torch import FakeTensor, buffers_of, pytree, storage_id, version
-from lightning_gpp.capture.attributes import OF_EVERY_MODULE, is_plain
+from lightning_gpp.capture.attributes import OF_EVERY_MODULE
 from lightning_gpp.capture.differentiated import differentiates
-from lightning_gpp.capture.fillings import Arrived, CallArguments, answer, containers
 from lightning_gpp.capture.isolate import names_of
 from lightning_gpp.capture.items import is_watched
 from lightning_gpp.capture.known_values import KnownValues
@@ -109,10 +108,8 @@ class Recorder(TorchFunctionMode):
         self._storages: dict[int, list[torch.Tensor]] = {}
         self._scopes: list[int | None] = []
         self._drawn: list[tuple[int, int]] = []
-        self._arrived = Arrived(((), {}))
-        self._arrived_leaves: list[Any] = []
-        self._filled: dict[int, Any] = {}
-        """Containers in which module calls of the step have changed tensors in place or put objects, by identity."""
+        self._arrived: tuple[list[Any], Any] = [], None
+        """The leaves and the structure of the arguments of the present network call, as they arrived."""
         self._regions: list[int] = []
         self._num_regions = 0
         self._paused = False
@@ -158,7 +155,8 @@ class Recorder(TorchFunctionMode):
 
     def states_of(self, module: nn.Module) -> tuple[str, ...]:
         """Names of the parameters and buffers of a watched module."""
-        return tuple(self._states[id(tensor)] for tensor in (*module.parameters(), *module.buffers()))
+        tensors = (*module.parameters(), *module.buffers())  # a buffer may be another one than when it was watched
+        return tuple(self._states[id(tensor)] for tensor in tensors if id(tensor) in self._states)
 
     @contextlib.contextmanager
     def undone_on_error(self) -> Iterator[list[Exception]]:
@@ -185,8 +183,6 @@ class Recorder(TorchFunctionMode):
             return
         if self.scope == -1 and not self.reads_between_calls:
             self._refuse_late_network(path)
-        if self.scope == -1 and any(id(value) in self._filled for _, value in containers((args, kwargs))):
-            raise filled(user_line(), path)
         self._take((args, kwargs))
         number = len(self.recording.modules)
         call = ModuleCall(
@@ -201,7 +197,7 @@ class Recorder(TorchFunctionMode):
             checkpoint=self._regions[-1] if self._regions else None,
         )
         if call.parent == -1:
-            self._arrived, self._arrived_leaves = Arrived((args, kwargs)), pytree.tree_leaves((args, kwargs))
+            self._arrived = pytree.tree_flatten((args, kwargs))
         self.recording.modules.append(call)
         self._scopes.append(number)
         self._drawn.append(_positions())
@@ -213,8 +209,8 @@ class Recorder(TorchFunctionMode):
             call.last = len(self.recording.calls)
             register_dataclasses(output)
             if call.parent == -1:
-                self._note_changed(call, (args, kwargs))
-            call.result = self.refs(answer(output, (args, kwargs), call.fillings))
+                self._check_arguments(call, pytree.tree_flatten((args, kwargs)))
+            call.result = self.refs(output)
             if self._drawn.pop() != _positions():
                 raise refusal(
                     call.line,
@@ -223,16 +219,11 @@ class Recorder(TorchFunctionMode):
                     [path, *self.recording.called(self.scope)],
                 )
 
-    def _note_changed(self, call: ModuleCall, arguments: CallArguments) -> None:
-        """Note what the call has put into containers among its arguments, and the containers that changed otherwise."""
-        before, now = pytree.tree_leaves((call.args, call.kwargs)), self.refs(self._arrived_leaves)
-        in_place = any(isinstance(ref, Ref) and ref != other for ref, other in zip(before, now, strict=True))
-        fillings = self._arrived.fillings()
-        put = pytree.tree_leaves([filling.read(arguments) for filling in fillings])
-        known = all(isinstance(leaf, torch.Tensor) or is_plain(leaf) for leaf in put)
-        if in_place or not known:
-            self._filled.update({id(value): value for _, value in containers(arguments)})
-        call.fillings = fillings if known else ()
+    def _check_arguments(self, call: ModuleCall, now: tuple[list[Any], Any]) -> None:
+        """Refuse a network call that has put something into containers among its arguments."""
+        (leaves, structure), (present, other) = self._arrived, now
+        if structure != other or any(leaf is not known for leaf, known in zip(present, leaves, strict=True)):
+            raise filled(call.line, call.path)
 
     def _refuse_late_network(self, path: str) -> None:
         for _, line in self.recording.value_reads:
@@ -493,12 +484,10 @@ class Recorder(TorchFunctionMode):
             return None
         return number
 
-    def hold(self, made: torch.Tensor, state: torch.Tensor) -> None:
-        """Let the call of a forward that made a tensor hold the buffer that the tensor replaces."""
-        ref = self._values.get(id(made))
-        call = None if ref is None else self.recording.calls[ref.call]
-        if call is not None and call.scope != -1 and id(state) in self._states:
-            call.held = tuple(dict.fromkeys((*call.held, self._states[id(state)])))
+    def call_that_made(self, tensor: torch.Tensor) -> Recorded | None:
+        """The recorded call that made a tensor; None for one that no call made."""
+        ref = self._values.get(id(tensor))
+        return None if ref is None else self.recording.calls[ref.call]
 
     def keep(self, tensor: torch.Tensor) -> None:
         """Keep a tensor alive, so that no other tensor gets its id or memory."""

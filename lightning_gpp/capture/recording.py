@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,8 +10,10 @@ from torch.nn.attention import SDPBackend
 
 from lightning_gpp._compat.torch import pytree
 from lightning_gpp.capture.attributes import Attribute
-from lightning_gpp.capture.fillings import Filling
 from lightning_gpp.graph import Affine
+
+CallArguments = tuple[tuple[Any, ...], Mapping[str, Any]]
+"""Positional and other arguments of a call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +104,7 @@ class Recorded:
 class ModuleCall:
     """A call of a module. The recorded calls inside are `first` to `last` (exclusive); `parent` is the enclosing call.
 
-    `result`: its answer with references instead of tensors, see `capture/fillings.py`.
+    `result`: its answer with references instead of tensors.
     """
 
     number: int
@@ -116,7 +118,6 @@ class ModuleCall:
     checkpoint: int | None = None
     last: int = -1
     result: Any = None
-    fillings: tuple[Filling, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,16 +168,14 @@ class Recording:
     """Attributes of modules that a forward or the step reads, with their values, by its scope."""
     touched: set[str] = field(default_factory=set)
     """Paths of the modules of which the step itself reads attributes, or somebody sets some."""
+    read_at: dict[Attribute, int] = field(default_factory=dict)
+    """The number of module calls before the step first reads an attribute."""
     set_by_step: dict[Attribute, str] = field(default_factory=dict)
     """Numbers, flags and texts that the step reads and then sets to others, with the line."""
     decisive: dict[Attribute, Any] = field(default_factory=dict)
-    """Numbers of the step on which its network depends."""
+    """Numbers of the step on which its network may depend."""
     changes_batch: bool = False
     """True if the step, or a forward, changes tensors of the mini-batch in place."""
-    made_attributes: set[str] = field(default_factory=set)
-    """Numbers, texts and tensors in attributes that the recording has set in modules with made buffers or tensors."""
-    made_buffers: set[str] = field(default_factory=set)
-    """Names of the buffers that forwards or the step make, or replace by other tensors."""
 
     def changed_before_the_end(self) -> set[str]:
         """Names of the parameters and buffers that the step changes in place, up to its last call of a module."""
@@ -187,6 +186,12 @@ class Recording:
         """Places of the metrics that the step updates before its last call of a module."""
         last = self._last_network_call()
         return sorted({place for place, num_modules in self.metric_updates if num_modules <= last})
+
+    def is_read_early(self, attribute: Attribute) -> bool:
+        """True if the step reads an attribute, or the object that it is in, up to its last call of a module."""
+        path, name = attribute
+        last = self._last_network_call()
+        return self.read_at.get((path, name.partition(".")[0]), last + 1) <= last
 
     def decided_by(self) -> set[int]:
         """Numbers of the leaves of the batch by whose values forwards decide, and the step before its network ends."""

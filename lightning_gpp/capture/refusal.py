@@ -32,12 +32,11 @@ def refusal(
 
 
 def filled(line: str, path: str) -> CaptureError:
-    """The error of a module call that gets a container in which an earlier one has changed tensors or put objects."""
+    """The error of a module call that writes into a container among its arguments."""
     return refusal(
         line,
-        f"{named(path)} gets a dictionary, list or object in which an earlier module call has changed a tensor in "
-        "place, or put an object, such as a cache",
-        "put new tensors there, or return them and pass them to the next call; or call both modules in one forward",
+        f"{named(path)} writes into a dictionary, list or object that it gets, which is on another device",
+        "copy it at the beginning of the forward (batch = dict(batch)), and return what others read",
     )
 
 

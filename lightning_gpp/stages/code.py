@@ -28,7 +28,6 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_gpp._compat.torch import pytree
 from lightning_gpp.capture.attributes import Attribute
-from lightning_gpp.capture.fillings import answering
 from lightning_gpp.capture.merge import Opaque
 from lightning_gpp.capture.network import Network
 from lightning_gpp.capture.recording import AffineSize, CallModes, ModuleCall, ModuleRef, Recorded, Ref, StateRef
@@ -190,8 +189,6 @@ class StageCode:
         elif call.checkpoint is None and self._is_recomputed(call.path):
             block = self.names[target]
             target = self._name("again", recomputed(block, block.modules()))
-        if call.fillings:
-            target = self._name("answering", functools.partial(answering, self.names[target], call.fillings))
         arguments = pytree.tree_leaves((call.args, call.kwargs))
         self.unread = {leaf for leaf in arguments if _is_ref(leaf)} - self._refs_of(inside)
         result = self._temporary() if not isinstance(call.result, Ref) else variable(call.result)

@@ -13,12 +13,10 @@ from torch import nn
 
 from lightning_gpp._compat.torch import pytree, version
 from lightning_gpp.capture.batch import BatchDims, Samples, device_of, samples_in, sliceable
-from lightning_gpp.capture.fillings import CallArguments, delivered
 from lightning_gpp.capture.items import are_plain
-from lightning_gpp.capture.kept import Holder, kept_by
+from lightning_gpp.capture.kept import Holder
 from lightning_gpp.capture.loss import loss_of
 from lightning_gpp.capture.network import InputKey, Network
-from lightning_gpp.capture.own_streams import OwnStreams
 from lightning_gpp.capture.recording import ModuleCall, Recorded, Ref, StateRef
 from lightning_gpp.capture.refusal import refusal
 from lightning_gpp.errors import CaptureError, ShapeError
@@ -193,8 +191,6 @@ class UserStep(StepRunner):
         self._glue = {call.step_number: call for call in self.network.calls if call.scope == -1}
         self._of_step = modules_of_step(self.module, self._modules, self.network.recording.touched)
         self._inside: list[Holder] = []
-        generators = kept_by(self.module.modules()).generators
-        self._own_streams = OwnStreams(generators) if generators else None
         self._reads_states = any(call.states() for call in self._glue.values())
         self._results = {id(call): pytree.tree_flatten(call.result) for call in self._calls}
         known: list[ModuleCall | Recorded] = [*self._calls, *self._glue.values()]
@@ -210,8 +206,6 @@ class UserStep(StepRunner):
 
     def open(self, lane: int, batch: Any, invocation: Invocation, seed: int, total: int | None = None) -> None:
         """Take another mini-batch; see `StepRunner`. One that was in this lane is over."""
-        if self._own_streams is not None:
-            self._own_streams.forget(lane)
         self._inside = holders_in(self._of_step)
         super().open(lane, batch, invocation, seed, total)
 
@@ -231,12 +225,11 @@ class UserStep(StepRunner):
             self._take(found, call, number, args, kwargs)
             if number == len(self._calls) - 1:
                 raise Stopped
-            return self._result(call, (args, kwargs), lambda ref: self._hole(ref, micro_batch.num_samples, holes))
+            return self._result(call, lambda ref: self._hole(ref, micro_batch.num_samples, holes))
 
         self.start_streams(micro_batch)
-        own, key = self._own_streams, (micro_batch.lane, micro_batch.index)
+        key = micro_batch.lane, micro_batch.index
         with (
-            own.finding(key) if own else nullcontext(),
             without_effects(self._of_step, self._changed, self._inside),
             answered(self._modules, answer),
             torch.set_grad_enabled(self.returns_loss),
@@ -378,16 +371,16 @@ class UserStep(StepRunner):
                 return self._hole(ref, micro_batch.num_samples, holes)
             return known.clone() if ref in self.network.overwritten else known  # others may read it, or run again on it
 
-        own, key = self._own_streams, (micro_batch.lane, micro_batch.index)
+        key = micro_batch.lane, micro_batch.index
         first = self._first.pop(key, {}) if self._first else {}
 
         def answer(number: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             call = self._expect(number, module)
             self._check_again(first, call, number, pytree.tree_leaves((args, kwargs)) if first else [])
-            return self._result(call, (args, kwargs), value)
+            return self._result(call, value)
 
         self.start_streams(micro_batch)
-        with own.counting(key) if own else nullcontext(), answered(self._modules, answer), holes or nullcontext():
+        with answered(self._modules, answer), holes or nullcontext():
             output = self.call(micro_batch)
         self._first = self._first or (None if first else self._first)
         return self.finish(micro_batch, output)
@@ -411,10 +404,9 @@ class UserStep(StepRunner):
     def changes_batch(self) -> bool:
         return self.network.recording.changes_batch
 
-    def _result(self, call: ModuleCall, arguments: CallArguments, value: Callable[[Ref], torch.Tensor]) -> Any:
+    def _result(self, call: ModuleCall, value: Callable[[Ref], torch.Tensor]) -> Any:
         leaves, structure = self._results[id(call)]
-        tree = pytree.tree_unflatten([value(leaf) if isinstance(leaf, Ref) else leaf for leaf in leaves], structure)
-        return delivered(tree, arguments, call.fillings)
+        return pytree.tree_unflatten([value(leaf) if isinstance(leaf, Ref) else leaf for leaf in leaves], structure)
 
     def _holes(self, micro_batch: MicroBatch, *, with_parameters: bool = False) -> Holes | None:
         """The holes of a run of the step; None if it computes nothing between its network calls."""

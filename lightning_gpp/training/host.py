@@ -14,7 +14,6 @@ from torch import nn
 from lightning_gpp.checkpoints.stored import StoredValues
 from lightning_gpp.plan import Plan
 from lightning_gpp.training.control import Control
-from lightning_gpp.training.dependencies.made_tensors import MadeBuffers
 from lightning_gpp.training.divided.tensor_parallel import TensorParallel
 from lightning_gpp.training.options import Context, Options
 from lightning_gpp.training.whole.mirror import Mirror
@@ -91,7 +90,6 @@ class Job:
         whole: whether the step that the engine is set up for runs as a whole, on all ranks.
         evaluates_whole: whether validation in training does, too.
         parallel: the tensor parallelism inside stages; None without.
-        made: the buffers that forwards make.
     """
 
     module: nn.Module
@@ -106,7 +104,6 @@ class Job:
     whole: bool = False
     evaluates_whole: bool = False
     parallel: TensorParallel | None = None
-    made: MadeBuffers = field(default_factory=MadeBuffers)
 
     def in_device(self, tree: Any) -> Any:
         """A structure of tensors that only the first member of a device has, such as a mini-batch, on all members."""

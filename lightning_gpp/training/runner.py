@@ -23,7 +23,6 @@ from lightning_gpp.stages.step import Invocation
 from lightning_gpp.training.asynchronous import Asynchronous
 from lightning_gpp.training.data.segments import later
 from lightning_gpp.training.dependencies.captured_anew import SessionCache
-from lightning_gpp.training.dependencies.global_values import GlobalValues
 from lightning_gpp.training.planner import TRAINING
 from lightning_gpp.training.session import Session
 from lightning_gpp.training.sessions import Sessions
@@ -57,14 +56,12 @@ class Runner:
         self.sums = self._job.options.loss_reduction == "sum"
         self.current: Session | None = None
         self._sessions = SessionCache[Session](self._job.control.warn)
-        self._globals = GlobalValues(self._job.module, self._job.control.warn)
         self._trained: Session | None = None
         self._running: dict[str, tuple[Session, int]] = {}
 
     def session(self, step: str, arguments: Sequence[Any]) -> Session:
         """The session for a mini-batch, which becomes the current one."""
         incoming, frozen = self._incoming, self._incoming.frozen
-        self._globals.check()
         if step == TRAINING:  # evaluation has no gradients
             incoming.follow_hooks()
         values = incoming.frozen_values, frozen.since(alone=self._job.control.sole) if frozen else 0

@@ -76,7 +76,6 @@ class Sessions:
         `anew`: attributes that the first capture has frozen are different now.
         """
         captured = self._captured(step, batch, anew)
-        self.job.made.note(captured)
         if step != TRAINING and isinstance(captured, Capture):
             captured = with_reductions_in_step(captured)
         session = self._session(step, captured)
@@ -140,7 +139,7 @@ class Sessions:
         example, trained, changed, general = control.share_object(facts)
         incoming.train_as(trained)  # user code may have changed it only where the step runs
         adopt(module, changed)
-        with self.job.shown(), without_shards(module), self.job.made.as_at_set_up(module):
+        with self.job.shown(), without_shards(module):
             try:
                 captured = capture_of(self.job, step, example, self.layout.plan, general=general)
                 if isinstance(captured, Capture):

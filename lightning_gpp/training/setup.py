@@ -143,12 +143,10 @@ def _set_up(
     if step == TRAINING and job.control.num_processes > 1:
         check_alike({**facts_of_optimizers(optimizers), **job.host.facts()}, job.control.everyone)
     policy = _weight_policy(job.options, optimizers) if step == TRAINING else None
-    job.made.begin(job.module, job.control)
     example = job.control.broadcast(outline(batch) if job.control.first else None)
     alone = partial(job.control.mesh.peers, alone=True)  # for runs of the step, which only some ranks make
-    with job.made.as_at_set_up(job.module), alone():
+    with alone():
         captured, found_calls = captured_in(job, step, example, calls)
-    job.made.note(captured)
     job = as_captured(job, step, captured, optimizers)
     form = NO_FORM if job.whole else incoming.form_of(example)
     if isinstance(captured, Capture):

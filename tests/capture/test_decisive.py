@@ -7,10 +7,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 
-from lightning_gpp.capture import captured
 from lightning_gpp.capture.captured import capture_step
 from lightning_gpp.errors import CaptureError
 from lightning_gpp.training.dependencies.frozen_attributes import FrozenAttributes
@@ -44,6 +42,18 @@ class Own(Between):
         return (h / self.tau / self._tau + self.shift).clamp(max=self.limit) * self.of_class
 
 
+class Counting(Between):
+    """Reads a number between its calls of modules, which computes with none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 3
+
+    def between(self, h: Tensor) -> Tensor:
+        self.log("count", self.count)
+        return h.tanh()
+
+
 class Inside(Between):
     def __init__(self) -> None:
         super().__init__()
@@ -56,46 +66,21 @@ class Inside(Between):
         return h / self.hparams.tau / self.config.sub.tau * (2 if self.hparams.aux else 1)
 
 
-class Validated:
-    """Refuses values, as classes of attrs and pydantic do."""
-
-    def __init__(self) -> None:
-        object.__setattr__(self, "_tau", 1.0)
-
-    __slots__ = ("_tau",)
-
-    @property
-    def tau(self) -> float:
-        return self._tau
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        raise ValueError(f"{value} is not allowed")
-
-
-class Refusing(Between):
+class Changed(Between):
     def __init__(self) -> None:
         super().__init__()
-        self.config = Validated()
+        self.tau = 1.5
 
     def between(self, h: Tensor) -> Tensor:
-        return h / self.config.tau
-
-
-class InDict(Between):
-    def __init__(self) -> None:
-        super().__init__()
-        self.state = {"tau": 1.0}
-
-    def between(self, h: Tensor) -> Tensor:
-        h = h / self.state["tau"]
-        self.state["tau"] *= 0.9
+        h = h / self.tau
+        self.tau *= 0.9
         return h
 
 
 class InObject(Between):
     def __init__(self) -> None:
         super().__init__()
-        self.config = SimpleNamespace(tau=1.0)
+        self.config = SimpleNamespace(tau=1.5)
 
     def between(self, h: Tensor) -> Tensor:
         h = h / self.config.tau
@@ -108,8 +93,10 @@ def watched(module: Base) -> FrozenAttributes:
 
 
 def test_own_numbers() -> None:
+    """All fractions that the step reads early count where it computes with numbers, and none where it does not."""
     found = capture_step(Own(), zoo.batch()).network.recording.decisive
     assert {name for _, name in found} == {"tau", "_tau", "shift", "limit", "of_class"}
+    assert capture_step(Counting(), zoo.batch()).network.recording.decisive == {}
 
 
 def test_inside_of_objects() -> None:
@@ -118,10 +105,13 @@ def test_inside_of_objects() -> None:
     assert attributes.announce() == 0
     module.config.sub = SimpleNamespace(tau=3.0)
     module.hparams.aux = True
-    assert attributes.changes() == {("", "_hparams.aux"): True, ("", "config.sub.tau"): 3.0}
+    changed = attributes.changes()
+    assert changed.pop(("", "config.sub.tau")) == 3.0
+    assert changed.pop(("", "_hparams"))["aux"] is True
+    assert set(changed) <= {("", "config.sub")}
 
 
-@pytest.mark.parametrize("kind", [InDict, InObject])
+@pytest.mark.parametrize("kind", [Changed, InObject])
 def test_what_the_step_changes_itself_is_refused(kind: type[Base]) -> None:
     with pytest.raises(CaptureError, match="the step changes '.*tau', on which depends what its modules get"):
         capture_step(kind(), zoo.batch())
@@ -134,48 +124,3 @@ def test_a_capture_changes_nothing(kind: type[Base]) -> None:
     capture_step(module, zoo.batch())
     assert {name: vars(module)[name] for name in before} == before
     assert vars(module).keys() == vars(kind()).keys()
-
-
-def test_objects_that_refuse_values_are_left_alone() -> None:
-    assert capture_step(Refusing(), zoo.batch()).network.recording.decisive == {}
-
-
-class Many(Between):
-    def __init__(self) -> None:
-        super().__init__()
-        self.save_hyperparameters({f"h{number}": 1.0 for number in range(24)})
-
-    def between(self, h: Tensor) -> Tensor:
-        for number in range(0, 24, 2):
-            h = h * self.hparams[f"h{number}"]
-        return h
-
-
-@pytest.mark.parametrize(("kind", "most"), [(Between, 3), (Many, 5)])
-def test_recordings_are_few(kind: type[Base], most: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    made, plain = list[int](), captured.record
-
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        made.append(1)
-        return plain(*args, **kwargs)
-
-    monkeypatch.setattr(captured, "record", counted)
-    capture_step(kind(), zoo.batch())
-    assert len(made) <= most
-
-
-def test_values_are_restored_when_a_recording_fails() -> None:
-    """A number that is a size: with another one the step fails."""
-
-    class Sized(Between):
-        def __init__(self) -> None:
-            super().__init__()
-            self.config = SimpleNamespace(width=8)
-
-        def between(self, h: Tensor) -> Tensor:
-            return h + torch.ones(self.config.width, dtype=h.dtype)
-
-    module = Sized()
-    found = capture_step(module, zoo.batch()).network.recording.decisive
-    assert found == {("", "config.width"): 8}
-    assert module.config.width == 8

@@ -237,6 +237,24 @@ class Broken(Base):
         return self.b(self.a(x)[:, :3])
 
 
+class Fills(Base):
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        batch["hidden"] = self.a(batch["x"])
+        return self.b(batch["hidden"])
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        return self(batch).mean()
+
+
+class MadeBuffer(Base):
+    """A table that the first call makes, and longer sequences make anew."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not hasattr(self, "table"):
+            self.register_buffer("table", torch.ones(x.shape[1]))
+        return self.b(self.a(x * self.table))
+
+
 REFUSED = [
     (Penalty, "differentiates its network"),
     (PenaltyBetween, "differentiates its network"),
@@ -261,6 +279,8 @@ REFUSED = [
     (Numpy, "draws random numbers by other means than torch"),
     (NumpyInStep, "depends on .*random numbers of Python or NumPy"),
     (NoNetwork, "calls no submodule that has parameters"),
+    (Fills, "writes into a dictionary, list or object that it gets"),
+    (MadeBuffer, "the buffer 'table' is made, or gets another shape"),
     (Broken, "same reduction dim|cannot be multiplied"),
     (zoo.LateAttribute, "captured at set-up, before hooks such as on_train_start"),
 ]

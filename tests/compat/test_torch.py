@@ -50,13 +50,11 @@ from lightning_gpp._compat.torch import (
     saves_tensors,
     schema_arguments,
     storage_id,
-    transient_buffers_of,
     uncompiled,
     unset_fake_temporarily,
     version,
     will_run,
     with_gradient_hooks,
-    without_modes,
     without_saved_hooks,
     without_splits,
     without_torch_function,
@@ -167,24 +165,6 @@ def test_fake_tensor_mode() -> None:
     assert huge.shape == (1 << 40,)
 
 
-def test_without_modes() -> None:
-    class Seen(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            raise AssertionError(func)
-
-    class Called(torch.overrides.TorchFunctionMode):
-        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            raise AssertionError(func)
-
-    with fake_mode(), Seen(), Called():
-        with without_modes():
-            made = torch.ones(2) + 1
-        with pytest.raises(AssertionError):
-            torch.ones(2)
-    assert type(made) is Tensor
-    assert made.tolist() == [2, 2]
-
-
 def test_fake_mode() -> None:
     for _ in range(2):  # torch has seen the calls of the second round
         with fake_mode():
@@ -234,12 +214,6 @@ def test_buffers_of() -> None:
     assert norm.running_mean is not None
     assert norm.running_mean.tolist() == [1, 1]
     assert buffers_of(nn.Sequential(norm)) == {}
-
-
-def test_transient_buffers_of() -> None:
-    norm = nn.BatchNorm1d(2)
-    norm.register_buffer("table", torch.ones(2), persistent=False)
-    assert transient_buffers_of(norm) == {"table"}
 
 
 # --- autograd

@@ -50,7 +50,7 @@ class Body(nn.Module):
         h = self.a(x) / self.temperature + self.bias
         h = h * self.config.scale * self.hydra.head.scale + self.config.inner["shift"]
         h = self.act(self.inner(h)) + self.function(h) * self.tensors[0] * float(self.numbers[0])
-        h = h * type(self).factor * self.slots.scale * self.mode.value + self.offset()
+        h = h * self.factor * self.slots.scale * self.mode.value + self.offset()
         h = h if prior is None else h * prior
         h = h.square() if self.squared else h.tanh()
         return self.b(h if self.training else 2 * h)
@@ -140,41 +140,6 @@ class Sundry(Changing):
 
     def on_fit_end(self) -> None:
         Body.factor = 1.0
-
-
-class Functional(Changing):
-    """Functions of a class: one that an instance replaces, and one that the class replaces."""
-
-    class Body(nn.Module):
-        act = staticmethod(torch.tanh)
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = nn.Linear(4, 6), nn.Linear(6, 3)
-
-        def forward(self, x: Tensor, prior: Tensor | None = None) -> Tensor:
-            return self.b(self.act(self.scaled(self.a(x))))
-
-        def scaled(self, x: Tensor) -> Tensor:
-            return 2 * x
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.body = self.Body()
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if self.global_step == 1:
-            self.body.act = torch.relu
-        if self.global_step == 3:
-            type(self.body).scaled = lambda body, x: x / 2
-
-    def on_fit_end(self) -> None:
-        type(self.body).scaled = _doubled
-
-
-def _doubled(body: nn.Module, x: Tensor) -> Tensor:
-    return 2 * x
 
 
 class ByStep(Changing):
@@ -330,7 +295,6 @@ KINDS = {
         Configured,
         ConfiguredByHydra,
         Sundry,
-        Functional,
         ByStep,
         Swapped,
         Frozen,

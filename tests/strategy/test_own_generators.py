@@ -1,4 +1,4 @@
-"""Random generators in attributes of the module go on as on one device, in front of the network and behind it."""
+"""Random generators in attributes of the module go on as on one device: behind the network, and in a whole step."""
 
 from __future__ import annotations
 
@@ -11,72 +11,63 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_gpp.capture.own_streams import OwnStreams, unmoved
+from lightning_gpp.capture import capture_step
+from lightning_gpp.capture.generators import unmoved
+from lightning_gpp.errors import CaptureError
 from tests.strategy import harness
 from tests.strategy.harness import TwoTowers
 
 
-class Drawing(TwoTowers):
+class Behind(TwoTowers):
     def __init__(self) -> None:
         super().__init__()
         self.before = SimpleNamespace(python=random.Random(0), numpy=np.random.RandomState(1))
         self.behind, self.torch = np.random.default_rng(2), torch.Generator().manual_seed(3)
-        self.drawn: list[list[float]] = []
+
+    def noised(self, x: Tensor) -> Tensor:
+        return x
 
     def training_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor]:
-        scale = 1 + self.before.python.random() + self.before.numpy.rand()
-        noise = torch.randn(batch[0].shape, generator=self.torch, dtype=batch[0].dtype)
-        output = super().training_step([scale * (batch[0] + noise), *batch[1:]], batch_idx)
-        late = self.behind.random()
-        self.drawn.append([scale, late])
-        return {**output, "loss": output["loss"] * (1 + late)}
+        output = super().training_step([self.noised(batch[0]), *batch[1:]], batch_idx)
+        return {**output, "loss": output["loss"] * (1 + self.behind.random())}
 
 
-def drawn(strategy: Any, devices: int) -> tuple[list[float], list[list[float]]]:
+class InFront(Behind):
+    def noised(self, x: Tensor) -> Tensor:
+        return (1 + self.before.python.random() + self.before.numpy.rand()) * x
+
+
+class ByTorch(Behind):
+    def noised(self, x: Tensor) -> Tensor:
+        return x + torch.randn(x.shape, generator=self.torch, dtype=x.dtype)
+
+
+def drawn(kind: type[Behind], strategy: Any, devices: int) -> list[float]:
     torch.manual_seed(0)
-    module = Drawing().double()
+    module = kind().double()
     harness.trainer(strategy, devices, limit_val_batches=0).fit(module, harness.loader(), harness.loader())
-    return module.losses, module.drawn
+    return module.losses
 
 
-def drawn_in_stages(rank: int) -> list[Any]:
-    return [drawn(harness.strategy(**settings), 2) for settings in ({"num_micro_batches": 1}, {"step": "whole"})]
+def drawn_in_stages(rank: int) -> list[list[float]]:
+    whole = [drawn(kind, harness.strategy(step="whole"), 2) for kind in KINDS]
+    return [drawn(Behind, harness.strategy(num_micro_batches=1), 2), *whole]
+
+
+KINDS = (InFront, ByTorch)
 
 
 def test_steps_draw_what_they_draw_on_one_device() -> None:
-    losses, numbers = drawn("auto", 1)
-    first, second = harness.run(2, drawn_in_stages)
-    for other_losses, _ in (*first, *second):
-        assert other_losses == pytest.approx(losses, rel=1e-12)
-    assert [others for _, others in first] == [numbers, numbers]
+    expected = [drawn(kind, "auto", 1) for kind in (Behind, *KINDS)]
+    for found in harness.run(2, drawn_in_stages):
+        for losses, others in zip(expected, found, strict=True):
+            assert others == pytest.approx(losses, rel=1e-12)
 
 
-def test_micro_batches_draw_again_what_their_inputs_drew() -> None:
-    generator = random.Random(0)
-    expected = [generator.random() for _ in range(4)]
-    generator.seed(0)
-    streams, found, counted = OwnStreams([generator]), list[float](), list[float]()
-    for key in ((0, 0), (0, 1)):
-        with streams.finding(key):
-            found.append(generator.random())
-    for key in ((0, 0), (0, 1)):
-        with streams.counting(key):
-            counted.append(generator.random())
-    assert found == counted == expected[:2]
-    assert generator.random() == expected[2]
-
-
-def test_mini_batches_that_are_dropped_leave_nothing() -> None:
-    generator = random.Random(0)
-    expected = [generator.random() for _ in range(2)]
-    generator.seed(0)
-    streams = OwnStreams([generator])
-    with streams.finding((0, 0)), streams.finding((1, 0)):
-        generator.random()
-    streams.forget(0)
-    with streams.counting((1, 0)):
-        generator.random()
-    assert generator.random() == expected[1]
+@pytest.mark.parametrize("kind", KINDS)
+def test_draws_in_front_of_the_network_are_for_a_step_as_a_whole(kind: type[Behind]) -> None:
+    with pytest.raises(CaptureError, match=r"(?s)a random generator that the module keeps.*strategy.step=whole"):
+        capture_step(kind().double(), next(iter(harness.loader())))
 
 
 def test_generators_are_restored() -> None:

@@ -13,8 +13,8 @@ from torch.random import fork_rng
 from lightning_gpp._compat.torch import pytree
 from lightning_gpp.capture.batch import known_to_pytree
 from lightning_gpp.capture.calls import StepCalls, joint_batch
-from lightning_gpp.capture.fillings import CallArguments
 from lightning_gpp.capture.record import step_arguments
+from lightning_gpp.capture.recording import CallArguments
 from lightning_gpp.errors import CaptureError, ShapeError
 from lightning_gpp.runtime.neutral import Neutral
 from lightning_gpp.runtime.random import undisturbed

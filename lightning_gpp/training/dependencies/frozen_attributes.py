@@ -106,7 +106,8 @@ class FrozenAttributes:
 
     def _note(self, values: Mapping[Attribute, Any]) -> None:
         self._values |= values
-        containers = {key: copy_of(value) for key, value in values.items() if key not in self._live | self._objects}
+        alike = self._objects | {key for key in self._live if not isinstance(values.get(key), dict)}
+        containers = {key: copy_of(value) for key, value in values.items() if key not in alike}
         kept = {key: value for key, value in self._contents.items() if key not in values}
         self._contents = {**kept, **{key: value for key, value in containers.items() if value is not None}}
 
@@ -163,7 +164,7 @@ class FrozenAttributes:
         return replaced + [key for key, before in self._contents.items() if not same_contents(before, values[key])]
 
     def _described(self, key: Attribute, value: Any) -> str:
-        if key in self._live and not isinstance(value, bool | str | None):
+        if key in self._live and not isinstance(value, bool | str | dict | tuple | None):
             return "tensor" if isinstance(value, Tensor) else type(value).__qualname__
         if isinstance(value, CONTAINERS) and len(value) <= MOST_ITEMS:
             items = [self._described(key, item) for item in (value.items() if isinstance(value, dict) else value)]

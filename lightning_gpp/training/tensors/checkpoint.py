@@ -13,7 +13,6 @@ from lightning_gpp._compat.torch import pytree
 from lightning_gpp.checkpoints.stored import StoredValues
 from lightning_gpp.errors import CheckpointError
 from lightning_gpp.training.control import Control
-from lightning_gpp.training.dependencies.made_tensors import made_states
 from lightning_gpp.training.tensors.foreign import Foreign
 from lightning_gpp.training.tensors.parameters import Placement, materialise, succeed, tensors_of, with_values
 from lightning_gpp.training.tensors.shards import is_shard, loadable, outline, state_shard, whole_states, whole_values
@@ -30,7 +29,7 @@ def whole_state(module: nn.Module, placement: Placement, control: Control) -> di
     tensors = tensors_of(module)
     names = {id(tensor): name for name, tensor in tensors.items()}
     state = module.state_dict(keep_vars=True)
-    made = made_states(module, state, placement) if control.pipeline == control.member == 0 else {}
+    made = _made_states(module, state, placement) if control.pipeline == control.member == 0 else {}
     received = merge({**made, **whole_values(tensors, saved_here(placement, control))}, control)
     for key, value in state.items():
         if isinstance(value, Tensor):
@@ -74,11 +73,17 @@ def _is_saved(name: str, value: Any, placement: Placement, control: Control) -> 
     return name in saved_here(placement, control)
 
 
+def _made_states(module: nn.Module, state: Mapping[str, Any], placement: Placement) -> dict[str, Tensor]:
+    """The entries of the module's state dict that are buffers which hooks have made since parameters were placed."""
+    names = {name for name, buffer in module.named_buffers() if name not in placement.devices and not buffer.is_meta}
+    return {name: state[name].detach() for name in names & state.keys()}
+
+
 def own_state(module: nn.Module, placement: Placement, control: Control) -> dict[str, Any]:
     """The module's state dict, in which tensors that other ranks save have no memory."""
     names = {id(tensor): name for name, tensor in tensors_of(module).items()}
     state = module.state_dict(keep_vars=True)
-    made = made_states(module, state, placement) if control.pipeline == control.member == 0 else {}
+    made = _made_states(module, state, placement) if control.pipeline == control.member == 0 else {}
     for key, value in state.items():
         if isinstance(value, Tensor):
             here = key in made or _is_saved(names.get(id(value), ""), value, placement, control)

@@ -93,7 +93,7 @@ class CallSession:
         self._stages = [InContext(stage, context) for stage in self.pipeline.stages]
         self._executors: dict[tuple[int, bool], PhasedExecutor] = {}
         (call,) = captured.network.network_calls()
-        self._tree, self.fillings, self._captured = call.result, call.fillings, captured
+        self._tree, self._captured = call.result, captured
         self._refs = list(dict.fromkeys(ref for ref in _refs(call.result) if ref.call >= 0))
         self._specs = [captured.specs[ref.call][ref.output] for ref in self._refs]
         self.needs_grad = [spec.requires_grad for spec in self._specs]

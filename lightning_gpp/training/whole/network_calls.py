@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from lightning_gpp._compat.torch import BatchNorm, accumulator_of, graph_is_kept, pytree, will_run
 from lightning_gpp.capture.attributes import is_plain
 from lightning_gpp.capture.calls import call_batch, capture_calls, samples_of_call
-from lightning_gpp.capture.fillings import delivered
 from lightning_gpp.errors import CaptureError, GPPError
 from lightning_gpp.plan import Plan
 from lightning_gpp.runtime.random import RandomStreams, undisturbed
@@ -110,7 +109,7 @@ class NetworkCalls:
         )
         pipelined: Any = _PipelinedCall.apply
         made = pipelined(self, run, self._token, *inputs) if run.differentiable else run.forward()
-        return delivered(session.result(made, given), (args, kwargs), session.fillings)
+        return session.result(made, given)
 
     def backward(self, run: NetworkRun, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Run the backward of a call, inside one of autograd."""
@@ -149,9 +148,7 @@ class NetworkCalls:
     ) -> CallSession:
         job, example, places = self._job, _needing(outline(batch), needs), (self._plan, self._placement)
         context = job.host.context(TRAINING)
-        with job.made.as_at_set_up(job.module):
-            captured = capture_calls(job.module, example, context=context, device=job.device, divided=divided)
-        job.made.note(captured)
+        captured = capture_calls(job.module, example, context=context, device=job.device, divided=divided)
         session = CallSession(job, captured, *places, self._transport, self._streams, divided=divided)
         self._frozen.add(session.pipeline.frozen, {})
         if session.is_cut and not self._warned and _normalises(module):
