@@ -23,7 +23,14 @@ SAMPLE = [
     *("callback_averages", "log_of_own_size", "log_sum", "metric_objects", "gathered", "read_once", "no_batches"),
     *("stream_validated", "batch_nested", "step_Adversarial", "step_Manual", "step_Tied", "whole_ReturnsNone"),
     *("writer_both", "saved_two_best", "resumed_within_an_epoch", "exception_in_a_hook", "pickled_after_fit"),
-    *("in_place_split", "pruned_before"),
+    *("in_place_split", "pruned_before", "results_read_in_micro_batches", "texts_to_modules"),
+    *("averages_in_a_checkpoint", "whole_habit_OwnGenerators"),
+    *("habit_FreezesInStep", "habit_Noise", "habit_Norms", "habit_ClipsGroups", "habit_LogsSome", "habit_GrowsGroup"),
+    *("undivided_Clouds", "undivided_EvaluatesGraph", "undivided_skips", "undivided_remembers", "undivided_mixed"),
+    *("undivided_physics", "filled_nested", "filled_inside", "filled_object"),
+    *("refused_squares", "refused_teacher", "refused_early_metric", "refused_late_gradient_hook"),
+    *("refused_freezes_without_flush", "refused_kept_by_hook"),
+    *(name for name in scenarios() if name.startswith("kept_")),
     *(name for name in scenarios() if name.startswith("idiom_")),
 ]
 """One of each kind."""

@@ -6,7 +6,21 @@ from importlib import import_module
 
 from tests.acceptance.scenarios.base import SCENARIOS, Scenario
 
-_FILES = ("flags", "hooks", "callbacks", "logs", "feeds", "steps", "saving", "door", "idioms")
+_FILES = (
+    "flags",
+    "hooks",
+    "callbacks",
+    "logs",
+    "feeds",
+    "steps",
+    "saving",
+    "door",
+    "idioms",
+    "kept",
+    "habits",
+    "undivided",
+    "refused",
+)
 
 
 def scenarios() -> dict[str, Scenario]:

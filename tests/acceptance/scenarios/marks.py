@@ -11,8 +11,13 @@ SAME, WHOLE, DOOR, REFUSED = "same", "whole", "door", "refused"
 _WHOLE: Final = (
     *("step_Manual", "step_Adversarial", "step_OwnBackward", "step_Sharpness", "in_place_whole"),
     "batch_lists_of_samples",
+    *("habit_FreezesInStep", "habit_EvaluatesInStep", "filled_whole", "results_read_whole"),
+    *("undivided_Graph", "undivided_Clouds", "undivided_skips", "undivided_averages"),
 )
-_DOOR: Final = ("samples_in_a_hook", "samples_in_a_callback", "probe_stops", "weights_in_a_hook", "hook_ReadsWeights")
+_DOOR: Final = (
+    *("averages_in_a_checkpoint", "finetuning_resumed"),
+    *("samples_in_a_hook", "samples_in_a_callback", "probe_stops", "weights_in_a_hook", "hook_ReadsWeights"),
+)
 WAYS_OUT: Final[Mapping[str, str]] = {
     "batch_size_found": "gpp-plan",
     "batch_size_tuned": "gpp-plan",
@@ -22,6 +27,24 @@ WAYS_OUT: Final[Mapping[str, str]] = {
     "whole_Quasi": "L-BFGS",
     "step_ReturnsNone": "return a zero loss",
     "loader_single_samples": "More micro-batches than samples",
+    "refused_clouds": "depends on the number of samples",
+    "refused_averages": "combines first.0.weight",
+    "refused_kept_by_hook": "the step reads a tensor that a module computed but did not return (a hook",
+    "refused_changed_in_place": "gets a dictionary, list or object in which an earlier module call",
+    "refused_remembers": "which the step or another network call has set",
+    "refused_squares": "self.trainer.strategy.grad_norm()",
+    "refused_norms_of_clamped": "self.trainer.strategy.grad_norm()",
+    "refused_drops_gradients": "strategy.on_nonfinite=skip",
+    "refused_teacher": "with lightning_gpp.summon_full_params(module):",
+    "refused_early_metric": "The value of the metric mean is asked for between",
+    "refused_large": "is_global_zero",
+    "refused_gradient_hook": "on_before_optimizer_step",
+    "refused_late_gradient_hook": "on_before_optimizer_step",
+    "refused_repeated_closure": "called its closure more than once",
+    "refused_texts": "reads texts or numbers of the batch that are no tensors",
+    "refused_texts_whole": "reads texts or numbers of the batch that are no tensors",
+    "refused_freezes_without_flush": "were frozen or unfrozen while mini-batches are",
+    "refused_door_without_flush": "summon_full_params gathers no values with strategy.weights=stash",
 }
 """Scenarios that are refused on two ranks, with words of the way out or of the reason."""
 

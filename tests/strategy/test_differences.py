@@ -1,0 +1,187 @@
+"""Differences from one process (docs/contract.md) are told, once, with a line to change; the line gives equal numbers."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from torchmetrics import MeanMetric, SumMetric
+
+from tests.strategy import harness
+from tests.strategy.harness import TwoTowers
+
+
+class Aggregates(TwoTowers):
+    """Aggregators in a training step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean, self.hits = MeanMetric(), SumMetric()
+
+    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor]:
+        loss, logits = self.loss(batch)
+        self.mean(loss)
+        self.hits((logits.argmax(1) == batch[2]).sum())
+        self.log_dict({"mean": self.mean, "hits": self.hits}, on_step=False, on_epoch=True)
+        return {"loss": loss, "logits": logits.detach()}
+
+
+class Keeps(TwoTowers):
+    """Lists that grow in steps, of numbers and of tensors, which a hook around mini-batches reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept, self.tensors = list[float](), list[Any]()
+
+    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor]:
+        loss, logits = self.loss(batch)
+        self.kept.append(loss.item())
+        self.tensors.append(loss.detach())
+        return {"loss": loss, "logits": logits.detach()}
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        len(self.tensors)
+
+
+class LogsSometimes(TwoTowers):
+    """A mean of some micro-batches."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor]:
+        loss, logits = self.loss(batch)
+        if batch[0][0, 0] > 0:
+            self.log("some", batch[0].mean())
+        return {"loss": loss, "logits": logits.detach()}
+
+
+class Contrasts(TwoTowers):
+    """A loss of all samples, of a network that computes each by itself."""
+
+    def loss(self, batch: Any) -> tuple[Tensor, Tensor]:
+        logits = self(batch[0], batch[1])
+        return (logits - logits.mean(0)).square().mean(), logits
+
+
+class Masked(TwoTowers):
+    """A mean over labelled samples."""
+
+    def loss(self, batch: Any) -> tuple[Tensor, Tensor]:
+        logits = self(batch[0], batch[1])
+        return F.cross_entropy(logits, batch[2].where(batch[0][:, 0] > 0, -100)), logits
+
+
+class Sums(TwoTowers):
+    def loss(self, batch: Any) -> tuple[Tensor, Tensor]:
+        logits = self(batch[0], batch[1])
+        loss = F.cross_entropy(logits, batch[2], reduction="sum")
+        if self.training:
+            self.log_dict({"sum": loss.detach(), "of means": logits.mean(), "rows": float(len(batch[0]))})
+        return loss, logits
+
+
+class Tokens(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(5, 4), nn.Linear(4, 1)
+
+    def forward(self, ids: Tensor, rows: Tensor) -> Tensor:
+        result: Tensor = self.head(self.embedding(ids).masked_scatter((ids == 1)[..., None], rows))
+        return result
+
+
+class Rows(TwoTowers):
+    """Several rows of one tensor per sample; the values tell which are whose."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = Tokens()
+
+    def loss(self, batch: Any) -> tuple[Tensor, Tensor]:
+        found = self.left(batch["ids"], batch["rows"])
+        return found.square().mean(), found[:, 0]
+
+    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor]:
+        return {"loss": self.loss(batch)[0]}
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.losses.append(float(outputs["loss"]))
+
+    @staticmethod
+    def data() -> DataLoader[Any]:
+        rows = torch.randn(3, 4, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+        return DataLoader([{"ids": torch.tensor([[1, 2], [1, 1]]), "rows": rows}], batch_size=None)
+
+
+KINDS = (Aggregates, Keeps, LogsSometimes, Contrasts, Masked, Sums, Rows)
+Report = tuple[list[str], dict[str, float], list[float]]
+"""Warnings, metrics and losses."""
+
+
+def fitted(kind: type[TwoTowers], devices: int, **options: Any) -> Report:
+    torch.manual_seed(0)
+    module = kind().double()
+    stages = {"left.embedding": 1, "left.head": 0} if kind is Rows else harness.STAGES
+    given = {"stages": stages, "num_micro_batches": 2, **options}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer = harness.trainer(harness.strategy(**given) if devices > 1 else "auto", devices, max_epochs=1)
+        trainer.fit(module, Rows.data() if kind is Rows else harness.loader(13))
+    metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    return [str(each.message) for each in caught if "`" not in str(each.message)], metrics, module.losses
+
+
+REMEDIES: list[tuple[type[TwoTowers], dict[str, Any]]] = [
+    (Contrasts, {"step": "whole"}),
+    (Sums, {"loss_reduction": "sum"}),
+    (Rows, {"num_micro_batches": 1}),
+]
+
+
+def all_fitted(rank: int) -> tuple[dict[str, Report], list[Report]]:
+    told = {kind.__name__: fitted(kind, 2) for kind in KINDS}
+    return told, [fitted(kind, 2, **options) for kind, options in REMEDIES]
+
+
+@pytest.fixture(scope="module")
+def reports() -> tuple[dict[str, Report], list[Report]]:
+    """Of rank 0."""
+    found: tuple[dict[str, Report], list[Report]] = harness.run(2, all_fitted)[0]
+    return found
+
+
+TOLD = {
+    "Aggregates": [
+        "'hits'.* from each micro-batch",
+        r"'mean'.*\(of 3, 2 samples\).*self\.log\(name, value, reduce_fx=",
+    ],
+    "Keeps": [
+        "changes tensors. Only the ranks that run the step",
+        "changes kept, tensors. It runs once per micro-batch",
+    ],
+    "LogsSometimes": ["logged 'some' for some micro-batches of a mini-batch only"],
+    "Contrasts": [r"strategy\.step=whole"],
+    "Masked": ["do not count the same"],
+    "Sums": [r"set strategy\.loss_reduction"],
+    "Rows": [r"strategy\.num_micro_batches=1"],
+}
+
+
+@pytest.mark.parametrize("name", TOLD)
+def test_told(reports: tuple[dict[str, Report], list[Report]], name: str) -> None:
+    told = reports[0][name][0]
+    for pattern in TOLD[name]:
+        assert sum(bool(re.search(pattern, text, re.DOTALL)) for text in told) == 1, told
+    assert name != "Rows" or "strategy.step=whole" not in " ".join(told), "which would not help"
+
+
+def test_remedies_give_the_numbers_of_one_process(reports: tuple[dict[str, Report], list[Report]]) -> None:
+    for (kind, _), (told, metrics, losses) in zip(REMEDIES, reports[1], strict=True):
+        _, expected, known = fitted(kind, 1)
+        assert not [text for text in told if "undivided" in text], kind
+        assert losses == pytest.approx(known, rel=1e-12), kind
+        assert metrics == pytest.approx(expected, rel=1e-12), kind
