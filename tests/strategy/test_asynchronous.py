@@ -120,10 +120,6 @@ def fit(
     }
 
 
-def on_rank(rank: int, *arguments: Any) -> dict[str, Any]:
-    return fit(*arguments)
-
-
 REPLICATED = [
     {"name": "left", "modules": ["left"], "devices": [1, 2]},
     {"name": "rest", "modules": ["right", "head", "@step"], "devices": [0]},

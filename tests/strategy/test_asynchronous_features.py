@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor
 from lightning.pytorch.loggers.logger import Logger
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_gpp import GPPStrategy
@@ -77,13 +76,6 @@ class Featured(Towers):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
-class Stream(IterableDataset[Any]):
-    """The samples in order, without a length."""
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter([samples()[number] for number in range(50)])
-
-
 def fit(
     settings: dict[str, Any], model: dict[str, Any], trainer: dict[str, Any], *, delayed: bool = False, data: str = ""
 ) -> dict[str, Any]:
@@ -104,7 +96,7 @@ def fit(
     known = samples()
     if data == "float":
         known = TensorDataset(*(column.float() if column.is_floating_point() else column for column in known.tensors))
-    run.fit(module, DataLoader(Stream() if data == "stream" else known, batch_size=8), DataLoader(known, batch_size=8))
+    run.fit(module, DataLoader(known, batch_size=8), DataLoader(known, batch_size=8))
     after = run.validate(module, DataLoader(known, batch_size=8), verbose=False)
     return {
         "losses": module.losses,
@@ -138,15 +130,6 @@ STANDING: dict[str, Any] = {"settings": {}, "model": {"rate": 0.0}, "trainer": {
 """Weights that stay: every loss is that of its mini-batch, whichever version it was computed with."""
 
 
-def test_a_loss_is_logged_at_the_step_of_its_mini_batch() -> None:
-    first, *_ = harness.run(3, fit_all, [{**STANDING, "settings": {"schedule": "zb_h2"}, "data": "stream"}])
-    (outcome,) = first
-    assert outcome["losses"] == pytest.approx(plain_losses() * 2, rel=1e-12)
-    assert list(outcome["train_loss"]) == list(range(2 * BATCHES))
-    assert list(outcome["train_loss"].values()) == pytest.approx(plain_losses() * 2, rel=1e-12)
-    assert list(outcome["index"].values()) == [*range(BATCHES)] * 2
-
-
 def test_an_epoch_that_is_left_early() -> None:
     """Mini-batches on their way are given up, and nothing of them is left: neither in the next epoch nor in the next
     run."""
@@ -159,6 +142,9 @@ def test_an_epoch_that_is_left_early() -> None:
     assert first[1]["losses"] == pytest.approx(losses[:4], rel=1e-12)
     assert first[1]["steps"] == 4
     assert first[2]["losses"] == pytest.approx(losses * 2, rel=1e-12)
+    assert list(first[2]["train_loss"]) == list(range(2 * BATCHES)), "a loss is logged at the step of its mini-batch"
+    assert list(first[2]["train_loss"].values()) == pytest.approx(losses * 2, rel=1e-12)
+    assert list(first[2]["index"].values()) == [*range(BATCHES)] * 2
     assert first[0]["after"] == first[1]["after"] == first[2]["after"]
 
 

@@ -90,10 +90,3 @@ def test_a_checkpoint_from_anywhere_resumes_exactly(name: str, tmp_path: Path) -
         assert again["losses"] == undisturbed["losses"][10:], settings
         assert again["state"] == undisturbed["state"], settings
         assert again["seen"] == [8, 8, 8, 2], "what was read ahead is read again, and no more"
-
-
-def alone(rank: int, settings: dict[str, Any], folder: str) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    model = {"in_line": True, "optimizer": "AdamW"}
-    saving = ModelCheckpoint(folder, every_n_train_steps=5, save_top_k=-1)
-    undisturbed = fit(settings, model, 1, callbacks=[saving], enable_checkpointing=True)
-    return [(undisturbed, fit(settings, model, 1, ckpt_path=str(next(Path(folder).glob("*step=10.ckpt")))))]

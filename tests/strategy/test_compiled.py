@@ -56,13 +56,6 @@ class Wrapped(Plain):
         self.left, self.head = torch.compile(self.left, backend=BACKEND), torch.compile(self.head, backend=BACKEND)
 
 
-class Forward(Plain):
-    def __init__(self) -> None:
-        super().__init__()
-        for part in (self.left, self.head):
-            part.forward = torch.compile(part.forward, backend=BACKEND)  # type: ignore[method-assign]
-
-
 class Whole(Plain):
     """Compiled whole: the plan cuts through."""
 
@@ -73,7 +66,7 @@ class Whole(Plain):
 
 RUNS: list[tuple[type[Plain], dict[str, Any]]] = [
     (InPlace, {"schedule": "zb_h1"}),
-    *((kind, {}) for kind in (Wrapped, Forward, Whole)),
+    *((kind, {}) for kind in (Wrapped, Whole)),
 ]
 
 

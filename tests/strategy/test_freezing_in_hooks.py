@@ -11,8 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler
 
-from lightning_gpp.errors import GPPError
-from lightning_gpp.runtime.buckets import Bucket
 from tests.strategy import harness
 
 CHANGES = {
@@ -64,39 +62,9 @@ class Freezing(pl.LightningModule):
         return torch.optim.Adam(self.parameters(), lr=0.02)
 
 
-class FrozenByStep(Freezing):
-    """The step freezes a part for the next mini-batches, where it runs, and a hook unfreezes it, everywhere.
-
-    On one process a hook does both, because a step that freezes loses its own gradient there.
-    """
-
-    in_stages = False
-
-    def freeze(self) -> None:
-        if self.number in (2, 5):
-            self.first.requires_grad_(False)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = self.loss(batch)
-        if self.in_stages:
-            self.freeze()
-        return loss
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        super().on_train_batch_end(outputs, batch, batch_idx)
-        if not self.in_stages:
-            self.freeze()
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self.number += 1
-        if self.number in (3, 7):
-            self.first.requires_grad_(True)
-
-
 def trained(case: str, strategy: Any, devices: int, momentum: float, **options: Any) -> tuple[list[float], list[float]]:
     """The losses, and the sums of the parameters at the end, which are complete on rank 0."""
-    module = (FrozenByStep if case == "by_step" else Freezing)(case, momentum).double()
-    module.in_stages = devices > 1
+    module = Freezing(case, momentum).double()
     trainer = harness.trainer(strategy, devices, num_sanity_val_steps=0, **options)
     trainer.fit(module, harness.loader(32), harness.loader(16))
     here = [parameter.detach() for parameter in module.parameters() if not parameter.is_meta]
@@ -118,12 +86,10 @@ def in_stages(
 
 BY_HAND = {"stages": STAGES}
 KINDS = [
-    ("unfrozen", 0.0, {}, BY_HAND),
     ("unfrozen", 0.0, {}, {"stages": None, "search_seconds": 0.2}),
     ("unfrozen", 0.9, {"accumulate_grad_batches": 2}, BY_HAND),
     ("frozen", 0.9, {"accumulate_grad_batches": 2}, BY_HAND),
     ("back_and_forth", 0.9, {"gradient_clip_val": 0.1}, BY_HAND),
-    ("by_step", 0.9, {}, BY_HAND),
 ]
 
 
@@ -159,34 +125,3 @@ def test_pipelines_sum_the_gradients_from_before_their_parameters_were_frozen() 
     for found in harness.run(2, in_pipelines):
         for sums, wanted in zip(found, expected, strict=True):
             assert sums == pytest.approx(wanted, rel=1e-12)
-
-
-def summed(rank: int) -> list[bool]:
-    """For each all-reduce whether it sums gradients of the part that is frozen during the first optimizer step."""
-    sums, start = list[bool](), Bucket.start
-
-    def noted(bucket: Bucket) -> None:
-        sums.append(any(name.startswith("first") for name in bucket.named))
-        start(bucket)
-
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(Bucket, "start", noted)
-        accumulated(harness.loader(64), harness.strategy(stages=None, num_pipelines=2), 2)
-    return sums
-
-
-def test_later_steps_do_not_sum_the_gradients_of_frozen_parameters() -> None:
-    for sums in harness.run(2, summed):
-        assert sums[0]
-        assert len(sums) > 2
-        assert not any(sums[1:])
-
-
-def without_flush(rank: int) -> str:
-    with pytest.raises(GPPError, match="Parameters were frozen or unfrozen while mini-batches are") as raised:
-        in_stages(rank, [("unfrozen", 0.0, {}, {**BY_HAND, "weights": "stash"})])
-    return str(raised.value)
-
-
-def test_a_pipeline_that_does_not_flush_refuses_a_change() -> None:
-    harness.run(2, without_flush)

@@ -10,7 +10,6 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from torch.utils.data import DataLoader
 
 from tests.strategy.harness import STAGES, TwoTowers, loader, run, strategy, trainer
-from tests.strategy.test_manual import APART, Adversaries
 
 
 class Overflowing(TwoTowers):
@@ -44,25 +43,6 @@ class Overflowing(TwoTowers):
         return torch.optim.AdamW(self.parameters(), lr=0.05)
 
 
-class Halves(Adversaries):
-    """Adversaries in half precision, of which one has a gradient that is not finite, once."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scales: list[float] = []
-
-    def note(self, what: str, loss: torch.Tensor) -> None:
-        if len(self.seen) == 2:
-            for parameter in self.generator.parameters():
-                if parameter.grad is not None:
-                    parameter.grad.fill_(torch.inf)
-        self.seen.append({"what": what, "loss": loss.item(), "gradients": {}})
-        self.scales.append(self.trainer.precision_plugin.scaler.get_scale())
-
-    def clip_gradients(self, *_: Any, **__: Any) -> None:  # type: ignore[override]
-        """Leave scaled gradients alone."""
-
-
 def half() -> MixedPrecision:
     return MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2))
 
@@ -81,25 +61,15 @@ def overflowing(rank: int, given: Any, devices: int) -> dict[str, Any]:
     return {"losses": module.losses, "scales": module.scales, "steps": {int(each["step"]) for each in state}}
 
 
-def manual(rank: int, given: Any, devices: int) -> dict[str, Any]:
-    torch.manual_seed(0)
-    module, machine = Halves(), trainer(given, devices, plugins=[half()])
-    torch.manual_seed(3)
-    machine.fit(module, data())
-    return {"losses": [each["loss"] for each in module.seen], "scales": module.scales, "steps": machine.global_step}
+def on_two_ranks(rank: int) -> dict[str, Any]:
+    return overflowing(rank, strategy(stages=STAGES), 2)
 
 
-def on_two_ranks(rank: int, kind: str) -> dict[str, Any]:
-    stages, function = (STAGES, overflowing) if kind == "automatic" else (APART, manual)
-    return function(rank, strategy(stages=stages), 2)
-
-
-@pytest.mark.parametrize("kind", ["automatic", "manual"])
-def test_one_infinite_gradient_skips_the_step_on_all_ranks(kind: str) -> None:
-    expected = (overflowing if kind == "automatic" else manual)(0, "auto", 1)
+def test_one_infinite_gradient_skips_the_step_on_all_ranks() -> None:
+    expected = overflowing(0, "auto", 1)
     scales = expected["scales"]
     assert any(later < earlier for earlier, later in zip(scales, scales[1:], strict=False)), "a step was skipped"
-    for found in run(2, on_two_ranks, kind):
+    for found in run(2, on_two_ranks):
         assert found["scales"] == scales
         assert found["steps"] == expected["steps"]
         assert found["losses"] == pytest.approx(expected["losses"], rel=2e-2)

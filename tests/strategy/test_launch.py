@@ -18,6 +18,7 @@ import torch
 
 from tests.distributed import PATIENCE, free_port
 from tests.interpreter import PATH, Program
+from tests.sampling import sample
 from tests.strategy import harness
 from tests.strategy.harness import TwoTowers, loader
 
@@ -76,7 +77,7 @@ def plain_loss() -> float:
     return module.losses[-1]
 
 
-@pytest.mark.parametrize("launch", [by_lightning, by_torchrun, by_slurm])
+@pytest.mark.parametrize("launch", sample([by_lightning, by_torchrun, by_slurm], [by_lightning, by_torchrun]))
 def test_started_by(tmp_path: Path, launch: Callable[[Path], str]) -> None:
     output = launch(tmp_path)
     assert losses(output) == pytest.approx([plain_loss()] * 2, rel=1e-10)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import lightning.pytorch as pl
@@ -279,30 +278,15 @@ class Late(Steady):
         self.manual_backward(slope.square().sum() + self.critic(real).mean())
 
 
-class Climbing(torch.optim.SGD):
-    """Evaluates the model twice."""
-
-    def step(self, closure: Any = None) -> Any:
-        closure()
-        return super().step(closure)
-
-
-class Sharp(Contrastive):
-    def configure_optimizers(self) -> Any:
-        return Climbing(self.parameters(), lr=0.1)
-
-
 REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "own backward with shared parameters": (Doubled, {"stages": SHARED}, "Use self.manual_backward"),
     "second backward": (Freed, {"stages": APART}, "second time, after its memory was freed.*retain_graph=True"),
     "gradient of a gradient, later": (Late, {"stages": APART}, "was asked for with create_graph=True.*of a module"),
-    "repeated closure": (Sharp, {"stages": TOWERS, "step": "whole"}, "called its closure more than once"),
 }
 
 
 def refused(rank: int, world_size: int, name: str) -> None:
     kind, options, _ = REFUSED[name]
-    warnings.filterwarnings("ignore", message="configure_optimizers returned Climbing")
     torch.manual_seed(0)
     trainer(strategy(**options), world_size).fit(kind().double(), loader())
 

@@ -69,18 +69,6 @@ def test_losses_and_weights_are_those_of_one_process(case: str) -> None:
     assert_same(run(world, fit, world, kind, options, CLIPPED), alone(kind, **CLIPPED))
 
 
-def another_trainer(rank: int, world: int) -> str:
-    module, options = make(), {"num_micro_batches": 2, "stages": chain(2, 1)}
-    trainer(strategy(**options), devices=world, max_epochs=1).fit(module, loader())
-    with pytest.raises(ConfigError) as refused:
-        trainer(strategy(**options), devices=world, max_epochs=1).fit(module, loader())
-    return str(refused.value)
-
-
-def test_a_run_of_another_trainer_is_refused() -> None:
-    assert all("Go on with the same trainer" in text for text in run(3, another_trainer, 3))
-
-
 def fit_pipelines(rank: int) -> Result:
     """Each of two pipelines trains on every other sample."""
     module, options = make(), {"stages": chain(1, 2), "num_micro_batches": 2, "num_pipelines": 2}

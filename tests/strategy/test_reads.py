@@ -139,9 +139,3 @@ def test_a_loop_reads_nothing_but_the_loss(ranks: int, options: dict[str, Any], 
         ]
         expected = Counter([*told, "all_reduce in runtime/norms.py: norm_over_ranks", *collectives] * STEPS)
         assert messages == expected
-
-
-def test_a_loop_in_one_process_reads_nothing() -> None:
-    ((reads, messages),) = run_distributed(1, looped, {"stages": dict.fromkeys(STAGES_OF_LOOP, 0)})
-    assert not reads
-    assert set(messages) <= {"all_reduce in runtime/norms.py: norm_over_ranks"}

@@ -7,7 +7,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
-import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
 from lightning_gpp.checkpoints.convert import convert, ordinary
@@ -32,20 +31,6 @@ class SaveAtStart(Callback):
 
     def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         trainer.save_checkpoint(self.path)
-
-
-class OnMeta(TwoTowers):
-    """A module that is built without memory."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.left = self.right = self.head = None
-
-    def configure_model(self) -> None:
-        if self.head is None:
-            with torch.device("meta"):
-                built = TwoTowers().double()
-            self.left, self.right, self.head = built.left, built.right, built.head
 
 
 def fit(
@@ -123,15 +108,6 @@ def test_plain_lightning_resumes_a_converted_folder_and_the_pipeline_its_file(ru
     assert not list(differences(ordinary(tmp_path / "alone/start.ckpt")["state_dict"], first["state_dict"]))
     (again, _) = harness.run(2, fit, f"{tmp_path}/again", {"stages": harness.STAGES}, f"{tmp_path}/alone/start.ckpt")
     assert again["losses"] == found["first"]["losses"][3:]
-
-
-def test_a_model_without_memory_reads_only_its_part(runs: Any, tmp_path: Path) -> None:
-    folder, found = runs
-    first, second = harness.run(
-        2, fit, str(tmp_path), {"stages": harness.STAGES}, str(folder / "first/epoch=0.ckpt"), OnMeta
-    )
-    assert first["losses"] == found["first"]["losses"][3:]
-    assert not first["complete"]
 
 
 def save_after_validation(rank: int, folder: str) -> None:

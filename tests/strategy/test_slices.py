@@ -179,10 +179,6 @@ def test_a_model_that_slices_would_change_is_found_out(kinds: dict[str, Any]) ->
     harness.run(2, refused, kinds)
 
 
-def test_leaving_such_modules_whole_is_right() -> None:
-    harness.run(2, fit_kinds, {"attention": Both}, {"slice_modules": ["embedding", "blocks.0"]})
-
-
 def captured(step: str = "training_step", module: nn.Module | None = None) -> Capture:
     return capture_step(module or model(), batches()[0], step=step)
 

@@ -36,14 +36,8 @@ COMPARING = """
     found = Trainer(strategy=GPPStrategy({options}), devices=2, **QUIET).validate(TwoTowers().double(), loader())
     print("the same", sorted(found[0]))
 """
-PREDICTING = """
-    predicting = Trainer(strategy=GPPStrategy(), devices=2, **QUIET)
-    made = predicting.predict(TwoTowers().double(), loader())
-    assert bool(made) == (predicting.num_devices == 1)  # of several processes, writers get them
-"""
 IN_A_NOTEBOOK = (
-    'sys.ps1 = "In: "  # by which Lightning knows interactive shells\n'
-    f"if True:{COMPARING.format(options='')}{PREDICTING}"
+    f'sys.ps1 = "In: "  # by which Lightning knows interactive shells\nif True:{COMPARING.format(options="")}'
 )
 
 
@@ -126,12 +120,6 @@ def test_no_process_outlives_the_one_that_started_it(tmp_path: Path, number: int
     code, output = outcome(program)  # comes when the last holder of the output has ended
     assert code == (130 if number == signal.SIGINT else -number)
     assert "was interrupted" in output
-
-
-@pytest.mark.acceptance
-def test_one_process_runs_in_a_notebook() -> None:
-    code = IN_A_NOTEBOOK.replace("trained(2", "trained(1").replace("devices=2", "devices=1")
-    assert "the same" in succeeded(start(["-c", TRAINING + code]))
 
 
 def test_the_script_runs_again_only_where_there_is_one() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -105,46 +104,3 @@ def test_one_process_trains_as_without_the_strategy() -> None:
     for kind, (ours, plain) in zip(KINDS, found, strict=True):
         assert len(plain) > 2, kind
         assert ours == pytest.approx(plain, rel=1e-12), kind
-
-
-class Validated(Plain):
-    """Its validation needs no network."""
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("mean", batch[0].mean(), on_epoch=True)
-
-
-def validate(rank: int, gpp: bool) -> float:
-    module = Validated().double()
-    devices = 2 if gpp else 1
-    trainer = harness.trainer(harness.strategy(stages=None, num_micro_batches=None) if gpp else "auto", devices)
-    trainer.fit(module, loader(), loader())
-    return float(trainer.callback_metrics["mean"])
-
-
-def test_a_validation_step_without_a_network_runs_on_the_first_device() -> None:
-    (alone,) = harness.run(1, validate, False)
-    assert harness.run(2, validate, True) == pytest.approx([alone] * 2, rel=1e-12)
-
-
-class Idle(Plain):
-    """Trains nothing, as Lightning allows."""
-
-    def configure_optimizers(self) -> None:
-        return None
-
-
-def fit_idle(rank: int, folder: str) -> list[float]:
-    losses = []
-    for epochs in (1, 2):
-        module = Idle().double()
-        trainer = harness.trainer(harness.strategy(stages=None, num_micro_batches=None), 2, max_epochs=epochs)
-        trainer.fit(module, loader(), ckpt_path=f"{folder}/idle.ckpt" if epochs > 1 else None)
-        trainer.save_checkpoint(f"{folder}/idle.ckpt")
-        losses += module.losses
-    return losses
-
-
-def test_without_an_optimizer_a_run_saves_and_resumes(tmp_path: Path) -> None:
-    (losses, _) = harness.run(2, fit_idle, str(tmp_path))
-    assert losses[: len(losses) // 2] == losses[len(losses) // 2 :]

@@ -1,4 +1,4 @@
-"""Steps whose samples depend on each other, forwards that decide, fill, differentiate or remember: some run as a whole."""
+"""Steps of samples that depend on each other, and forwards that decide, fill, differentiate or remember."""
 
 from __future__ import annotations
 
