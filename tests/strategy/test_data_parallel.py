@@ -42,10 +42,6 @@ def of_environment() -> tuple[int, int]:
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
-class WithoutLength(Sharded):
-    __len__ = None  # type: ignore[assignment]
-
-
 def sampler(rank: int, size: int) -> DistributedSampler[Any]:
     return DistributedSampler(make_data(SAMPLES), num_replicas=size, rank=rank, shuffle=False)
 
@@ -57,8 +53,6 @@ def batches(rank: int, size: int) -> DataLoader[Any]:
 LOADERS: dict[str, Callable[[int, int], DataLoader[Any]]] = {
     "sampler": lambda rank, size: DataLoader(make_data(SAMPLES), 4, sampler=sampler(rank, size)),
     "batch sampler": batches,
-    "data": lambda *_: DataLoader(Sharded(of_group), 4),
-    "data without a length": lambda *_: DataLoader(WithoutLength(of_group), 4),
     "data in a worker": lambda *_: DataLoader(Sharded(of_group), 4, num_workers=1, multiprocessing_context="fork"),
     "data by the environment": lambda *_: DataLoader(Sharded(of_environment), 4, num_workers=1),
 }

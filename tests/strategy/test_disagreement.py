@@ -23,21 +23,6 @@ class Rate(TwoTowers):
         return torch.optim.SGD(self.parameters(), lr=0.1 * (1 + self.trainer.global_rank))
 
 
-class Groups(TwoTowers):
-    def configure_optimizers(self) -> Any:
-        groups = [{"params": [parameter]} for parameter in self.parameters()]
-        return torch.optim.SGD(groups[: 4 + self.trainer.global_rank], lr=0.1)
-
-
-class Scheduled(TwoTowers):
-    """Its learning rate depends on the rank after the first step."""
-
-    def configure_optimizers(self) -> Any:
-        optimizer, rank = torch.optim.SGD(self.parameters(), lr=0.1), self.trainer.global_rank
-        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 + rank * bool(step))
-        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
-
-
 Fit = Callable[[int], object]
 
 
@@ -55,23 +40,10 @@ CASES: dict[str, tuple[Fit, str]] = {
         lambda rank: fit({"num_micro_batches": 2 + 2 * rank}),
         r"disagree on strategy.num_micro_batches: it is 2 on rank 0, but 4 on rank 1\.",
     ),
-    "pipelines": (
-        lambda rank: fit({"stages": None, "num_pipelines": 2 if rank else None}),
-        r"disagree on strategy.num_pipelines: it is None on rank 0, but 2 on rank 1\.",
-    ),
     "epochs": (lambda rank: fit(max_epochs=1 + rank), r"disagree on trainer.max_epochs: it is 1 on rank 0, but 2 on"),
-    "clipping": (
-        lambda rank: fit(gradient_clip_val=0.5 if rank else None),
-        r"disagree on trainer.gradient_clip_val: it is None on rank 0, but 0.5 on rank 1",
-    ),
     "rate": (
         lambda rank: fit(module=Rate),
         r"disagree on 'lr' in group 0 of optimizer 0: it is 0.1 on rank 0, but 0.2",
-    ),
-    "groups": (lambda rank: fit(module=Groups), r"number of parameter groups of optimizer 0: it is 4 on rank 0, but 5"),
-    "schedule": (
-        lambda rank: fit(module=Scheduled),
-        r"disagree on 'lr' in group 0 of optimizer 0: it is 0.1 on rank 0, but 0.2 on rank 1",
     ),
     "length": (lambda rank: fit(n=16 + 8 * rank), r"number of training batches .*: it is 2 on rank 0, but 3 on rank 1"),
 }

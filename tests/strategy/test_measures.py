@@ -10,7 +10,6 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-import yaml
 from torch import nn
 
 from lightning_gpp import ConfigError, GPPStrategy, PlanError
@@ -75,16 +74,6 @@ def test_other_forms_of_the_plan_keep_it(measure: str) -> None:
         assert chosen(form, measure) == ["left"]
     lines = plan_table(plan).splitlines()
     assert [f"({measure.rstrip('e')}ed)" in line for line in lines if re.match(r"\| \d", line)] == [True, False, False]
-
-
-def test_plan_files_without_the_keys_load(tmp_path: Path) -> None:
-    plan = planned("offload", offload=False)
-    plan.save(path := tmp_path / "plan.yaml")
-    content = yaml.safe_load(path.read_text())
-    for stage in content["stages"]:
-        del stage["offload"], stage["recompute"], stage["figures"]["offloaded_bytes"]
-    path.write_text(yaml.safe_dump(content))
-    assert Plan.load(path) == plan
 
 
 def test_what_leaves_the_device_is_all_but_the_inputs() -> None:

@@ -63,7 +63,6 @@ def stopped(rank: int, place: str, step: str) -> str:
     ("place", "what", "step"),
     [
         ("left", r"The gradient of 'left.0.weight' in stage '.+'", "auto"),
-        ("loss", "The loss", "auto"),
         ("loss", "The loss", "whole"),
     ],
 )
@@ -86,7 +85,6 @@ def skipped(rank: int, place: str, options: dict[str, Any]) -> tuple[list[bool],
     [
         ("left", {}, [True, False]),
         ("loss", {"stages": None, "num_pipelines": 2, "sharding": "zero1"}, [True]),
-        ("left", {"step": "whole"}, [True, False]),
     ],
 )
 def test_all_ranks_leave_out_the_step(place: str, options: dict[str, Any], unchanged: list[bool]) -> None:

@@ -16,9 +16,8 @@ from lightning_gpp.plan import STEP, Plan, Stage
 from lightning_gpp.strategy.checks import check_callbacks, check_synchronised
 from lightning_gpp.strategy.data import Placeholder
 from lightning_gpp.training.updates.loss_scale import check_scaled
-from tests.strategy import (
-    harness,
-)
+from tests.strategies import chain
+from tests.strategy import harness
 from tests.strategy.harness import TwoTowers, loader
 
 
@@ -36,6 +35,22 @@ from tests.strategy.harness import TwoTowers, loader
         ),
         ({"stages": ["a"]}, r"strategy.stages\[0\] is 'a'; it must be a mapping"),
         ({"failure_timeout": "soon"}, "failure_timeout is 'soon'; give seconds"),
+        ({"schedule": "zbv", "max_replicas": 2}, r"'zbv' puts every stage on one device.*num_pipelines.*1f1b"),
+        ({"schedule": "1f1b", "stages_per_device": 2, "max_replicas": 3}, "puts every stage on one device"),
+        (
+            {"schedule": "chimera", "stages": [{"modules": ["a"], "devices": [0]}, {"modules": ["b"], "devices": [1]}]},
+            r"'chimera' gives every stage a second device.*leave `devices` out",
+        ),
+        ({"stages_per_device": 0}, "strategy.stages_per_device is 0; it must be a whole number >= 1"),
+        (
+            {"stages_per_device": 2, "stages": [{"modules": ["a"], "devices": [0]}, {"modules": ["b"]}]},
+            "strategy.stages_per_device=2 cannot move .* `devices`: these already have devices. Leave it out",
+        ),
+        (
+            {"stages_per_device": 2, "plan": chain([1, 1], 4)},
+            "per_device=2 cannot move the stages of strategy.plan",
+        ),
+        ({"sharding": "zero2"}, "strategy.sharding is 'zero2'; it must be one of 'none', 'auto', 'zero1', 'fsdp'"),
     ],
 )
 def test_settings(settings: dict[str, Any], match: str) -> None:
@@ -152,6 +167,14 @@ class Later(TwoTowers):
             self.optimizers().optimizer.add_param_group({"params": list(self.late.parameters())})
 
 
+class Replaced(TwoTowers):
+    """A hook puts another layer in place of one."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            self.head = torch.nn.Linear(12, 3, dtype=torch.float64)
+
+
 Case = tuple[type[TwoTowers], dict[str, Any], dict[str, Any], str]
 
 CASES: dict[str, Case] = {
@@ -201,6 +224,7 @@ CASES: dict[str, Case] = {
     "logging a tensor": (Scalarless, {}, {}, r"self.log\('logits', ...\) was given a tensor of shape \(\d, 3\)"),
     "a layer that a hook appends": (Longer, {}, {}, "Longer got parameters that no stage has: left.3.weight, left.3.b"),
     "a layer that a hook trains": (Later, {}, {}, "no stage has: late.bias, late.weight.*__init__ or configure_model"),
+    "a layer that a hook replaces": (Replaced, {}, {}, "'head' is another module than when the step was captured"),
     "uneven pipelines": (TwoTowers, {"num_pipelines": 2}, {}, "num_pipelines=2 does not divide the 1 devices"),
 }
 

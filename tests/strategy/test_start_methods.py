@@ -120,10 +120,3 @@ def test_no_process_outlives_the_one_that_started_it(tmp_path: Path, number: int
     code, output = outcome(program)  # comes when the last holder of the output has ended
     assert code == (130 if number == signal.SIGINT else -number)
     assert "was interrupted" in output
-
-
-def test_the_script_runs_again_only_where_there_is_one() -> None:
-    popen = 'Trainer(strategy=GPPStrategy(start_method="popen"), devices=2, **QUIET)'
-    code, output = outcome(start(["-c", TRAINING + popen]))
-    assert code == 1
-    assert "python train.py), choose strategy.start_method=fork, or choose devices=1" in output

@@ -19,7 +19,6 @@ from lightning_gpp._compat.torch import imitated_processes
 from lightning_gpp.training.divided.parallel_regions import captured_apart
 from lightning_gpp.training.divided.tensor_parallel import (
     TensorParallel,
-    check_copies,
     check_divided,
     dividing,
 )
@@ -81,28 +80,6 @@ def fit_all(rank: int) -> list[Result]:
 def test_losses_and_weights_are_those_of_one_process() -> None:
     for (kind, _), *found in zip(CASES.values(), *run(4, fit_all), strict=True):
         assert_same(found, alone(kind, **CLIPPED))
-
-
-def shapes(rank: int) -> dict[str, tuple[int, ...]]:
-    module = make()
-    found: dict[str, tuple[int, ...]] = {}
-
-    def note(*_: Any) -> None:
-        found.update({name: tuple(p.shape) for name, p in module.named_parameters() if not p.is_meta})
-
-    module.on_train_batch_start = note  # type: ignore[method-assign]
-    trainer(strategy(stages=CHAIN, tensor_parallel_size=2), devices=4, max_epochs=1).fit(module, loader())
-    return found
-
-
-def test_members_have_parts_of_their_stage() -> None:
-    found = run(4, shapes)
-    assert {name.partition(".norm")[0] for name in found[2]} >= {"layers.0"}
-    for rank in (0, 1):
-        assert found[rank]["layers.1.up.weight"] == (6, 8)
-        assert found[rank]["layers.1.down.weight"] == (8, 6)
-        assert found[rank]["layers.1.norm.weight"] == (8,)
-        assert found[rank]["head.weight"] == ((2, 8) if rank == 0 else (1, 8))
 
 
 # -- checkpoints ------------------------------------------------------------------------------------------------------
@@ -272,13 +249,6 @@ def test_undivided_modules_are_refused() -> None:
     assert found is None
     with pytest.raises(ConfigError, match="the module is not divided among processes"):
         check_divided(2, found)
-
-
-def test_averages_are_refused() -> None:
-    found = divided(Tower)
-    check_copies(found, [])
-    with pytest.raises(ConfigError, match="averaged weights.*does not go together with tensor parallelism"):
-        check_copies(found, [make()])
 
 
 def test_modules_around_divided_values_are_called_whole() -> None:

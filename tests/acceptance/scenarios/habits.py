@@ -184,7 +184,6 @@ family(
                 *(ClipsGroups, GrowsGroup),
             )
         },
-        "OwnGenerators": {"kind": OwnGenerators, "num_micro_batches": 1},
     },
 )
 family(
