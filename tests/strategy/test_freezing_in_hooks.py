@@ -62,9 +62,39 @@ class Freezing(pl.LightningModule):
         return torch.optim.Adam(self.parameters(), lr=0.02)
 
 
+class FrozenByStep(Freezing):
+    """The step freezes a part for the next mini-batches, where it runs, and a hook unfreezes it, everywhere.
+
+    On one process a hook does both, because a step that freezes loses its own gradient there.
+    """
+
+    in_stages = False
+
+    def freeze(self) -> None:
+        if self.number in (2, 5):
+            self.first.requires_grad_(False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        if self.in_stages:
+            self.freeze()
+        return loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_end(outputs, batch, batch_idx)
+        if not self.in_stages:
+            self.freeze()
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.number += 1
+        if self.number in (3, 7):
+            self.first.requires_grad_(True)
+
+
 def trained(case: str, strategy: Any, devices: int, momentum: float, **options: Any) -> tuple[list[float], list[float]]:
     """The losses, and the sums of the parameters at the end, which are complete on rank 0."""
-    module = Freezing(case, momentum).double()
+    module = (FrozenByStep if case == "by_step" else Freezing)(case, momentum).double()
+    module.in_stages = devices > 1
     trainer = harness.trainer(strategy, devices, num_sanity_val_steps=0, **options)
     trainer.fit(module, harness.loader(32), harness.loader(16))
     here = [parameter.detach() for parameter in module.parameters() if not parameter.is_meta]
@@ -90,6 +120,7 @@ KINDS = [
     ("unfrozen", 0.9, {"accumulate_grad_batches": 2}, BY_HAND),
     ("frozen", 0.9, {"accumulate_grad_batches": 2}, BY_HAND),
     ("back_and_forth", 0.9, {"gradient_clip_val": 0.1}, BY_HAND),
+    ("by_step", 0.9, {}, BY_HAND),
 ]
 
 
