@@ -155,13 +155,13 @@ class InParts(Chain):
 
 
 class EarlyMetrics(Chain):
-    """Metrics get values before the last call of a module; those of another rank if `between`."""
+    """Metrics get values of another rank before the last call of a module."""
 
-    def __init__(self, between: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.mean, self.total, self.late = MeanMetric(), SumMetric(), SumMetric()  # of float32
         self.bundle = MetricCollection({"sum": SumMetric(), "max": MaxMetric()})
-        self.values, self.between = [CatMetric()], between
+        self.values = [CatMetric()]
 
     def update(self, values: Tensor) -> None:
         self.mean.update(values[:, 0])
@@ -171,7 +171,7 @@ class EarlyMetrics(Chain):
 
     def loss(self, batch: Any) -> Tensor:
         hidden = self.first(batch[0]).tanh()
-        self.update(hidden if self.between else batch[0])
+        self.update(hidden)
         loss = nn.functional.mse_loss(self.last(hidden), batch[1])
         self.late.update(loss * len(batch[0]))
         return loss
@@ -186,8 +186,8 @@ class EarlyMetrics(Chain):
     on_validation_epoch_start = on_validation_epoch_end = end
 
 
-def _kept(make: Make, folder: Path, kind: type[Chain], gpp: dict[str, Any], **options: Any) -> Facts:
-    return validated(make, build(kind, **options), num_sanity_val_steps=0, gpp={**staged(kind), **gpp})
+def _kept(make: Make, folder: Path, kind: type[Chain], gpp: dict[str, Any]) -> Facts:
+    return validated(make, build(kind), num_sanity_val_steps=0, gpp={**staged(kind), **gpp})
 
 
 ONCE = {"num_micro_batches": 1}
@@ -199,8 +199,7 @@ family(
         "collects": {"kind": Collects, "gpp": {}},
         "long": {"kind": Long, "gpp": ONCE},
         "in_parts": {"kind": InParts, "gpp": ONCE},
-        "early_metrics": {"kind": EarlyMetrics, "gpp": {}, "between": False},
-        "metrics_between": {"kind": EarlyMetrics, "gpp": {}, "between": True},
+        "early_metrics": {"kind": EarlyMetrics, "gpp": {}},
     },
 )
 

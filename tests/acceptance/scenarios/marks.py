@@ -11,7 +11,7 @@ SAME, WHOLE, DOOR, REFUSED = "same", "whole", "door", "refused"
 _WHOLE: Final = (
     *("step_Manual", "step_Adversarial", "step_OwnBackward", "step_Sharpness", "in_place_whole"),
     "batch_lists_of_samples",
-    *("habit_FreezesInStep", "habit_EvaluatesInStep", "filled_whole", "results_read_whole"),
+    *("habit_FreezesInStep", "habit_EvaluatesInStep", "filled_whole", "results_read_whole", "kept_early_metrics"),
     *("undivided_Graph", "undivided_Clouds", "undivided_skips", "undivided_averages"),
 )
 _DOOR: Final = (
