@@ -31,6 +31,7 @@ WAYS_OUT: Final[Mapping[str, str]] = {
     "refused_averages": "combines first.0.weight",
     "refused_kept_by_hook": "the step reads a tensor that a module computed but did not return (a hook",
     "refused_changed_in_place": "gets a dictionary, list or object in which an earlier module call",
+    "undivided_remembers": "which the step or another network call has set",
     "refused_remembers": "which the step or another network call has set",
     "refused_squares": "self.trainer.strategy.grad_norm()",
     "refused_norms_of_clamped": "self.trainer.strategy.grad_norm()",
