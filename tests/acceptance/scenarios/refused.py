@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
-from lightning_gpp.strategy.hooks import readers
+from lightning_gpp.strategy import batch_readers as readers
 from tests.acceptance.scenarios.base import Chain, Facts, Make, build, facts_of, family, loader, staged, validated
 from tests.acceptance.scenarios.habits import Texts, _OfBatch, named
 from tests.acceptance.scenarios.hooks import Teacher
