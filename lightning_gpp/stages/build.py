@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import singledispatch
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from lightning_gpp.plan import STEP, Plan
 from lightning_gpp.planning.assignment.assign import Assignment, assign, crossing
 from lightning_gpp.runtime.stage import DataSource, MicroBatch, Slot, StageModule
 from lightning_gpp.slices import unsliced
-from lightning_gpp.stages.code import StageCode, StageFunction, variable
+from lightning_gpp.stages.code import StageCode, variable
 from lightning_gpp.stages.slices import Slicer, repeated
 from lightning_gpp.stages.step import StepRunner, UserStep, slots_of
 
@@ -28,7 +29,7 @@ from lightning_gpp.stages.step import StepRunner, UserStep, slots_of
 class CapturedStage:
     """Runs the source of a stage, followed by the user's step if the stage has it."""
 
-    code: StageFunction
+    code: FunctionType
     source: str
     uses_random: bool
     parameters: tuple[str, ...]
@@ -45,7 +46,7 @@ class CapturedStage:
         return (*self.parameters, *self.buffers)
 
     def forward(self, values: Mapping[str, torch.Tensor], micro_batch: MicroBatch) -> dict[str, torch.Tensor]:
-        results = self.code(dict(values), micro_batch.num_samples)
+        results: dict[str, torch.Tensor] = self.code(dict(values), micro_batch.num_samples)
         if self.step is None:
             return results
         return {**results, **self.step.run(micro_batch, {**values, **results})}

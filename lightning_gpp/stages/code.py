@@ -19,6 +19,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import count
 from keyword import iskeyword
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -35,8 +36,6 @@ from lightning_gpp.capture.refusal import refusal
 from lightning_gpp.errors import CaptureError
 from lightning_gpp.graph import TensorSpec
 from lightning_gpp.runtime.recompute import recomputed
-
-StageFunction = Callable[[dict[str, torch.Tensor], int], dict[str, torch.Tensor]]
 
 
 def variable(ref: Ref) -> str:
@@ -78,7 +77,7 @@ class StageCode:
     """Arguments of the module being called whose values nothing inside reads."""
     temporaries: int = 0
 
-    def compile(self) -> StageFunction:
+    def compile(self) -> FunctionType:
         for ref in self.received:
             self._receive(ref)
         self._emit(-1, 0, len(self.network.calls))
@@ -89,16 +88,10 @@ class StageCode:
             )
         results = ", ".join(f"{variable(ref)!r}: {self._sent(ref)}" for ref in self.wanted)
         self.lines.append(f"return {{{results}}}")
-        return self._function()
+        return compiled(self.source(), self.names)
 
     def source(self) -> str:
         return "def forward(values, b):\n" + "\n".join(f"    {line}" for line in _release(self.lines))
-
-    def _function(self) -> StageFunction:
-        exec(compile(self.source(), "<stage>", "exec"), self.names)
-        # Were it among its own globals, this cycle would keep the parameters until Python looks for cycles.
-        forward: StageFunction = self.names.pop("forward")
-        return forward
 
     def _receive(self, ref: Ref) -> None:
         name = variable(ref)
@@ -298,7 +291,7 @@ class StageCode:
 
     def _shape_of(self, ref: Ref) -> str:
         """A value that nothing reads, of which a module may ask the shape."""
-        return f"{self._name('unread', _Shaped(self.specs(ref)))}(values, b)"
+        return f"{self._name('unread', Shaped(self.specs(ref)))}(values, b)"
 
     def _container(self, value: Any) -> str:
         if type(value) is slice:
@@ -336,17 +329,25 @@ class StageCode:
         return f"out_{self.temporaries}"
 
 
-class _Shaped:
+def compiled(source: str, names: dict[str, Any]) -> FunctionType:
+    """The function of a stage's source, which takes its inputs by name and the number of samples."""
+    exec(compile(source, "<stage>", "exec"), names)
+    # Were it among its own globals, this cycle would keep the parameters until Python looks for cycles.
+    forward: FunctionType = names.pop("forward")
+    return forward
+
+
+class Shaped:
     """Makes tensors of a shape that take no memory, on the device of the stage, from a zero that it keeps."""
 
     def __init__(self, spec: TensorSpec) -> None:
-        self._spec, self._zero = spec, torch.zeros((), dtype=getattr(torch, spec.dtype))
+        self.spec, self._zero = spec, torch.zeros((), dtype=getattr(torch, spec.dtype))
 
     def __call__(self, values: dict[str, torch.Tensor], num_samples: int) -> torch.Tensor:
         device = next((value.device for value in values.values()), self._zero.device)
         if self._zero.device != device:
             self._zero = self._zero.to(device)
-        return self._zero.expand(self._spec.sizes(num_samples))
+        return self._zero.expand(self.spec.sizes(num_samples))
 
 
 def _is_ref(leaf: Any) -> bool:

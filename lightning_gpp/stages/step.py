@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -192,9 +193,9 @@ class UserStep(StepRunner):
         self._of_step = modules_of_step(self.module, self._modules, self.network.recording.touched)
         self._inside: list[Holder] = []
         self._reads_states = any(call.states() for call in self._glue.values())
-        self._results = {id(call): pytree.tree_flatten(call.result) for call in self._calls}
+        self.results = {id(call): pytree.tree_flatten(call.result) for call in self._calls}
         known: list[ModuleCall | Recorded] = [*self._calls, *self._glue.values()]
-        self._arguments = {id(call): pytree.tree_leaves((call.args, call.kwargs)) for call in known}
+        self.arguments = {id(call): pytree.tree_leaves((call.args, call.kwargs)) for call in known}
         self._slots: dict[tuple[str, int], list[tuple[str, int]]] = {}
         for name, (kind, number, leaf) in self.input_keys.items():
             self._slots.setdefault((kind, number), []).append((name, leaf))
@@ -203,6 +204,20 @@ class UserStep(StepRunner):
         self._forms: dict[int, dict[str, tuple[tuple[int, ...], torch.dtype]]] = {}
         self._first: dict[tuple[int, int], dict[str, tuple[torch.Tensor, int]]] | None = {}
         """Inputs of the first micro-batches, with their versions; None when the step has given them again."""
+
+    def resized(
+        self,
+        specs: list[list[TensorSpec]],
+        input_specs: dict[str, TensorSpec],
+        arguments: dict[int, list[Any]],
+        results: dict[int, tuple[list[Any], Any]],
+    ) -> UserStep:
+        """The same step for mini-batches of other sizes, see `stages/sizes.py`."""
+        other = copy(self)
+        other.specs, other.input_specs, other.arguments, other.results = specs, input_specs, arguments, results
+        other._open, other._forms, other._inside, other._lists = {}, {}, [], {}
+        other._users_streams, other._first = ExitStack(), None if self._first is None else {}
+        return other
 
     def open(self, lane: int, batch: Any, invocation: Invocation, seed: int, total: int | None = None) -> None:
         """Take another mini-batch; see `StepRunner`. One that was in this lane is over."""
@@ -288,7 +303,7 @@ class UserStep(StepRunner):
         kwargs: dict[str, Any],
     ) -> None:
         leaves = pytree.tree_leaves((args, kwargs), is_leaf=self._is_list if self._lists else None)
-        self._compare(self._arguments[id(call)], leaves, call)
+        self._compare(self.arguments[id(call)], leaves, call)
         for name, leaf in self._slots.get(("call", number), ()):
             found[name] = leaves[leaf].detach()
 
@@ -301,7 +316,7 @@ class UserStep(StepRunner):
                 self._or_whole(_STEADY),
             )
         for before, now in zip(captured, leaves, strict=True):
-            if _is_tensor(before) != isinstance(now, torch.Tensor) or (_is_frozen(before) and before != now):
+            if _is_tensor(before) != isinstance(now, torch.Tensor) or (is_frozen(before) and before != now):
                 raise refusal(
                     call.line,
                     f"an argument was {_told(before)} when the step was captured and is {_told(now)} now",
@@ -322,7 +337,7 @@ class UserStep(StepRunner):
             )
         for number, call in self._glue.items():
             leaves = holes.calls[number]
-            self._compare(self._arguments[id(call)], leaves, call)
+            self._compare(self.arguments[id(call)], leaves, call)
             for name, leaf in self._slots.get(("glue", number), ()):
                 found[name] = leaves[leaf].detach()
 
@@ -405,7 +420,7 @@ class UserStep(StepRunner):
         return self.network.recording.changes_batch
 
     def _result(self, call: ModuleCall, value: Callable[[Ref], torch.Tensor]) -> Any:
-        leaves, structure = self._results[id(call)]
+        leaves, structure = self.results[id(call)]
         return pytree.tree_unflatten([value(leaf) if isinstance(leaf, Ref) else leaf for leaf in leaves], structure)
 
     def _holes(self, micro_batch: MicroBatch, *, with_parameters: bool = False) -> Holes | None:
@@ -446,7 +461,8 @@ def _is_tensor(captured: Any) -> bool:
     return isinstance(captured, Ref | StateRef | torch.Tensor)
 
 
-def _is_frozen(captured: Any) -> bool:
+def is_frozen(captured: Any) -> bool:
+    """True for a captured argument with which later ones are compared."""
     return captured is None or isinstance(captured, bool | int | float | str)
 
 

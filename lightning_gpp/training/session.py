@@ -5,6 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -101,6 +102,14 @@ class Session:
         self.latest: Executor | None = None
         self._replicas = replicas
         self._numbers = None if replicas is None else counterparts(plan, self.pipeline.parameters, replicas.layout)
+
+    def resized(self, pipeline: Pipeline) -> Session:
+        """The same session for mini-batches of other sizes, with a pipeline that differs in numbers alone."""
+        other, context = copy(self), self._job.host.context(self.capture.step)
+        other.pipeline, other.slots = pipeline, pipeline.slots
+        other._stages = [InContext(stage, context) for stage in pipeline.stages]
+        other._executors, other.latest = {}, None
+        return other
 
     def executor(self, batch_size: int, together: bool = True) -> Executor:
         """The executor for mini-batches of this size, cached. `together`: with collectives."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 from torch import nn
 
 from lightning_gpp.capture import Capture
-from lightning_gpp.capture.attributes import dotted
+from lightning_gpp.capture.attributes import Attribute, dotted
 from lightning_gpp.capture.batch import samples_in
 from lightning_gpp.errors import CaptureError, NoNetworkError, ScheduleError, ShapeError
 from lightning_gpp.plan import Plan
@@ -19,6 +20,7 @@ from lightning_gpp.stages.undivided import Captured, Undivided, undivided
 from lightning_gpp.training.asynchronous import Asynchronous
 from lightning_gpp.training.data.batches import outline
 from lightning_gpp.training.data.incoming import Incoming
+from lightning_gpp.training.data.lengths import KnownLengths
 from lightning_gpp.training.dependencies.frozen_attributes import FrozenAttributes, adopt
 from lightning_gpp.training.divided.members import agreed_regions
 from lightning_gpp.training.divided.parallel_regions import captured_apart
@@ -44,6 +46,7 @@ class Sessions:
         incoming: knows the form of the mini-batch.
         captured: the captured step that the plan was made for.
         form: form of the mini-batch that it was captured with.
+        example: that mini-batch, without memory.
         layout: the parameter placement.
         transport: transport to the other devices.
         replicas: collectives of ranks with the same parameters, in training.
@@ -58,6 +61,7 @@ class Sessions:
         *,
         captured: Captured,
         form: int,
+        example: Any,
         layout: Layout,
         transport: Transport,
         replicas: Replicas | None,
@@ -69,13 +73,27 @@ class Sessions:
         self._transport, self._replicas = transport, replicas
         self._asynchronous, self._evaluating = asynchronous, evaluating or transport
         self._at_capture = _frozen_in(job.module, captured)
+        self._example, self._lengths = example, KnownLengths(job, incoming, asynchronous is None)
 
     def new(self, step: str, batch: Any, *, anew: bool = False) -> Session:
         """A session for the form of the announced mini-batch, which is used only on the rank that runs the step.
 
         `anew`: attributes that the first capture has frozen are different now.
         """
-        captured = self._captured(step, batch, anew)
+        first = (self.captured.step, self._form) == (step, self.incoming.form) and not anew
+        changed = (self._at_capture if first else self.incoming.frozen).changes()
+        if first and not self.job.control.share_flag(self.job.control.runs_step and bool(changed)):
+            return self._lengths.kept(step, self._example, self._made(step, self.captured))
+        example, known, general = self._shared(batch, changed)
+
+        def make(other: Any) -> Session:
+            return self._made(step, self._captured(step, other, known, general))
+
+        if known or anew or general:
+            return make(example)
+        return self._lengths.session(step, example, make)
+
+    def _made(self, step: str, captured: Captured) -> Session:
         if step != TRAINING and isinstance(captured, Capture):
             captured = with_reductions_in_step(captured)
         session = self._session(step, captured)
@@ -127,23 +145,25 @@ class Sessions:
             return False
         return True
 
-    def _captured(self, step: str, batch: Any, anew: bool) -> Captured:
-        """The capture for this form of the batch; the first one was made for the plan."""
-        control, incoming, module = self.job.control, self.incoming, self.job.module
-        changed = incoming.frozen.changes()
-        if (self.captured.step, self._form) == (step, incoming.form) and not anew:
-            changed = self._at_capture.changes() if control.runs_step else {}
-            if not control.share_flag(bool(changed)):
-                return self.captured
+    def _shared(self, batch: Any, changed: Mapping[Attribute, Any]) -> tuple[Any, Mapping[Attribute, Any], bool]:
+        """What a capture depends on, on all ranks: the mini-batch without memory, the attributes that have changed, and
+        whether the mini-batch has other values than those on which captures of its form depend.
+        """
+        control, incoming = self.job.control, self.incoming
         facts = (outline(batch), incoming.trained(), changed, incoming.has_others) if control.runs_step else None
         example, trained, changed, general = control.share_object(facts)
         incoming.train_as(trained)  # user code may have changed it only where the step runs
-        adopt(module, changed)
+        adopt(self.job.module, changed)
+        return example, changed, general
+
+    def _captured(self, step: str, example: Any, changed: Mapping[Attribute, Any], general: bool) -> Captured:
+        """The capture for this form of the mini-batch."""
+        module = self.job.module
         with self.job.shown(), without_shards(module):
             try:
                 captured = capture_of(self.job, step, example, self.layout.plan, general=general)
                 if isinstance(captured, Capture):
-                    incoming.depend_on(captured.decided, example)
+                    self.incoming.depend_on(captured.decided, example)
                 return captured
             except CaptureError as error:
                 if not changed:

@@ -197,6 +197,7 @@ def _set_up(
         incoming,
         captured=captured,
         form=form,
+        example=example,
         layout=layout,
         transport=transport,
         replicas=replicas,

@@ -1,0 +1,244 @@
+"""Sessions for mini-batches of another length, made from those of other lengths without a capture.
+
+With dynamic padding nearly every mini-batch has sequences of another length. All that depends on the length are
+numbers (`stages/sizes.py`). So a few lengths are captured, among them one that no mini-batch has had yet, about twice
+as long. If their numbers lie on one line, those of a length between them do, too. A network that takes another way for
+some lengths has other stages there; a length that does not lie between like ones is captured.
+"""
+
+from __future__ import annotations
+
+import logging
+import zlib
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from lightning_gpp._compat.torch import pytree
+from lightning_gpp.capture import Capture
+from lightning_gpp.capture.batch import GUESSED, BatchDims, known_to_pytree, map_samples, samples_in
+from lightning_gpp.capture.uniform import values_at
+from lightning_gpp.errors import GPPError
+from lightning_gpp.plan import Plan
+from lightning_gpp.stages.sizes import are_alike, may_be_resized, numbers_of, resized
+from lightning_gpp.training.data.incoming import Incoming
+from lightning_gpp.training.host import Job
+from lightning_gpp.training.session import Session
+
+log = logging.getLogger(__name__)
+
+Array = NDArray[np.float64]
+Sizes = tuple[int, ...]
+"""The sizes of a mini-batch besides the number of samples: those of all dimensions of its tensors."""
+
+_MOST: Final = 16
+"""Captured lengths of one kind of mini-batch that others are made from."""
+_ROUNDING: Final = 1e-3
+"""Errors of whole numbers that were computed."""
+
+
+class KnownLengths:
+    """The captured lengths of all kinds of mini-batches of a run.
+
+    Args:
+        job: the job of the run.
+        incoming: knows which parameters are trained.
+        flushes: whether the pipeline flushes after each mini-batch of training.
+    """
+
+    def __init__(self, job: Job, incoming: Incoming, flushes: bool) -> None:
+        self._dims, self._incoming = job.options.batch_dims, incoming
+        self._apart = job.parallel is not None or not flushes
+        self._groups: dict[Hashable, list[Lengths]] = {}
+
+    def kept(self, step: str, example: Any, session: Session) -> Session:
+        """Note the session for the first length of a step, and return it."""
+        if not self._apart:
+            key, sizes = self._described(step, example)
+            self._add(key, sizes, session)
+        return session
+
+    def session(self, step: str, example: Any, make: Callable[[Any], Session]) -> Session:
+        """A session for a mini-batch of a new form. `make`: captures a mini-batch without memory.
+
+        All ranks call this together, with the same mini-batch.
+        """
+        if self._apart:
+            return make(example)
+        key, sizes = self._described(step, example)
+        serving = [lengths for lengths in self._groups.get(key, ()) if lengths.serves(example)]
+        found = _first(serving, sizes)
+        if found is None and self._reaches_beyond(key, serving, sizes, example, make):
+            found = _first(serving, sizes)
+        if found is None:
+            found = make(example)
+            self._add(key, sizes, found)
+        return found
+
+    def _reaches_beyond(
+        self, key: Hashable, serving: Sequence[Lengths], sizes: Sizes, example: Any, make: Callable[[Any], Session]
+    ) -> bool:
+        """Capture a length that no mini-batch has had, if that may help; returns whether it is like others."""
+        for lengths in serving:
+            other = lengths.beyond(sizes)
+            if other is None:
+                continue
+            try:
+                joined = self._add(key, other, make(resized_batch(example, sizes, other)))
+            except GPPError as error:  # a network that is not made for it, as with a table of positions
+                log.info("A length of %s cannot be captured: %s", other, error)
+                joined = None
+            lengths.tried = joined is not lengths
+            return not lengths.tried
+        return False
+
+    def _described(self, step: str, example: Any) -> tuple[Hashable, Sizes]:
+        kind, sizes = kind_and_sizes(example, self._dims)
+        return (step, kind, self._incoming.trained()), sizes
+
+    def _add(self, key: Hashable, sizes: Sizes, session: Session) -> Lengths | None:
+        """Add a captured length to those that it is like; returns these."""
+        if session.plan.is_sliced or not may_be_resized(session.pipeline):
+            return None
+        groups = self._groups.setdefault(key, [])
+        alike = next((lengths for lengths in groups if lengths.add(sizes, session)), None)
+        if alike is None:
+            groups.append(alike := Lengths(sizes, session))
+        return alike
+
+
+def _first(groups: Sequence[Lengths], sizes: Sizes) -> Session | None:
+    """A session for this length from the first group that it follows from."""
+    return next(filter(None, (lengths.made(sizes) for lengths in groups)), None)
+
+
+class Lengths:
+    """Captured lengths with sessions that differ in numbers alone.
+
+    Args:
+        sizes: a first length.
+        session: its session.
+    """
+
+    tried = False
+    """True if a length that no mini-batch has had was captured in vain."""
+
+    def __init__(self, sizes: Sizes, session: Session) -> None:
+        self._first = session
+        self._numbers = {sizes: numbers_of(session.pipeline)}
+
+    def serves(self, example: Any) -> bool:
+        """True if a mini-batch has the values on which the captures depend, see `Capture.decided`."""
+        decided = _decided(self._first)
+        return not decided or values_at(example, decided) == decided
+
+    def add(self, sizes: Sizes, session: Session) -> bool:
+        """Add a captured length, if it is like the others; returns whether it is."""
+        first = self._first
+        if _decided(first) != _decided(session) or not _planned_alike(first.plan, session.plan):
+            return False
+        if not are_alike(first.pipeline, session.pipeline):
+            return False
+        if len(self._numbers) < _MOST:
+            self._numbers[sizes] = numbers_of(session.pipeline)
+        return True
+
+    def made(self, sizes: Sizes) -> Session | None:
+        """A session for this length; None if it does not follow from the captured ones."""
+        points, at = np.array(list(self._numbers), dtype=float), np.array(sizes, dtype=float)
+        if not _between(points, at):
+            return None
+        numbers = _on_line(_with_one(points), np.array(list(self._numbers.values())), _with_one(at))
+        return None if numbers is None else self._first.resized(resized(self._first.pipeline, numbers))
+
+    def beyond(self, sizes: Sizes) -> Sizes | None:
+        """A length about twice as long, or half as long, if this one is not between captured ones; otherwise None."""
+        points, at = np.array(list(self._numbers)), np.array(sizes)
+        if self.tried or not 2 <= len(points) < _MOST or _between(points, at):
+            return None
+        step = at - points[np.abs(points - at).sum(axis=1).argmax()]
+        times = int(at.max() // max(1, np.abs(step).max()))
+        other = at + step * max(1, times if step.sum() > 0 else times // 2)
+        return tuple(other.tolist()) if (other >= np.minimum(at, 2)).all() else None
+
+
+def _planned_alike(one: Plan, other: Plan) -> bool:
+    """True for the same stages, whatever they cost."""
+    return len(one.stages) == len(other.stages) and all(
+        here == replace(there, figures=here.figures) for here, there in zip(one.stages, other.stages, strict=True)
+    )
+
+
+def _decided(session: Session) -> Mapping[int, int]:
+    capture = session.capture
+    return capture.decided if isinstance(capture, Capture) else {}
+
+
+def _with_one(points: Array) -> Array:
+    return np.concatenate([np.ones((*points.shape[:-1], 1)), points], axis=-1)
+
+
+def _on_line(points: Array, values: Array, at: Array) -> list[int] | None:
+    """Values at another point, if those of all points are affine functions of them, as more points show than determine
+    one; None otherwise.
+    """
+    rank = np.linalg.matrix_rank(points)
+    if len(points) <= rank or np.linalg.matrix_rank(np.vstack([points, at])) > rank:
+        return None
+    factors = np.linalg.lstsq(points, values, rcond=None)[0]
+    found = at @ factors
+    exact = (
+        np.abs(points @ factors - values).max(initial=0) < _ROUNDING
+        and np.abs(found - found.round()).max(initial=0) < _ROUNDING
+    )
+    return [int(number) for number in found.round()] if exact else None
+
+
+def _between(points: Array, at: Array) -> bool:
+    """True if all sizes are between those of captured lengths, and as far from them as these from each other, or a
+    multiple: what is rounded up to a multiple of eight may lie on a line for multiples of eight only.
+    """
+    low, high = points.min(axis=0), points.max(axis=0)
+    steps = np.gcd.reduce((points - low).astype(np.int64), axis=0)
+    even = np.where(steps > 0, (at - low).astype(np.int64) % np.maximum(steps, 1), at - low) == 0
+    return bool(((low <= at) & (at <= high) & even).all())
+
+
+def kind_and_sizes(batch: Any, dims: BatchDims | None) -> tuple[int, Sizes]:
+    """A fingerprint of a mini-batch, whatever its length, and its sizes besides the number of samples."""
+    known = dims or GUESSED
+    total = samples_in(batch, known)
+    one = map_samples(batch, total, lambda tensor, dim: tensor.narrow(dim, 0, 1), lambda items: items[:1], known)
+    leaves, spec = pytree.tree_flatten(one)
+    kinds = [(str(leaf.dtype), leaf.dim()) if isinstance(leaf, Tensor) else type(leaf).__qualname__ for leaf in leaves]
+    sizes = tuple(size for leaf in leaves if isinstance(leaf, Tensor) for size in leaf.shape)
+    return zlib.crc32(repr((str(spec), kinds)).encode()), sizes
+
+
+def resized_batch(batch: Any, sizes: Sizes, other: Sizes) -> Any:
+    """A mini-batch with other sizes besides the number of samples; what is added repeats the end of a tensor.
+
+    Raises:
+        GPPError: it has lists of samples, whose lengths are not known.
+    """
+    leaves, spec = pytree.tree_flatten(known_to_pytree(batch))
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    if sum(leaf.dim() for leaf in tensors) != len(sizes):
+        raise GPPError("The mini-batch has lists of samples.")
+    changes, position = dict[int, list[tuple[int, int]]](), 0
+    for leaf in tensors:
+        there = range(position, position + leaf.dim())
+        changes[id(leaf)] = [(at - position, other[at]) for at in there if sizes[at] != other[at]]
+        position += leaf.dim()
+    return pytree.tree_unflatten([_resized(leaf, changes.get(id(leaf), [])) for leaf in leaves], spec)
+
+
+def _resized(leaf: Any, changes: Sequence[tuple[int, int]]) -> Any:
+    for dim, size in changes:
+        leaf = leaf.index_select(dim, torch.arange(size, device=leaf.device).clamp(max=leaf.shape[dim] - 1))
+    return leaf
