@@ -65,6 +65,30 @@ def active_loaders(trainer: Any) -> list[Any]:
     return list(trainer._active_loop._combined_loader.flattened)
 
 
+def after_evaluation_data(trainer: Any, function: Callable[[str, list[float]], None]) -> None:
+    """Call `function(step, numbers of batches)` when a loop has its data, before it leaves out empty ones."""
+    for step, loop in _evaluation_loops(trainer):
+        loop.setup_data = partial(_set_up, loop, partial(function, step))
+
+
+def _set_up(loop: Any, function: Callable[[list[float]], None]) -> None:
+    type(loop).setup_data(loop)
+    function(list(loop.max_batches))
+
+
+def restore_evaluation_data(trainer: Any) -> None:
+    """Undo `after_evaluation_data`."""
+    for _, loop in _evaluation_loops(trainer):
+        vars(loop).pop("setup_data", None)
+
+
+def _evaluation_loops(trainer: Any) -> Iterator[tuple[str, Any]]:
+    yield "validation_step", trainer.fit_loop.epoch_loop.val_loop
+    yield "validation_step", trainer.validate_loop
+    yield "test_step", trainer.test_loop
+    yield "predict_step", trainer.predict_loop
+
+
 def loader_states(trainer: Any) -> list[dict[str, Any]]:
     """The current states of the fit loop's stateful loaders."""
     combined = trainer.fit_loop._combined_loader

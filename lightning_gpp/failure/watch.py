@@ -25,7 +25,7 @@ from typing import Any, Final
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]  # it has no types
 
-from lightning_gpp.failure.hangs import Progress, conclusion
+from lightning_gpp.failure.hangs import Progress, Standstill, conclusion, lonely_call
 from lightning_gpp.failure.processes import ENDED, ProcessIdentity, exit_now, say
 from lightning_gpp.failure.report import EXIT_CODE, Cause, record_consequence
 
@@ -304,6 +304,8 @@ class Watch:
         if self.cause is None:
             self._judge_exceptions(cells, now)
             self._look_for_hangs(cells)
+        if complete and not done and self.cause is None:
+            self._look_for_lonely_calls(cells)
         left = all(peer.cell.get("gone") or peer.ending for peer in self._peers.values())
         if left and (self.cause is not None or done):
             self._gone.set()
@@ -332,6 +334,18 @@ class Watch:
         elif told and any(cell.get("hangs") for cell in cells.values()):
             self._board["hang"] += 1
 
+    def _look_for_lonely_calls(self, cells: dict[int, dict[str, Any]]) -> None:
+        """End the job if a rank is in a collective that others will never call."""
+        places = {
+            rank: Standstill.of(cell["place"]) if cell.get("place") is not None else None
+            for rank, cell in cells.items()
+        }
+        found = lonely_call(places, frozenset(rank for rank, cell in cells.items() if cell.get("done")))
+        if found is not None:
+            rank, event = found
+            process, action = ProcessIdentity(**cells[rank]["process"]), cells[rank].get("action", "")
+            self.propose(Cause(rank=rank, process=process, action=action, event=event, reported=True))
+
     # --- the thread that looks at processes and clocks
 
     def _look_around(self) -> None:
@@ -355,10 +369,12 @@ class Watch:
 
     def _look_at_myself(self, now: float) -> None:
         progress = self._progress
-        progress.look(now)
+        if progress.look(now):
+            self._concluded = ""
         self._note(
             action=progress.action,
             ranks=() if progress.wait is None else progress.wait.ranks,
+            place=None if progress.place is None else asdict(progress.place),
             hangs=progress.is_overdue(now),
         )
 

@@ -7,6 +7,7 @@ import os
 import sys
 from abc import abstractmethod
 from datetime import timedelta
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
@@ -28,6 +29,7 @@ from lightning_gpp.runtime.queues import open_queues
 from lightning_gpp.strategy.collectives import gather_over, reduce_over
 from lightning_gpp.strategy.meeting import meeting_point
 from lightning_gpp.training.control import Control
+from lightning_gpp.training.data.data_parallel import WorldSizeReads
 from lightning_gpp.training.engine import Engine
 from lightning_gpp.training.options import Options
 from lightning_gpp.training.tensors.joining import join, pipelines_of
@@ -143,8 +145,13 @@ class JobProcesses:
 
     @property
     def world_size(self) -> int:
-        """Number of processes, of which pipelines, not all, divide data (`num_pipelines`)."""
+        """Number of processes; code of users that reads it is told once that pipelines divide data."""
+        self._world_size_reads.note("world_size")
         return 1 if self.cluster_environment is None else self.cluster_environment.world_size()
+
+    @cached_property
+    def _world_size_reads(self) -> WorldSizeReads:
+        return WorldSizeReads()
 
     @property
     def num_pipelines(self) -> int:
@@ -201,6 +208,7 @@ class JobProcesses:
         monitor.start(store)
         start_process_group(environment, options.process_group_backend, self.root_device, options.timeout, store)
         self._control = join(options, self.global_rank, self.world_size)
+        self._world_size_reads.begin(self._control.mesh)
         return self._control
 
     def _begin(self, phase: str) -> None:

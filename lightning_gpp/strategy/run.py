@@ -26,6 +26,7 @@ from lightning_gpp.strategy.checks import (
     check_module,
     check_processes,
     copies_of,
+    facts_of_loaders,
     runs_whole,
 )
 from lightning_gpp.strategy.data import Placeholder, as_before, is_moved_by_reading, peek
@@ -120,6 +121,7 @@ class Run:
         self._optimizers: Sequence[Optimizer] = ()
         self.hooks = Hooks(trainer, control, device, self.steps, lambda: self._trained)
         self._example_input: Any = None
+        self._compared: set[str] = set()
 
     @property
     def engine(self) -> Engine | None:
@@ -204,6 +206,7 @@ class Run:
         """Attach to hooks, metrics, clipping and the ends of epochs."""
         self._metrics.attach()
         _compat.on_epoch_end_reached(self.trainer, self._end_of_epoch)
+        _compat.after_evaluation_data(self.trainer, self._compare_lengths)
         if self.engine is not None:
             vars(self.precision)["clip_grad_by_norm"] = self._clip  # over all stages
             vars(self.precision)["clip_grad_by_value"] = self._clip_values
@@ -224,6 +227,7 @@ class Run:
         self._readers.detach()
         self._metrics.detach()
         _compat.restore_epoch_end(self.trainer)
+        _compat.restore_evaluation_data(self.trainer)
         _compat.restore_batch_hooks(self.module)
         for name in ("clip_grad_by_norm", "clip_grad_by_value"):
             vars(self.precision).pop(name, None)
@@ -279,6 +283,16 @@ class Run:
             self.steps.mirrored.end_epoch()
         if self.trainer.training and self.control.num_processes > 1 and self.job.options.weights == SYNCHRONOUS:
             check_alike(facts_of_schedules(map(_plain, self._optimizers)), self.control.everyone)
+
+    def _compare_lengths(self, step: str, num_batches: Sequence[float]) -> None:
+        """Compare the data of an evaluation, once. A rank without any would leave it out while the others wait.
+
+        Raises:
+            ConfigError: the ranks have data of different lengths.
+        """
+        if step not in self._compared and self.control.num_processes > 1:
+            self._compared.add(step)
+            check_alike(facts_of_loaders(step, num_batches), self.control.everyone)
 
     # -- optimizers ---------------------------------------------------------------------------------------------------
 

@@ -443,6 +443,25 @@ class Indexed(Line):
         return batch
 
 
+@pytest.mark.filterwarnings("ignore:Total length of")
+def test_after_evaluation_data() -> None:
+    """Also where all loaders are empty, and no hook is called."""
+    found: list[Any] = []
+    trainer = L.Trainer(**QUIET)
+    compat.after_evaluation_data(trainer, lambda step, lengths: found.append((step, lengths)))
+    trainer.predict(Indexed(), [loader(2), loader(3)])
+    trainer.validate(Validated(), loader(0))
+    assert found == [("predict_step", [2, 3]), ("validation_step", [0])]
+
+
+def test_restore_evaluation_data() -> None:
+    trainer = L.Trainer(**QUIET)
+    compat.after_evaluation_data(trainer, lambda step, lengths: None)
+    compat.restore_evaluation_data(trainer)
+    loops = (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop)
+    assert not any("setup_data" in vars(loop) for loop in loops)
+
+
 def test_lightning_state() -> None:
     """What Lightning keeps in a module, and no name that a user may have chosen."""
 

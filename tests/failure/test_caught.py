@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import functools
+import os
 import re
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +18,28 @@ from lightning.pytorch.callbacks import OnExceptionCheckpoint
 
 from lightning_gpp.errors import GPPError
 from lightning_gpp.failure.monitor import FailureMonitor
+from lightning_gpp.failure.processes import say
 from tests.failure.pipeline_rank import Rank, job, processes_running
 from tests.strategy import harness
 
 # --- the watch
+
+
+def all_raising(rank: Rank) -> None:
+    rank.exchange()
+    time.sleep(0.3 * rank.rank)
+    raise ValueError(f"from rank {rank.rank}")
+
+
+def test_an_exception_of_all_ranks_is_everybodys_own(tmp_path: Path) -> None:
+    with job(tmp_path, all_raising) as running:
+        running.wait(30)
+    assert running.codes == [1, 1, 1]
+    for rank in range(3):
+        assert f"ValueError: from rank {rank}" in running.output(rank)
+        first = "First cause: rank 0 " if rank else "Rank 0 raised this one first."
+        assert f"All ranks have raised exceptions. {first}" in running.output(rank)
+        assert "The job ends" not in running.output(rank)
 
 
 def raising_and_going_on(how: str, rank: Rank) -> None:
@@ -44,6 +66,19 @@ def test_the_watch_goes_on_after_an_exception_of_all_ranks(tmp_path: Path, how: 
     for rank in range(3):
         assert running.output(rank).count(f"together: {[how == 'together'] * 2}") == 3, running.output()
         assert "First cause: rank 2" in running.output(rank)
+
+
+def raising_late(rank: Rank) -> None:
+    rank.exchange()
+    time.sleep(0 if rank.rank else 60)
+    raise ValueError(f"from rank {rank.rank}")
+
+
+def test_a_rank_that_does_not_raise_soon_is_ended(tmp_path: Path) -> None:
+    with job(tmp_path, raising_late) as running:
+        running.wait(30)
+    assert running.codes == [1, 1, 1]
+    assert "First cause: rank" in running.output(0)
 
 
 def raising_alone_and_starting_again(rank: Rank) -> None:
@@ -92,6 +127,14 @@ class Stops(pl.Callback):
         self.reach("validation")
 
 
+class StopsInHook(harness.TwoTowers):
+    """Raises in a hook of the module, of which other ranks take over the outcome."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            raise ValueError("stopped in hook")
+
+
 class StopsInStep(harness.TwoTowers):
     """Raises in the second step."""
 
@@ -100,6 +143,9 @@ class StopsInStep(harness.TwoTowers):
         if batch_idx == 1:
             raise ValueError("stopped in step")
         return result
+
+
+MODULES = {"step": StopsInStep, "hook": StopsInHook}
 
 
 def attempt(options: dict[str, Any], module: pl.LightningModule, callbacks: list[pl.Callback]) -> str:
@@ -119,7 +165,7 @@ def weights(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 def stopped_then_trained(rank: int, how: str, folder: str) -> tuple[str, Any, Any]:
     """An attempt that is stopped, and one that is not."""
     options: dict[str, Any] = {"step": "whole"} if how == "step" else {}
-    module = (StopsInStep if how == "step" else harness.TwoTowers)().double()
+    module = MODULES.get(how, harness.TwoTowers)().double()
     hooks = {"apart": {"training": 1} if rank else {"start": 2}}.get(how, {how: 1})
     said = attempt(options, module, [Stops(**hooks), OnExceptionCheckpoint(folder)])
     left = weights(module)
@@ -130,7 +176,13 @@ def stopped_then_trained(rank: int, how: str, folder: str) -> tuple[str, Any, An
 
 @pytest.mark.parametrize(
     "how",
-    ["training", pytest.param("validation", marks=pytest.mark.acceptance), "step", "apart"],
+    [
+        "training",
+        pytest.param("validation", marks=pytest.mark.acceptance),
+        "step",
+        pytest.param("hook", marks=pytest.mark.acceptance),
+        "apart",
+    ],
 )
 def test_a_run_after_a_caught_exception(tmp_path: Path, how: str) -> None:
     (first, left, trained), (second, _, _) = harness.run(2, stopped_then_trained, how, str(tmp_path))
@@ -179,3 +231,42 @@ def test_an_error_in_a_hook_of_one_rank_ends_the_run(tmp_path: Path, error: Exce
         running.wait(60)
     assert running.codes == [1, 1], running.output()
     assert re.search(rf"rank 1 .* raised {type(error).__name__}: {error}", running.output(0)), running.output()
+
+
+def test_an_error_after_the_run_is_the_exit_code_of_the_job(tmp_path: Path) -> None:
+    script = tmp_path / "late.py"
+    script.write_text(
+        "from tests.strategy import harness\n"
+        "class Late(harness.TwoTowers):\n"
+        "    def on_fit_end(self):\n"
+        "        if self.global_rank == 1: raise ValueError('late')\n"
+        "harness.trainer(harness.strategy(self_check=False), 2, max_epochs=1).fit(Late().double(), harness.loader(8))\n"
+    )
+    paths = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": paths}
+    ended = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=150)
+    assert ended.returncode == 1, ended.stderr
+    assert "ValueError: late" in ended.stderr
+
+
+def leave(rank: int, world_size: int, port: int, leaving: tuple[int, ...]) -> None:
+    class Leaving(harness.TwoTowers):
+        def on_train_batch_end(self, *_: Any) -> None:
+            if self.global_rank in leaving:
+                sys.exit(0)
+
+    harness.enter(rank, world_size, port)
+    harness.trainer(harness.strategy(), 2).fit(Leaving().double(), harness.loader())
+
+
+@pytest.mark.parametrize(("leaving", "code"), [((0, 1), 0), ((1,), 1)])
+def test_all_ranks_may_leave_together(tmp_path: Path, leaving: tuple[int, ...], code: int) -> None:
+    with processes_running(tmp_path, 2, leave, leaving) as running:
+        running.wait(60)
+    assert running.codes == [code, code], running.output()
+
+
+def test_the_log_has_what_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"):
+        say("the first cause")
+    assert "the first cause" in caplog.messages

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 
 from lightning_gpp.errors import ConfigError
 from tests.strategy import harness
-from tests.strategy.harness import make_data, make_module
+from tests.strategy.harness import TwoTowers, make_data, make_module
 
 SAMPLES = 16
 
@@ -117,3 +118,44 @@ def test_samplers_that_cannot_be_corrected_are_refused() -> None:
         assert "num_replicas=2" in wrapper
         assert "num_replicas=3" in other
         assert "self.trainer.distributed_sampler_kwargs" in other
+
+
+class Scaled(TwoTowers):
+    """Multiplies the rate by a number of processes."""
+
+    def __init__(self, reads: str) -> None:
+        super().__init__()
+        self.reads = reads
+
+    def configure_optimizers(self) -> Any:
+        if self.reads == "group":
+            self.lr *= dist.get_world_size() * dist.get_world_size()
+        elif self.reads == "trainer":
+            self.lr *= self.trainer.world_size
+        else:
+            self.lr *= self.trainer.distributed_sampler_kwargs["num_replicas"]  # type: ignore[index]
+        return super().configure_optimizers()
+
+
+def told_of_reads(rank: int) -> list[list[str]]:
+    told = []
+    for reads in ("group", "trainer", "sampler"):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            trainer = harness.trainer(harness.strategy(), 2, max_epochs=1)
+            trainer.fit(Scaled(reads).double(), LOADERS["sampler"](rank, 2))
+        told.append(
+            [str(warning.message) for warning in caught if "distributed_sampler_kwargs" in str(warning.message)]
+        )
+    return told
+
+
+def test_reads_of_the_number_of_processes_are_told_with_the_line() -> None:
+    first, second = harness.run(2, told_of_reads)
+    for name, told in zip(("torch.distributed.get_world_size()", "world_size"), first, strict=False):
+        rest = [text for text in told if not text.startswith("DistributedSampler")]
+        assert len(rest) == 1
+        assert rest[0].startswith(f"{name} is the number of processes, 2 ({__file__}:")
+    assert all(any(text.startswith("DistributedSampler of a data loader") for text in told) for told in first)
+    assert len(first[2]) == 1
+    assert second == [[], [], []]

@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from torch.random import fork_rng
 from lightning_gpp._compat.torch import BatchNorm
 from lightning_gpp.capture import Capture, slice_batch
 from lightning_gpp.capture.batch import cut_note, cut_of
+from lightning_gpp.capture.calls import joint_batch
 from lightning_gpp.capture.loss import loss_of, trained_loss
 from lightning_gpp.errors import GPPError, IndivisibleError, SelfCheckError
 from lightning_gpp.measure.memory import free_bytes
@@ -37,13 +39,16 @@ from lightning_gpp.stages.step import Invocation, StepRunner
 from lightning_gpp.stages.undivided import Captured, Undivided
 from lightning_gpp.training.checks.projections import differing, forget_vectors, norms, projections
 from lightning_gpp.training.checks.tolerances import TOLERANCES, least_precise
-from lightning_gpp.training.checks.undivided import CutComparison, difference, few_samples
+from lightning_gpp.training.checks.undivided import CutComparison, difference, few_samples, tried
+from lightning_gpp.training.checks.whole_check import given_arguments, unnoticed
 from lightning_gpp.training.control import Control
+from lightning_gpp.training.data.batches import outline
 from lightning_gpp.training.host import Job
 from lightning_gpp.training.planner import TRAINING
 from lightning_gpp.training.session import DATA_STREAM, Session
 from lightning_gpp.training.tensors.copies import silent_copy
 from lightning_gpp.training.tensors.parameters import Placement, bytes_of, place, tensors_of
+from lightning_gpp.training.whole.whole_step import capture_whole, check_whole
 from lightning_gpp.user_code import line_of
 
 log = logging.getLogger(__name__)
@@ -155,11 +160,12 @@ def self_check(job: Job, captured: Capture, plan: Plan, batch: Any, transport: T
             raise IndivisibleError(failure)
         actual, stages = _split(job, captured, plan, transport, part, samples)
     found = _compare(job, stages, expected, actual, TOLERANCES[least_precise(job, captured, expected.dtype)])
+    works = partial(_whole_works, job, plan, batch, expected.dtype)
     if warning and not found:
-        control.warn(warning)
+        control.warn(tried(warning, works))
     for text in told:
-        (job.host.inform if control.first else log.info)(text)
-    if verdict := _anywhere(control, found):
+        (job.host.inform if control.first else log.info)(tried(text, works))
+    if verdict := _anywhere(control, tried(found, works)):
         raise SelfCheckError(verdict)
     return combined
 
@@ -231,6 +237,27 @@ def _comparison(
         epsilon=torch.finfo(precision).eps,
         of_calls=job.whole,
     )
+
+
+def _whole_works(job: Job, plan: Plan, batch: Any, dtype: torch.dtype) -> bool:
+    """True if the step can run as a whole, and its network calls compute the same on micro-batches."""
+    if job.whole:
+        return False
+    job = replace(job, whole=True)
+    try:
+        check_whole(job.options)
+        captured, found = capture_whole(job, outline(batch))
+        used = {name for operator in captured.graph for name in (*operator.parameters, *operator.buffers)}
+        if job.control.num_devices > 1 and found.states & used:  # see check_states
+            return False
+        given = joint_batch(given_arguments(job, found, batch), captured.batch_size)
+        step = StepRunner(module=silent_copy(job.module, job.device), returns_loss=True, dims=captured.dims)
+        compared = _comparison(job, step, captured, plan, given, dtype)
+        with unnoticed(job):
+            return compared is None or compared.total <= compared.size or not compared.warning()
+    except Exception as error:  # refused, or user code on copies
+        log.info("strategy.step=whole was tried, and refused: %s", error)
+        return False
 
 
 def _split(

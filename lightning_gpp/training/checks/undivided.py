@@ -41,12 +41,15 @@ _ABSURD: Final = 10.0
 """A relative difference above which the gradient is near zero."""
 
 
+WHOLE: Final = "strategy.step=whole"
+UNCUT: Final = "strategy.num_micro_batches=1"
+"""Options that give the step, or also its network calls, undivided mini-batches."""
 _OFF: Final = "strategy.self_check=false ends this comparison."
 _DEPENDENT: Final = (
     "Samples depend on each other or do not count the same (a contrastive loss, a mean over unmasked tokens), the step "
     "or a module keeps state between its calls, or the batch is cut along a dimension that does not count samples (say "
-    "which by strategy.batch_dims). Give the step the undivided mini-batch by strategy.step=whole, and its modules, "
-    "too, by strategy.num_micro_batches=1; or divide the loss by the number of samples."
+    f"which by strategy.batch_dims). Give the step the undivided mini-batch by {WHOLE}, or divide the loss by the "
+    "number of samples."
 )
 _NORMALISES: Final = (
     "BatchNorm normalises each micro-batch by itself: use larger micro-batches (strategy.micro_batch_size), or a norm "
@@ -56,8 +59,7 @@ _NORMALISES: Final = (
 MIXED_DRAWS: Final = (
     "The training step draws random numbers that mix its samples (a permutation, as for mixup), so its loss in "
     "micro-batches was not compared with that of the same samples undivided (strategy.self_check). It draws anew for "
-    "each micro-batch, from the samples of that one; strategy.step=whole, or strategy.num_micro_batches=1, gives it "
-    "the undivided mini-batch."
+    f"each micro-batch, from the samples of that one; {WHOLE} gives it the undivided mini-batch."
 )
 
 
@@ -206,6 +208,11 @@ def few_samples(plan: Plan, batch: Any, batch_size: int, dims: BatchDims = GUESS
     return slice_batch(batch, 0, total, batch_size, dims), total, size
 
 
+def tried(message: str, works: Callable[[], bool]) -> str:
+    """The message, which names a step as a whole only if that `works` on this model, otherwise a single micro-batch."""
+    return message if WHOLE not in message or works() else message.replace(WHOLE, UNCUT)
+
+
 def difference(comparison: CutComparison, inform: Callable[[str], None] = log.info) -> str:
     """The warning of a comparison; empty if there is nothing to compare, or the step fails on few samples.
 
@@ -233,7 +240,7 @@ def _calls_differ(samples: int, size: int) -> str:
         f"The network calls of the step, which runs as a whole, have other results for {samples} samples at once than "
         f"for micro-batches of {size}: an argument has another number of rows than samples (several images per sample "
         "in one tensor), or a module combines samples. So this is not training on one device. "
-        f"strategy.num_micro_batches=1 leaves network calls undivided. {_OFF}"
+        f"{UNCUT} leaves network calls undivided. {_OFF}"
     )
 
 
@@ -244,5 +251,5 @@ def _no_means(names: Sequence[str]) -> str:
         f"{some(names, most=5)}, which the training step logs, {'are' if many else 'is'} no mean over samples. It runs "
         "once for each micro-batch, so the mean over micro-batches is logged, and not what one device logs. Training "
         "itself is that of one device. Log a metric object (self.log(name, self.metric)), whose state is that of all "
-        f"samples, or set strategy.step=whole. {_OFF}"
+        f"samples, or set {WHOLE}. {_OFF}"
     )

@@ -60,7 +60,7 @@ def given_arguments(job: Job, found: StepCalls, batch: Any) -> dict[str, CallArg
             return module(*args, **kwargs)
 
     answers, method = Answers(map(copied.get_submodule, found.arguments), answer), getattr(copied, TRAINING)
-    with _unnoticed(job), torch.enable_grad(), answers.given(), job.host.context(TRAINING)():
+    with unnoticed(job), torch.enable_grad(), answers.given(), job.host.context(TRAINING)():
         method(_kept(known_to_pytree(batch)), *step_arguments(method, 0))
     if missing := found.arguments.keys() - given.keys():
         raise CaptureError(f"the step does not call {sorted(missing)} for this mini-batch")
@@ -81,7 +81,7 @@ def _checked(known: Any, given: Any) -> Any:
     return given
 
 
-def _unnoticed(job: Job) -> ExitStack:
+def unnoticed(job: Job) -> ExitStack:
     """A context without gradients, output, logs, and communication with others; random streams are kept."""
     stack, device = ExitStack(), job.device
     stack.enter_context(undisturbed())

@@ -1,0 +1,223 @@
+"""Checks of steps as a whole run on the user's mini-batch, and messages name what was tried on the user's model."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_gpp.errors import ForeignTensorError
+from tests.strategy import harness
+
+STAGES = {"first": 1, "second": 0}
+
+
+def numbers(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+
+
+class Plain(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(4, 6), nn.Linear(6, 1)
+
+    def batch(self) -> Any:
+        return numbers(4, 4)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.second(self.first(batch).tanh()).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([each for each in self.parameters() if each.requires_grad], lr=0.1)
+
+
+class Prompt(Plain):
+    """A frozen network with a trained input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.requires_grad_(False)
+        self.prompt = nn.Parameter(torch.ones(4))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.second(self.first(batch * self.prompt).tanh()).square().mean()
+
+
+class Scale(Prompt):
+    """A frozen network with a trained parameter behind."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return (self.second(self.first(batch).tanh()) * self.prompt[:1]).square().mean()
+
+
+class Tokens(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(5, 4), nn.Linear(4, 1)
+
+    def forward(self, ids: Tensor, rows: Tensor) -> Tensor:
+        result: Tensor = self.head(self.embedding(ids).masked_scatter((ids == 1)[..., None], rows))
+        return result
+
+
+class Rows(Plain):
+    """Several rows of one tensor per sample; the values tell which are whose."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Tokens(), nn.Identity()  # type: ignore[assignment]
+
+    def batch(self) -> Any:
+        return {"ids": torch.tensor([[1, 2], [1, 1]]), "rows": numbers(3, 4)}
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.first(batch["ids"], batch["rows"]).square().mean()
+
+
+class Contrasts(Plain):
+    """A loss of all samples, of a network that computes each by itself."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        z = self.second(self.first(batch).tanh())
+        return (z - z.mean(0)).square().mean()
+
+
+class Logs(Plain):
+    """A sum over samples, means, and counts."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        result = self.second(self.first(batch).tanh())
+        self.log_dict({"loss": result.square().sum() / 4, "mean": result.mean(), "rows": float(len(batch))})
+        return result.square().sum() / 4
+
+
+KINDS = {kind.__name__: kind for kind in (Plain, Prompt, Scale, Rows, Contrasts, Logs)}
+
+
+def fit(strategy: Any, devices: int, kind: str) -> dict[str, Any]:
+    module = KINDS[kind]().double()
+    trainer = harness.trainer(strategy, devices, max_epochs=3)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(module, DataLoader([module.batch()], batch_size=None))
+    return {
+        "state": {name: value.clone() for name, value in module.state_dict().items() if not value.is_meta},
+        "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
+        "warned": [str(each.message) for each in caught if "strategy." in str(each.message)],
+    }
+
+
+def divided(rank: int, kind: str, settings: dict[str, Any]) -> dict[str, Any]:
+    stages = {"first.embedding": 1, "first.head": 0} if kind == "Rows" else STAGES
+    return fit(harness.strategy(**{"stages": stages, "num_micro_batches": 2, **settings}), 2, kind)
+
+
+def check(kind: str, settings: dict[str, Any]) -> list[str]:
+    """The warnings of a run that trains as one process does."""
+    found, _ = harness.run(2, divided, kind, settings)
+    expected = fit("auto", 1, kind)
+    assert found["metrics"] == pytest.approx(expected["metrics"], rel=1e-12)
+    for name, value in found["state"].items():
+        torch.testing.assert_close(value, expected["state"][name], rtol=1e-12, atol=1e-13)
+    return list(found["warned"])
+
+
+@pytest.mark.parametrize(("kind", "settings"), [("Prompt", {}), ("Scale", {}), ("Scale", {"step": "whole"})])
+def test_parameters_outside_of_a_frozen_network_are_trained(kind: str, settings: dict[str, Any]) -> None:
+    check(kind, settings)
+
+
+def test_rows_of_samples_are_never_silently_wrong_and_the_named_remedy_works() -> None:
+    for settings in ({}, {"step": "whole"}):
+        (found, _) = harness.run(2, divided, "Rows", settings)
+        (text,) = found["warned"]
+        assert "strategy.num_micro_batches=1" in text
+        assert "strategy.step=whole" not in text
+        assert not check("Rows", {**settings, "num_micro_batches": 1})
+
+
+def test_a_step_as_a_whole_is_named_where_it_works() -> None:
+    (found, _) = harness.run(2, divided, "Contrasts", {})
+    (text,) = found["warned"]
+    assert "strategy.step=whole" in text
+    assert not check("Contrasts", {"step": "whole"})
+
+
+def test_logged_sums_are_those_of_the_mini_batch() -> None:
+    assert not check("Logs", {"loss_reduction": "sum"})
+
+
+class Poisoned(Plain):
+    """A hook that drops gradients if one is not finite, as forums pass it on."""
+
+    drops = True
+
+    def batch(self) -> Any:
+        return numbers(4, 4)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) * (float("nan") if self.global_step == 1 else 1.0)
+
+    def on_after_backward(self) -> None:
+        if self.drops and any(each.grad.isnan().any() for each in self.parameters() if each.grad is not None):
+            self.zero_grad()
+
+
+class Dropped(Poisoned):
+    drops = False
+
+
+KINDS.update(Poisoned=Poisoned, Dropped=Dropped)
+
+
+def refused(rank: int) -> str:
+    with pytest.raises(ForeignTensorError) as caught:
+        divided(rank, "Poisoned", {})
+    return str(caught.value)
+
+
+def test_a_hook_that_drops_gradients_is_told_of_the_option_that_does() -> None:
+    assert all("strategy.on_nonfinite=skip" in text for text in harness.run(2, refused))
+    found, _ = harness.run(2, divided, "Dropped", {"on_nonfinite": "skip"})
+    for name, value in found["state"].items():
+        torch.testing.assert_close(value, fit("auto", 1, "Poisoned")["state"][name], rtol=1e-12, atol=1e-13)
+
+
+class Routed(pl.LightningModule):
+    """Mixtral with the loss of its routers, which transformers computes over the tokens of all samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        transformers = pytest.importorskip("transformers")
+        torch.manual_seed(0)
+        sizes = {"vocab_size": 30, "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 2}
+        heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_local_experts": 4}
+        kinds = {"output_router_logits": True, "attn_implementation": "eager", "experts_implementation": "eager"}
+        self.model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes, **heads, **kinds))
+
+    def batch(self) -> Any:
+        return torch.randint(0, 30, (4, 9), generator=torch.Generator().manual_seed(3))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss: Tensor = self.model(input_ids=batch, labels=batch).loss
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+KINDS["Routed"] = Routed  # type: ignore[assignment]
+
+
+def test_a_step_as_a_whole_is_not_named_for_a_model_that_refuses_it() -> None:
+    (found, _) = harness.run(2, divided, "Routed", {"stages": None, "num_pipelines": 1})
+    (text,) = found["warned"]
+    assert "strategy.num_micro_batches=1" in text
+    assert "strategy.step=whole" not in text
+    assert not check("Routed", {"stages": None, "num_pipelines": 1, "num_micro_batches": 1})
