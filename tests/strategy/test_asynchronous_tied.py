@@ -22,7 +22,6 @@ STAGES = [
     {"name": "turned", "modules": ["turned"], "devices": [1]},
     {"name": "last", "modules": ["last", "@step"], "devices": [0]},
 ]
-EXACT = 1e-12
 POLICIES = ["stash", "predicted"]
 
 
@@ -93,7 +92,7 @@ def test_shared_weights_train_as_with_the_same_delays_on_one_device_and_resume(t
     results = harness.run(3, interrupted, str(tmp_path))
     for number, policy in enumerate(POLICIES):
         (losses, state), (rest, end) = results[0][number]
-        assert losses == pytest.approx(expected[number][0], rel=EXACT), policy
+        assert losses == pytest.approx(expected[number][0], rel=1e-12), policy
         assert rest == losses[4:], policy
         for name, value in expected[number][1].items():
             assert torch.allclose(torch.tensor(state[name]), torch.tensor(value), rtol=1e-10), (policy, name)
