@@ -91,7 +91,7 @@ def refusal(name: str, value: object, allowed: str) -> ConfigError:
 
 
 Problems = Mapping[str, tuple[bool, str]]
-"""By option whether it is given as it does not go together with something; the reason, and the remedy."""
+"""Pairs by option: True if it is given as it does not go together with something, and the reason with the remedy."""
 
 
 def refuse_beside(beside: str, options: Any, problems: Problems) -> None:

@@ -294,7 +294,7 @@ def first_training_batch(
     loaders, form = pytree.tree_flatten(trainer.train_dataloader)
     moved = any(map(is_moved, loaders))
     fetched = _first_fetched(loop._data_fetcher, moved)
-    if peek is None:
+    if peek is None or not loaders:
         return None
     if moved or loop._data_fetcher.length is None:
         clone = partial(pytree.tree_map_only, torch.Tensor, torch.Tensor.clone)  # hooks may change it in place

@@ -1,4 +1,4 @@
-"""What forwards and the step read in attributes of modules, by which a capture is known: its fingerprint.
+"""Reads of attributes of modules by forwards and the step: the fingerprint by which a capture is known.
 
 A forward that is cut runs with the values that it had when it was captured. Forwards that keep state there are refused.
 """
@@ -68,7 +68,7 @@ class AttributeReads:
 
     @property
     def in_forward(self) -> bool:
-        """Whether a forward runs, and not the step itself."""
+        """True while a forward runs, and not the step itself."""
         return self._recorder.scope != -1
 
     def read(self, path: str, name: str, value: Any) -> None:

@@ -21,7 +21,7 @@ class Unread:
     """Stands for an iterator or file in a copy of a module, and refuses to be read. `name`: that of the attribute."""
 
     def __init__(self, name: str) -> None:
-        self._name = name
+        self.named_here = name
 
     def __iter__(self) -> Any:
         return self.__getattr__("__iter__")
@@ -30,14 +30,14 @@ class Unread:
         return self.__getattr__("__next__")
 
     def __getattr__(self, method: str) -> Any:
-        if method == "_name":  # while it is copied
+        if method == "named_here":  # while it is copied
             raise AttributeError(method)
         if method in _DROPPED:
             return _dropped
         raise CaptureError(
-            f"The step reads {self._name!r}, an iterator or open file that the module keeps. Set-up runs the step on a "
-            "copy of the module, so training would start with later items. Let the data have its samples (Lightning's "
-            "CombinedLoader), or read them in on_train_batch_start and keep what was read in an attribute."
+            f"The step reads {self.named_here!r}, an iterator or open file that the module keeps. Set-up runs the step "
+            "on a copy of the module, so training would start with later items. Let the data have its samples "
+            "(Lightning's CombinedLoader), or read them in on_train_batch_start and keep what was read in an attribute."
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Unread:

@@ -21,6 +21,7 @@ from typing import Any, Final
 
 import torch
 
+from lightning_gpp._compat.lightning_module import RUN
 from lightning_gpp.failure.processes import say
 from lightning_gpp.user_code import is_user_code
 
@@ -28,8 +29,6 @@ RELIEF: Final = 4.0
 """Seconds after which a rank that does something else goes on: an error that ends it has been reported by then."""
 STUCK: Final = 10.0
 """Seconds without a move after which ranks that wait for each other are stuck: numbers between them arrive at once."""
-_RUN: Final = "_run_stage"
-"""The function of Lightning's trainer around everything that all ranks do: what called it is no call of one rank."""
 _TORCH: Final = str(Path(torch.__file__).parent)
 _COLLECTIVES: Final = tuple(
     str(Path(_TORCH, "distributed", file)) for file in ("distributed_c10d.py", "_functional_collectives.py")
@@ -207,7 +206,7 @@ def _standstill(frame: FrameType, wait: Wait | None) -> Standstill | None:
         return None
     ranks = () if wait is None else wait.ranks
     what = "" if wait is None else f"waiting for {wait.what}"
-    end = next((n for n, each in enumerate(frames) if each.f_code.co_name == _RUN), len(frames))
+    end = next((n for n, each in enumerate(frames) if each.f_code.co_name == RUN), len(frames))
     user = next((n for n, each in enumerate(frames[:end]) if _is_of_user(each.f_code.co_filename)), None)
     if user is None or not calls:
         return Standstill(call=calls[-1] if calls else "", ranks=ranks, what=what)

@@ -109,7 +109,7 @@ def _specs_of_step(step: UserStep) -> Mapping[str | Ref, TensorSpec]:
 
 
 def _values_of_step(step: UserStep) -> Iterator[list[Any]]:
-    """What modules get, where the step compares it with the capture, and what they return."""
+    """The values that modules get, where the step compares them with the capture, and those that they return."""
     yield from ([value if is_frozen(value) else ... for value in values] for values in step.arguments.values())
     yield from (leaves for leaves, _ in step.results.values())
 

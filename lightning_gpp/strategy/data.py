@@ -69,7 +69,7 @@ class ShadowLoader:
             if hasattr(loader, name):
                 setattr(self, name, getattr(loader, name))
         batch_sampler = getattr(loader, "batch_sampler", None)
-        if batch_sampler is not None and hasattr(batch_sampler, "seen_batch_indices"):
+        if batch_sampler is not None:
             batch_sampler.seen_batch_indices = []  # which prediction writers read; it is never iterated here
 
     def __len__(self) -> int:

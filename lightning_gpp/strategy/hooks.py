@@ -1,4 +1,4 @@
-"""What surrounds the hooks of module and callbacks during a run, so that they may run on every rank."""
+"""Surroundings of the hooks of module and callbacks during a run, so that they may run on every rank."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ class StepGradients:
             ConfigError: a hook of the module has not zeroed the others.
         """
         for parameter, gradient in self._aside:
-            if parameter.grad is not None and bool(parameter.grad.any()):
+            if parameter.grad is not None and not parameter.is_meta and bool(parameter.grad.any()):
                 raise ConfigError(
                     f"{type(self._trainer.lightning_module).__name__}.optimizer_zero_grad has left gradients, to which "
                     "those of the next mini-batch would be added. Zero all of them, and sum over mini-batches by "

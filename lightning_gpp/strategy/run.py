@@ -15,6 +15,7 @@ from torch.nn.utils import clip_grad_value_
 from torch.optim import Optimizer
 
 from lightning_gpp._compat import lightning as _compat
+from lightning_gpp._compat.lightning_loop import install_skipping
 from lightning_gpp.capture.batch import samples_in
 from lightning_gpp.checkpoints.stored import StoredValues
 from lightning_gpp.errors import CheckpointError, GPPError
@@ -163,6 +164,8 @@ class Run:
         check_copies(self.job.parallel, copies)
         for copied in copies:
             self.steps.engine.divide(copied)
+        if self.job.whole and self.control.num_processes > 1 == self.control.num_pipelines:
+            install_skipping(self.trainer)
 
     def _set_up_evaluation(self, step: str, batch: Any) -> Engine:
         return set_up(self.job, self.incoming, batch, step=step, num_steps=self._num_steps)

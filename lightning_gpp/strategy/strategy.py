@@ -64,7 +64,7 @@ class GPPStrategy(RanksStrategy):
         self._known: Plan | None = None
         self._resumed: dict[str, Any] = {}
         self._stored: StoredValues | None = None
-        self._accumulating = self._skips = False
+        self._accumulating = False
         self._parallel: TensorParallel | None = None
         self._divided_on: Mesh | None = None
 
@@ -222,18 +222,8 @@ class GPPStrategy(RanksStrategy):
         steps = self._steps
         if steps.whole:
             with self._training.whole_step():
-                return self._unless_skipped(super().training_step(*args, **kwargs))
+                return super().training_step(*args, **kwargs)
         return steps.train([*args, *kwargs.values()], last=not self._accumulating)
-
-    def _unless_skipped(self, result: Any) -> Any:
-        """What a step as a whole returned; for None, which skips the mini-batch, a loss without a backward.
-
-        Lightning refuses None on several processes, as others could go on: so could other pipelines.
-        """
-        module = self.lightning_module
-        automatic = module is not None and module.automatic_optimization
-        self._skips = result is None and automatic and self._running.control.num_processes > 1 == self.num_pipelines
-        return torch.zeros((), device=self.root_device) if self._skips else result
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """The result of the user's step on the rank that runs it; a step as a whole runs on all ranks."""
@@ -252,8 +242,6 @@ class GPPStrategy(RanksStrategy):
         module = self.lightning_module
         if module is None:
             raise ConfigError("The strategy has no module; use trainer.fit(model).")
-        if self._skips:
-            return closure_loss
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
         if self._steps.whole:
             with self._training.complete_gradients():

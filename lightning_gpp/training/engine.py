@@ -90,6 +90,7 @@ class Engine(DividedStates):
             sessions,
             self._runner,
             whole,
+            self._door,
             as_whole=as_whole - {TRAINING},
             training=self._feed,
             num_steps=lambda: self.num_steps,

@@ -4,25 +4,23 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Final
+from typing import Any
 
 from lightning_gpp.errors import CaptureError, GPPError, NoNetworkError, PlanError, ShapeError
 from lightning_gpp.training.data.batches import outline
 from lightning_gpp.training.data.incoming import Incoming
 from lightning_gpp.training.data.segments import Feed, Segments
-from lightning_gpp.training.runner import Runner, combined
+from lightning_gpp.training.runner import Runner, combined, on_one_rank
 from lightning_gpp.training.session import Session
 from lightning_gpp.training.sessions import Sessions
+from lightning_gpp.training.tensors.gathered import Door
 from lightning_gpp.training.whole.whole_step import WholeStep, capture_whole, may_evaluate_whole, why_whole
+from lightning_gpp.wording import sentence
 
 log = logging.getLogger(__name__)
 
 _CANNOT_BE_CUT = (CaptureError, ShapeError, PlanError)
 """Errors of steps that cannot run on micro-batches, or that go through stages more than once."""
-_DOOR: Final = (
-    "Nor can it run as a whole. What calls the network as often as values say (generate) goes into a hook such as "
-    "on_validation_epoch_end, inside of `with lightning_gpp.summon_full_params(self):`, which all ranks open."
-)
 
 
 class EvaluationPass:
@@ -72,6 +70,7 @@ class EvaluationSteps:
         sessions: makes the sessions of steps on micro-batches.
         runner: runs mini-batches on micro-batches.
         whole: runs steps as a whole.
+        door: gives the rank of the step the values of others.
         as_whole: names of the steps that run as a whole from the beginning.
         training: the feed of training, whose mini-batches are not those of an evaluation.
         num_steps: returns the number of mini-batches trained so far.
@@ -85,6 +84,7 @@ class EvaluationSteps:
         sessions: Sessions,
         runner: Runner,
         whole: WholeStep,
+        door: Door,
         *,
         as_whole: Iterable[str],
         training: Feed,
@@ -93,6 +93,7 @@ class EvaluationSteps:
         self._job, self._layout, self._incoming = sessions.job, sessions.layout, sessions.incoming
         self._runner, self._whole, self._as_whole = runner, whole, {*as_whole}
         self._training, self._num_steps = training, num_steps
+        self._door, self._borrowing = door, set[str]()
         self.under_way: EvaluationPass | None = None
 
     def runs_whole(self, step: str) -> bool:
@@ -108,6 +109,8 @@ class EvaluationSteps:
         """Run a step on a mini-batch, which was announced, or is on all ranks for a step as a whole."""
         if self.runs_whole(step):
             return self._run_whole(step, arguments)
+        if step in self._borrowing:
+            return self._run_borrowing(step, arguments)
         current = self._current()
         try:
             session = self._runner.session(step, arguments)
@@ -118,10 +121,13 @@ class EvaluationSteps:
         self.end()
         if not may_evaluate_whole(self._job.options, self._layout.plan):
             raise refused
-        if (shared := self._whole_from_now_on(step, arguments, refused)) is None:
-            refused.args = (f"{refused} {_DOOR}",)
+        if (shared := self._whole_from_now_on(step, arguments, refused)) is not None:
+            return self._run_whole(step, shared)
+        if self._door.is_locked or self._job.control.num_devices == 1:
             raise refused
-        return self._run_whole(step, shared)
+        self._borrowing.add(step)
+        self._job.control.warn(_why_borrowing(step, refused))
+        return self._run_borrowing(step, arguments)
 
     def _run_cut(self, session: Session, current: EvaluationPass, arguments: Sequence[Any]) -> Any:
         if session.streams:
@@ -164,6 +170,15 @@ class EvaluationSteps:
             return False
         return True
 
+    def _run_borrowing(self, step: str, arguments: Sequence[Any]) -> Any:
+        """Run a step on its rank, which gets the values of the others for that."""
+        job = self._job
+        with self._door.to_first(), on_one_rank():
+            if not job.control.runs_step:
+                return None
+            with job.host.around(step)(self._incoming.batch_size):
+                return getattr(job.module, step)(*arguments)
+
     def _run_whole(self, step: str, arguments: Sequence[Any]) -> Any:
         with self._whole.running(self._num_steps()), self._job.host.context(step)():
             return getattr(self._job.module, step)(*arguments)
@@ -174,3 +189,12 @@ class EvaluationSteps:
         if self.under_way is None:
             self.under_way = EvaluationPass(self._incoming, self._num_steps())
         return self.under_way
+
+
+def _why_borrowing(step: str, refused: GPPError) -> str:
+    name, reason = step.replace("_", " "), sentence(getattr(refused, "reason", "") or refused)
+    return (
+        f"The {name} runs on the first device, to which the others send the values of their parameters for each "
+        f"mini-batch, because it can run neither on micro-batches nor as a whole (docs/lightning.md). {reason} That "
+        "device needs memory for the undivided module."
+    )

@@ -146,7 +146,7 @@ class Sessions:
         return True
 
     def _shared(self, batch: Any, changed: Mapping[Attribute, Any]) -> tuple[Any, Mapping[Attribute, Any], bool]:
-        """What a capture depends on, on all ranks: the mini-batch without memory, the attributes that have changed, and
+        """Share all that a capture depends on: the mini-batch without memory, the attributes that have changed, and
         whether the mini-batch has other values than those on which captures of its form depend.
         """
         control, incoming = self.job.control, self.incoming

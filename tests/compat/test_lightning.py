@@ -19,6 +19,7 @@ from torchmetrics import MeanMetric
 
 from lightning_gpp._compat import lightning as compat
 from lightning_gpp._compat import lightning_module
+from lightning_gpp._compat.lightning_loop import install_skipping
 
 QUIET: dict[str, Any] = {
     "accelerator": "cpu",
@@ -73,6 +74,26 @@ def fit(module: L.LightningModule, data: Any = None, **hooks: Callable[[L.Traine
 
 
 # --- optimization
+
+
+class Skips(Line):
+    """Skips the first of two mini-batches, as two processes that do the same may."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx) if batch_idx else None
+
+    def on_train_batch_end(self, outputs: Any, *_: Any) -> None:
+        self.events.append(bool(outputs))
+
+
+def test_install_skipping(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(L.Trainer, "world_size", 2)
+    with pytest.raises(RuntimeError, match="returning `None`"):
+        fit(Skips())
+    module = Skips()
+    fit(module, on_train_start=install_skipping)
+    assert module.events == [False, True]
+    assert module.weight.item() == -1.0
 
 
 # --- data
@@ -472,3 +493,7 @@ def test_lightning_state() -> None:
 
     own = {name for name in vars(Module()).keys() - vars(nn.Module()).keys() if name.startswith("_")}
     assert own - {"_hparams"} == lightning_module.LIGHTNING_STATE
+
+
+def test_run() -> None:
+    assert callable(getattr(L.Trainer, lightning_module.RUN))

@@ -46,7 +46,7 @@ from lightning_gpp.planning.problem.partitioner import Answer, SearchControl, re
 from lightning_gpp.planning.problem.problem import Array, Problem
 
 Level = tuple[int, float]
-"""How many groups of the level below form one, and bytes per second between them."""
+"""The number of groups of the level below that form one, and bytes per second between them."""
 
 Placed = list[tuple[int, int, tuple[int, ...]]]
 """Stages from first to last: start, stop, devices. The last stage is on device 0."""

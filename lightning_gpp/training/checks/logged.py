@@ -63,7 +63,7 @@ class Logged:
 
 
 def other_reductions(whole: Logged, parts: Logged, near: Near) -> dict[str, str]:
-    """How values of micro-batches are combined, by name, where it is not as those of batches are.
+    """Combinations of values of micro-batches, by name, where they are not those of batches.
 
     A logged mean may be a sum over samples (zeros are both, and stay means). Another reduction may be meant over
     batches only; a plain number that is zero everywhere counts as one: it was not computed from samples.

@@ -137,11 +137,23 @@ class Foreign(Tensor):
             made.from_gradient = from_gradient
             return made
 
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            _draw(func, leaves, structure)
         given, named = pytree.tree_unflatten(outlines, structure)
         result = pytree.tree_map(answer, func(*given, **named))
         if name in ("detach", "alias"):
             result.gradient_of = foreign[0].gradient_of
         return result
+
+
+def _draw(func: Any, leaves: Sequence[Any], structure: Any) -> None:
+    """Draw the random numbers that an operator draws elsewhere: where ranks share a stream, it goes on alike."""
+    made = [
+        torch.empty(leaf.shape, dtype=leaf.dtype, device=leaf.device) if isinstance(leaf, Foreign) else leaf
+        for leaf in leaves
+    ]
+    given, named = pytree.tree_unflatten(made, structure)
+    func(*given, **named)
 
 
 def foreign_like(tensor: Tensor, device: torch.device, origins: Sequence[Whereabouts]) -> Foreign:
