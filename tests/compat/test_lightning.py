@@ -88,7 +88,7 @@ class Skips(Line):
 
 def test_install_skipping(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(L.Trainer, "world_size", 2)
-    with pytest.raises(RuntimeError, match="returning `None`"):
+    with pytest.raises(RuntimeError, match="by returning None in distributed training"):
         fit(Skips())
     module = Skips()
     fit(module, on_train_start=install_skipping)
