@@ -86,6 +86,7 @@ class Skips(Line):
         self.events.append(bool(outputs))
 
 
+@pytest.mark.filterwarnings("ignore:`training_step` returned")
 def test_install_skipping(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(L.Trainer, "world_size", 2)
     with pytest.raises(RuntimeError, match="by returning None in distributed training"):
