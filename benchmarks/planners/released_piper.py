@@ -142,7 +142,7 @@ class Profile:
         """The graph of layers."""
         graph = nx.DiGraph()
         graph.add_nodes_from(range(len(self.names)))
-        graph.add_edges_from((entry.src, entry.dst) for entry in self.carried)
+        graph.add_edges_from((entry.src, dst) for entry in self.carried for dst in entry.dsts)
         return graph
 
 
