@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.planners import ablation, calibrate, case_study, optimality
+from benchmarks.planners import calibrate, case_study, optimality
 from benchmarks.planners.common import Hardware, run
 from benchmarks.planners.paper import BATCH_SIZES, NUM_DEVICES
 from benchmarks.workloads import graph
@@ -63,8 +63,3 @@ def test_sections_of_optimality_on_a_few_problems() -> None:
     ):
         *_, line = section(4, 1.0)
         assert "NOT" not in line
-
-
-def test_the_parts_that_an_ablation_switches_off_exist() -> None:
-    switches = [(owner, name) for patches in ablation.PARTS.values() for owner, name, _ in patches]
-    assert all(hasattr(owner, name) for owner, name in switches)

@@ -1,4 +1,4 @@
-"""Graphs from files of this library, and from tiny profiles of the published forms."""
+"""Graphs from files."""
 
 import json
 import re
@@ -7,28 +7,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks.planners.piper_profile import read_profile
-from lightning_gpp.costs.measured import OperatorSeconds
 from lightning_gpp.errors import PlanError
-from lightning_gpp.graph import Affine
-from lightning_gpp.plan import STEP
-from lightning_gpp.planning.assignment.modules import DATA
 from lightning_gpp.planning.graph_file import read_graph
 from tests.planning import graphs
-
-PIPER = """{"maxMemoryPerDevice": 8e10, "maxDevices": 4, "bandwidth": 25e9, "mbsInBatch": 8,
-"nodes": [
- {"id": 7, "name": "head.out", "TMPCs": {"1": [
-   {"id": "activation recomp", "timePerSample": 8, "parameterSize": 400, "memoryUsageA": 1, "memoryUsageB": 900},
-   {"id": "vanilla", "timePerSample": 6, "parameterSize": 400, "memoryUsageA": 50, "memoryUsageB": 800}]}},
- {"id": 0, "name": "tokens", "TMPCs": {"1": [
-   {"id": "vanilla", "timePerSample": 0, "parameterSize": 0, "memoryUsageA": 0, "memoryUsageB": 0}]}},
- {"id": 1, "TMPCs": {"1": [
-   {"id": "vanilla", "timePerSample": 3, "parameterSize": 0, "memoryUsageA": 30, "memoryUsageB": 0}]}},
- {"id": 2, "name": "head_out", "TMPCs": {"1": [
-   {"id": "vanilla", "timePerSample": 3, "parameterSize": 80, "memoryUsageA": 20, "memoryUsageB": 160}]}}],
-"edges": [{"sourceId": 0, "destId": 1, "communicationCost": 16}, {"sourceId": 1, "destId": 7, "communicationCost": 30},
- {"sourceId": 2, "destId": 7, "communicationCost": 20}]}"""
 
 
 def write(folder: Path, content: Any) -> Path:
@@ -41,37 +22,6 @@ def test_own_graphs_come_back_as_they_were(tmp_path: Path) -> None:
     graph = graphs.two_towers()
     again = read_graph(write(tmp_path, graph.to_json()))
     assert json.loads(again.to_json()) == json.loads(graph.to_json())
-
-
-def test_piper(tmp_path: Path) -> None:
-    graph, costs = read_profile(write(tmp_path, PIPER))
-    assert [operator.name for operator in graph] == [
-        "tokens",
-        "node1",
-        "data.head_out_2",
-        "head_out_2",
-        "head_out",
-        "step",
-    ]
-    assert [operator.module for operator in graph] == [DATA, "node1", DATA, "head_out_2", "head_out", STEP]
-    assert [o.outputs[0].bytes(2) for o in graph if o.outputs] == [32, 60, 0, 40, 0]
-    assert sorted(graph.nx.edges) == [
-        ("data.head_out_2", "head_out_2"),
-        ("head_out", "step"),
-        ("head_out_2", "head_out"),
-        ("node1", "head_out"),
-        ("tokens", "node1"),
-    ]
-    assert graph["head_out"].saved_bytes == Affine(50)
-    assert graph.parameter_bytes == {"head_out_2.weight": 80, "head_out.weight": 400}
-    assert costs is not None
-    assert list(costs.operators) == [operator.name for operator in graph]
-    assert costs.operators["head_out"].forward.at(3) == pytest.approx(6e-3)
-    assert costs.operators["head_out"].input_gradient.at(1) == pytest.approx(2e-3)
-    assert costs.operators["head_out"].weight_gradient.at(1) == pytest.approx(2e-3)
-    assert costs.operators["node1"].backward.at(1) == costs.operators["node1"].input_gradient.at(1)
-    assert costs.operators["head_out_2"].weight_gradient == costs.operators["head_out_2"].backward
-    assert costs.operators["tokens"] == OperatorSeconds()
 
 
 def changed(text: str, old: str, new: str) -> str:

@@ -14,8 +14,8 @@ both directions, and of reducing its gradients. A stage may span branches, but t
 * If the problem leaves it open, a stage recomputes its activations if they do not fit. Piper decides this for each
   layer; here entire stages recompute. The last stage never does.
 * d divides the micro-batch, which the replicas share here; in Piper they take turns.
-* With the release's own costs, which have neither difference, the search finds the release's optimum on its inputs
-  (`benchmarks/planners/released_piper.py`).
+* With the release's own costs, which have neither difference, the search found the release's optimum on its inputs
+  (benchmarks/results/planners.md).
 * Links: Piper knows one bandwidth, here that of the slowest level. Gradients are reduced in a ring, 2(d - 1)/d of the
   bytes, as in the simulation; the release counts the 4(d - 1)/d of a parameter server.
 * Graphs with more than MAX_DOWNSETS downsets are refused, as in the release.
