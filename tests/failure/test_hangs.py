@@ -21,7 +21,7 @@ from tests.failure.test_fit import WORLD_SIZE, fault, fit_as_torchrun_would
     ("rank", "phase"), [(1, "steady"), pytest.param(0, "validation", marks=pytest.mark.acceptance)]
 )
 def test_a_hang_in_user_code_names_its_line(tmp_path: Path, rank: int, phase: str) -> None:
-    arguments = (str(tmp_path), fault("hang", rank, phase) | {"TIMEOUT": "4"})
+    arguments = (str(tmp_path), fault("hang", rank, phase) | {"TIMEOUT": "10"})
     with processes_running(tmp_path, WORLD_SIZE, fit_as_torchrun_would, *arguments) as running:
         running.wait(50)
     assert all(running.codes), running.codes
