@@ -76,7 +76,7 @@ def build(captured: Any, plan: Plan, module: nn.Module) -> Pipeline:
     """Build the stages of a plan from the modules of `module`.
 
     Args:
-        captured: the `Capture` or `Declared` that the plan was made for.
+        captured: the `Capture` or `Undivided` that the plan was made for.
         plan: the plan, which names the modules of each stage.
         module: the module that was captured, or a copy of it.
 

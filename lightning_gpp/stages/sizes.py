@@ -161,6 +161,11 @@ def _of_stage(stage: CapturedStage) -> Iterator[float]:
         yield from _of_spec(made.spec)
 
 
+def _written(literal: str, number: int) -> str:
+    """A literal for a number; the same text for the same number, because it may stand in a text."""
+    return literal if int(literal) == number else str(number)
+
+
 def _shaped(stage: CapturedStage) -> dict[str, Shaped]:
     return {name: value for name, value in stage.code.__globals__.items() if isinstance(value, Shaped)}
 
@@ -194,7 +199,7 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def _resized_stage(stage: CapturedStage, step: UserStep, numbers: Iterator[float]) -> CapturedStage:
-    source = _LITERAL.sub(lambda _: str(int(next(numbers))), stage.source)
+    source = _LITERAL.sub(lambda found: _written(found[0], int(next(numbers))), stage.source)
     made = {name: Shaped(_with(each.spec, numbers)) for name, each in _shaped(stage).items()}
     other = copy(stage)
     other.step = None if stage.step is None else step

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -17,7 +18,7 @@ from lightning_gpp.errors import PlanError
 from lightning_gpp.plan import Plan
 from lightning_gpp.runtime.executor import Executor
 from lightning_gpp.runtime.random import RandomStreams, undisturbed
-from lightning_gpp.runtime.stage import MicroBatch, StageWrapper
+from lightning_gpp.runtime.stage import MicroBatch, StageModule, StageWrapper
 from lightning_gpp.runtime.transport import Transport
 from lightning_gpp.runtime.weights import Weights
 from lightning_gpp.runtime.weights.context import weights_of
@@ -34,6 +35,8 @@ from lightning_gpp.training.options import Context
 from lightning_gpp.training.planner import TRAINING
 from lightning_gpp.training.tensors.parameters import Placement
 from lightning_gpp.training.tensors.replicas import Layout, Replicas
+
+log = logging.getLogger(__name__)
 
 DATA_STREAM = -1
 """The stage number under which the user's step draws its random numbers."""
@@ -91,13 +94,13 @@ class Session:
         check_placement(self.pipeline, plan, placement, capture.step)
         self._job, self._control, self._transport = job, job.control, transport
         self._streams = RandomStreams(job.seed, job.device)
-        self.slots = self.pipeline.slots
-        context, stages = job.host.context(capture.step), list(self.pipeline.stages)
+        stages: Sequence[StageModule] = self.pipeline.stages
         if job.parallel is not None:
             states = [(*p, *b) for p, b in zip(self.pipeline.parameters, self.pipeline.buffers, strict=True)]
             stages = job.parallel.stages(stages, states, module)
-        self._stages = [InContext(stage, context) for stage in stages]
+        self._stages = self._in_context(stages)
         self._executors: dict[tuple[int, bool], Executor] = {}
+        self._programs: dict[tuple[int, bool], Program] = {}
         self._meetings: dict[int, int] = {}
         self.latest: Executor | None = None
         self._replicas = replicas
@@ -105,11 +108,14 @@ class Session:
 
     def resized(self, pipeline: Pipeline) -> Session:
         """The same session for mini-batches of other sizes, with a pipeline that differs in numbers alone."""
-        other, context = copy(self), self._job.host.context(self.capture.step)
-        other.pipeline, other.slots = pipeline, pipeline.slots
-        other._stages = [InContext(stage, context) for stage in pipeline.stages]
+        other = copy(self)  # with the same programs, which know no sizes of tensors
+        other.pipeline, other._stages = pipeline, self._in_context(pipeline.stages)
         other._executors, other.latest = {}, None
         return other
+
+    def _in_context(self, stages: Sequence[StageModule]) -> list[InContext]:
+        context = self._job.host.context(self.capture.step)
+        return [InContext(stage, context) for stage in stages]
 
     def executor(self, batch_size: int, together: bool = True) -> Executor:
         """The executor for mini-batches of this size, cached. `together`: with collectives."""
@@ -119,12 +125,14 @@ class Session:
         return self._executors[key]
 
     def _made(self, batch_size: int, together: bool) -> Executor:
-        control, replicas = self._control, self._replicas
+        control, replicas, key = self._control, self._replicas, (batch_size, together)
+        if key not in self._programs:
+            self._programs[key] = self._program(batch_size, together)
         return Executor(
-            self._program(batch_size, together),
+            self._programs[key],
             control.device,
             stages=self._stages,
-            slots=self.slots,
+            slots=self.pipeline.slots,
             transport=self._transport,
             source=self.pipeline.source if control.runs_step else None,
             torch_device=self._job.device,
@@ -180,10 +188,13 @@ class Session:
         `batch` and `invoke` are used only on the rank that runs the step.
         """
         together = self._agreed(batch_size)
+        first = not self._executors
         executor = self.latest = self.executor(batch_size, together)
         whole = nullcontext() if together or self._replicas is None else self._replicas.gathered(self.training)
         with self._begun(batch, invoke, batch_size, step) as user_step, whole:
             executor.run(loss_weight=loss_weight, step=step)
+            if first:
+                self._tell_not_split(executor)
             return sorted(user_step.outputs, key=lambda output: output[0].start)
 
     @contextmanager
@@ -249,6 +260,14 @@ class Session:
         if self._control.runs_step:
             for number in batches:
                 self.pipeline.step.close(number % (1 + executor.program.lead))
+
+    def _tell_not_split(self, executor: Executor) -> None:
+        """Log which of this rank's backwards the schedule splits in vain."""
+        for stage, reason in executor.not_split.items():
+            log.warning(
+                "strategy.schedule=%s splits backwards, but that of stage %r runs as one: %s.",
+                *(self.plan.schedule, self.plan.stages[stage].name, reason),
+            )
 
     def weights_of(self, batch_size: int, optimizers: Callable[[], Sequence[Optimizer]]) -> Weights:
         """The weights of this rank's stages, with their use in the program for mini-batches of `batch_size` samples."""

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch import Tensor
 from torchmetrics import MeanMetric, SumMetric
 
 from tests.strategy import harness
@@ -84,40 +83,7 @@ class Sums(TwoTowers):
         return loss, logits
 
 
-class Tokens(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding, self.head = nn.Embedding(5, 4), nn.Linear(4, 1)
-
-    def forward(self, ids: Tensor, rows: Tensor) -> Tensor:
-        result: Tensor = self.head(self.embedding(ids).masked_scatter((ids == 1)[..., None], rows))
-        return result
-
-
-class Rows(TwoTowers):
-    """Several rows of one tensor per sample; the values tell which are whose."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.left = Tokens()
-
-    def loss(self, batch: Any) -> tuple[Tensor, Tensor]:
-        found = self.left(batch["ids"], batch["rows"])
-        return found.square().mean(), found[:, 0]
-
-    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor]:
-        return {"loss": self.loss(batch)[0]}
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.losses.append(float(outputs["loss"]))
-
-    @staticmethod
-    def data() -> DataLoader[Any]:
-        rows = torch.randn(3, 4, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
-        return DataLoader([{"ids": torch.tensor([[1, 2], [1, 1]]), "rows": rows}], batch_size=None)
-
-
-KINDS = (Aggregates, Keeps, LogsSometimes, Contrasts, Masked, Sums, Rows)
+KINDS = (Aggregates, Keeps, LogsSometimes, Contrasts, Masked, Sums)
 Report = tuple[list[str], dict[str, float], list[float]]
 """Warnings, metrics and losses."""
 
@@ -125,12 +91,11 @@ Report = tuple[list[str], dict[str, float], list[float]]
 def fitted(kind: type[TwoTowers], devices: int, **options: Any) -> Report:
     torch.manual_seed(0)
     module = kind().double()
-    stages = {"left.embedding": 1, "left.head": 0} if kind is Rows else harness.STAGES
-    given = {"stages": stages, "num_micro_batches": 2, **options}
+    given = {"stages": harness.STAGES, "num_micro_batches": 2, **options}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer = harness.trainer(harness.strategy(**given) if devices > 1 else "auto", devices, max_epochs=1)
-        trainer.fit(module, Rows.data() if kind is Rows else harness.loader(13))
+        trainer.fit(module, harness.loader(13))
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
     return [str(each.message) for each in caught if "`" not in str(each.message)], metrics, module.losses
 
@@ -138,7 +103,6 @@ def fitted(kind: type[TwoTowers], devices: int, **options: Any) -> Report:
 REMEDIES: list[tuple[type[TwoTowers], dict[str, Any]]] = [
     (Contrasts, {"step": "whole"}),
     (Sums, {"loss_reduction": "sum"}),
-    (Rows, {"num_micro_batches": 1}),
 ]
 
 
@@ -164,7 +128,6 @@ TOLD = {
     "Contrasts": [r"strategy\.step=whole"],
     "Masked": ["do not count the same"],
     "Sums": [r"set strategy\.loss_reduction"],
-    "Rows": [r"strategy\.num_micro_batches=1"],
 }
 
 

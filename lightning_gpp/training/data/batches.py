@@ -18,11 +18,17 @@ def signature(batch: Any, dims: BatchDims = GUESSED, total: int | None = None) -
 
     `total`: the number of samples, if it is known.
     """
+    leaves, structure = one_sample(batch, dims, total)
+    text = repr([structure, *map(_describe, leaves)])
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
+
+
+def one_sample(batch: Any, dims: BatchDims = GUESSED, total: int | None = None) -> tuple[list[Any], str]:
+    """The leaves and the structure of the first sample of a batch. `total`: the number of samples, if it is known."""
     total = samples_in(batch, dims) if total is None else total
     one = map_samples(batch, total, lambda tensor, dim: tensor.narrow(dim, 0, 1), lambda items: items[:1], dims)
     leaves, spec = pytree.tree_flatten(one)
-    text = repr([str(spec), *map(_describe, leaves)])
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
+    return leaves, str(spec)
 
 
 def outer_form(batch: Any) -> Hashable | None:

@@ -21,11 +21,12 @@ from torch import Tensor
 
 from lightning_gpp._compat.torch import pytree
 from lightning_gpp.capture import Capture
-from lightning_gpp.capture.batch import GUESSED, BatchDims, known_to_pytree, map_samples, samples_in
+from lightning_gpp.capture.batch import GUESSED, BatchDims, known_to_pytree
 from lightning_gpp.capture.uniform import values_at
 from lightning_gpp.errors import GPPError
 from lightning_gpp.plan import Plan
 from lightning_gpp.stages.sizes import are_alike, may_be_resized, numbers_of, resized
+from lightning_gpp.training.data.batches import one_sample
 from lightning_gpp.training.data.incoming import Incoming
 from lightning_gpp.training.host import Job
 from lightning_gpp.training.session import Session
@@ -192,11 +193,8 @@ def _on_line(points: Array, values: Array, at: Array) -> list[int] | None:
         return None
     factors = np.linalg.lstsq(points, values, rcond=None)[0]
     found = at @ factors
-    exact = (
-        np.abs(points @ factors - values).max(initial=0) < _ROUNDING
-        and np.abs(found - found.round()).max(initial=0) < _ROUNDING
-    )
-    return [int(number) for number in found.round()] if exact else None
+    errors = np.abs(np.concatenate([(points @ factors - values).ravel(), found - found.round()]))
+    return [int(number) for number in found.round()] if (errors < _ROUNDING).all() else None
 
 
 def _between(points: Array, at: Array) -> bool:
@@ -211,13 +209,10 @@ def _between(points: Array, at: Array) -> bool:
 
 def kind_and_sizes(batch: Any, dims: BatchDims | None) -> tuple[int, Sizes]:
     """A fingerprint of a mini-batch, whatever its length, and its sizes besides the number of samples."""
-    known = dims or GUESSED
-    total = samples_in(batch, known)
-    one = map_samples(batch, total, lambda tensor, dim: tensor.narrow(dim, 0, 1), lambda items: items[:1], known)
-    leaves, spec = pytree.tree_flatten(one)
+    leaves, structure = one_sample(batch, dims or GUESSED)
     kinds = [(str(leaf.dtype), leaf.dim()) if isinstance(leaf, Tensor) else type(leaf).__qualname__ for leaf in leaves]
     sizes = tuple(size for leaf in leaves if isinstance(leaf, Tensor) for size in leaf.shape)
-    return zlib.crc32(repr((str(spec), kinds)).encode()), sizes
+    return zlib.crc32(repr((structure, kinds)).encode()), sizes
 
 
 def resized_batch(batch: Any, sizes: Sizes, other: Sizes) -> Any:
