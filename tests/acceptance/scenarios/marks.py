@@ -11,13 +11,14 @@ SAME, WHOLE, DOOR, REFUSED = "same", "whole", "door", "refused"
 _WHOLE: Final = (
     *("step_Manual", "step_Adversarial", "step_OwnBackward", "step_Sharpness", "in_place_whole"),
     "batch_lists_of_samples",
-    *("habit_FreezesInStep", "habit_EvaluatesInStep", "filled_whole", "results_read_whole", "kept_early_metrics"),
+    *("habit_FreezesInStep", "habit_EvaluatesInStep", "results_read_whole", "kept_early_metrics"),
     *("undivided_Graph", "undivided_Clouds", "undivided_skips", "undivided_averages"),
 )
 _DOOR: Final = (
     *("averages_in_a_checkpoint", "finetuning_resumed"),
     *("samples_in_a_hook", "samples_in_a_callback", "probe_stops", "weights_in_a_hook", "hook_ReadsWeights"),
 )
+_FILLED: Final = tuple(f"filled_{name}" for name in ("filled", "list", "nested", "inside", "object", "whole"))
 WAYS_OUT: Final[Mapping[str, str]] = {
     "batch_size_found": "gpp-plan",
     "batch_size_tuned": "gpp-plan",
@@ -32,7 +33,7 @@ WAYS_OUT: Final[Mapping[str, str]] = {
     "refused_kept_by_hook": "the step reads a tensor that a module computed but did not return (a hook",
     "refused_changed_in_place": "gets a dictionary, list or object in which an earlier module call",
     "refused_remembers": "which the step or another network call has set",
-    **dict.fromkeys(("filled_nested", "filled_inside", "filled_object"), "copy it at the beginning of the forward"),
+    **dict.fromkeys(_FILLED, "copy it at the beginning of the forward"),
     "refused_squares": "self.trainer.strategy.grad_norm()",
     "refused_norms_of_clamped": "self.trainer.strategy.grad_norm()",
     "refused_drops_gradients": "strategy.on_nonfinite=skip",
