@@ -2,9 +2,9 @@
 
     python -m benchmarks.weight
 
-Lines are those of Python files, words those of README and docs/*.md. `benchmarks.journey` counts the files and changes
-of file of a training step and of a plan. A private name of Lightning is one with an underscore that `_compat` uses and
-does not define.
+Lines are those of Python files, words those of README and all pages of docs. `benchmarks.journey` counts the files and
+changes of file of a training step and of a plan. A private name of Lightning is one with an underscore that `_compat`
+uses and does not define.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def lines(folder: Path) -> int:
 
 
 def words() -> int:
-    return sum(len(page.read_text().split()) for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")))
+    return sum(len(page.read_text().split()) for page in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md")))
 
 
 def private_names() -> set[str]:

@@ -1,6 +1,6 @@
 """Graph pipeline parallelism for PyTorch Lightning: trains an unmodified, branching LightningModule in stages.
 
-The names below are the public interface, documented in `docs/api.md`; everything else is internal.
+The names below are the public interface, documented in `docs/reference/python.md`; everything else is internal.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ import lightning_gpp
 from tests.interpreter import Program
 
 ROOT = Path(__file__).parents[1]
-PAGE = (ROOT / "docs" / "api.md").read_text()
+PAGE = (ROOT / "docs/reference/python.md").read_text()
 SECTIONS = re.split(r"(?m)^## ", PAGE)[1:]
 BLOCK = re.compile(r"```python\n(.*?)```", re.DOTALL)
 

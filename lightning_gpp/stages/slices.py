@@ -73,7 +73,7 @@ class SlicedStage(StageWrapper):
 def _where(tokens: Tokens) -> str:
     return (
         f"It was computing tokens [{tokens[0]}, {tokens[1]}), a slice (strategy.slices). Code that counts tokens must "
-        "ask lightning_gpp.sequence.positions (docs/slicing.md); strategy.slice_modules leaves modules unsliced."
+        "ask lightning_gpp.sequence.positions (docs/howto/slicing.md); strategy.slice_modules leaves modules unsliced."
     )
 
 

@@ -51,7 +51,7 @@ _RESULT: Final[Attribute] = "", "trainer.result"
 _LATE: Final = (
     "Only the ranks that run the step have this at once: hooks around mini-batches find on others what was there at "
     "the end of an epoch. Keep numbers, texts or small containers of them, or use strategy.step=whole "
-    "(docs/contract.md)."
+    "(docs/explanation/contract.md)."
 )
 
 _TYPES: Final = {"bf16": torch.bfloat16, "16": torch.float16}
@@ -310,7 +310,7 @@ def _repeated(runs: int) -> str:
     return (
         f"It runs once per micro-batch, {runs} times per mini-batch: counters and lists grow {runs} times as fast as "
         "on one device, and other values are those of the last micro-batch. strategy.step=whole runs it once "
-        "(docs/contract.md)."
+        "(docs/explanation/contract.md)."
     )
 
 

@@ -77,7 +77,7 @@ class Options(SearchOptions):
     )
     partitioner: str = option(
         "auto",
-        "name of the algorithm that finds the stages if neither plan nor stages is given (docs/planning.md).",
+        "name of the algorithm that finds the stages if neither plan nor stages is given (docs/howto/planning.md).",
         convert=partitioner_given,
     )
     search_seconds: Annotated[float, Gt(0)] = option(
@@ -126,8 +126,8 @@ class Options(SearchOptions):
 
     schedule: str | None = option(
         None,
-        "name of the order of actions (docs/schedules.md); auto simulates every schedule and takes the fastest that "
-        "fits. Default: the plan's, otherwise 1f1b.",
+        "name of the order of actions (docs/reference/schedules.md); auto simulates every schedule and takes the "
+        "fastest that fits. Default: the plan's, otherwise 1f1b.",
         section="In which order",
         convert=schedule_given,
     )
@@ -137,8 +137,8 @@ class Options(SearchOptions):
 
     weights: str = option(
         "synchronous",
-        "policy for the weights with which mini-batches are computed (docs/asynchronous.md). synchronous flushes the "
-        "pipeline after every mini-batch; stash (PipeDream), double_buffer (PipeDream-2BW), latest, corrected "
+        "policy for the weights with which mini-batches are computed (docs/howto/asynchronous.md). synchronous flushes "
+        "the pipeline after every mini-batch; stash (PipeDream), double_buffer (PipeDream-2BW), latest, corrected "
         "(PipeMare) and predicted (PipeOptim) do not, but train with older weights.",
         section="Asynchronous training",
         convert=weights_given,
@@ -175,8 +175,8 @@ class Options(SearchOptions):
 
     streaming: bool | Literal["auto"] = option(
         "auto",
-        "validate, test and predict without a flush between mini-batches (docs/inference.md), whose results are the "
-        "same: true, false, or auto, which does so where it is possible.",
+        "validate, test and predict without a flush between mini-batches (docs/howto/evaluate.md), whose results are "
+        "the same: true, false, or auto, which does so where it is possible.",
         section="Evaluation and inference",
     )
 
@@ -204,7 +204,7 @@ class Options(SearchOptions):
         "number of slices into which micro-batches are cut along the sequence, or a list with the tokens of each; "
         "for models that declare what they carry from token to token (lightning_gpp.sequence). Default: the plan's, "
         "otherwise none.",
-        section="Slices of sequences (docs/slicing.md)",
+        section="Slices of sequences (docs/howto/slicing.md)",
         allowed="a whole number >= 1, or the tokens of each slice as a list",
     )
     slice_dim: Count = option(
@@ -222,15 +222,16 @@ class Options(SearchOptions):
         "auto",
         "how the training step runs: micro_batches runs it once per micro-batch, on the rank that loads the data; "
         "whole runs it once per mini-batch, on all ranks, and pipelines each of its network calls over micro-batches, "
-        "so that the loss may combine all samples, and the step may run backwards and optimizers (docs/lightning.md); "
-        "auto is whole for manual optimization, an overridden backward, and steps that cannot run on micro-batches.",
+        "so that the loss may combine all samples, and the step may run backwards and optimizers "
+        "(docs/reference/lightning.md); auto is whole for manual optimization, an overridden backward, and steps that "
+        "cannot run on micro-batches.",
         section="Correctness",
     )
     batch_dims: Converted[int | Mapping[str, int | None] | None, Mapping[str, int | None] | None] = option(
         None,
         "the dimension that counts samples, by the path of a tensor or list in the mini-batch, and null for what every "
         "micro-batch gets undivided, for example {tokens: 1, class_weights: null, 0.boxes: 0}; a single number is for "
-        "all tensors. Default: the first dimension, see docs/capture.md.",
+        "all tensors. Default: the first dimension, see docs/reference/capture.md.",
         convert=dims_given,
     )
     loss_reduction: Literal["mean", "sum"] = option("mean", "how the loss combines over samples: mean or sum.")
@@ -262,7 +263,7 @@ class Options(SearchOptions):
         "folder, to which every rank writes what it holds, so that no rank needs memory for the full model; auto is "
         "sharded on several processes for models of more than 4 GiB and with async_save. Both can be resumed under any "
         "plan.",
-        section="Checkpoints (docs/checkpoints.md)",
+        section="Checkpoints (docs/howto/checkpoints.md)",
     )
     async_save: bool = option(
         False,

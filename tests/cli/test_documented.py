@@ -107,4 +107,4 @@ def shell(words: list[str], folder: Path) -> str:
 
 
 def test_pages_are_found() -> None:
-    assert {path.name for path in PAGES} >= {"README.md", "hydra.md", "gpu.md"}
+    assert {path.name for path in PAGES} >= {"README.md", "commands.md", "gpu.md"}

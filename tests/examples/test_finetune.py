@@ -14,7 +14,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 from tests.cli.commands import ROOT
 
-TEXT = ROOT / "docs" / "terms.md"
+TEXT = ROOT / "docs/reference/terms.md"
 
 
 @pytest.fixture(scope="module")

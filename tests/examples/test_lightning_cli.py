@@ -11,7 +11,8 @@ from tests.interpreter import ROOT, Program
 
 pytest.importorskip("jsonargparse")
 
-(LINE,) = re.findall(r"^python (-m gpp_examples\.lightning_cli .*\n.*)", (ROOT / "docs/lightning.md").read_text(), re.M)
+PAGE = (ROOT / "docs/reference/lightning.md").read_text()
+(LINE,) = re.findall(r"^python (-m gpp_examples\.lightning_cli .*\n.*)", PAGE, re.M)
 
 
 @pytest.mark.parametrize("strategy", ["with arguments", pytest.param("gpp", marks=pytest.mark.acceptance)])

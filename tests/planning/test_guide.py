@@ -11,7 +11,7 @@ from lightning_gpp.planning import Request, best_plan
 from lightning_gpp.planning.problem.partitioner import PARTITIONERS
 from tests.planning import graphs
 
-GUIDE = Path(__file__).parents[2] / "docs" / "planning.md"
+GUIDE = Path(__file__).parents[2] / "docs/howto/planning.md"
 
 
 def test_a_partitioner_of_ones_own() -> None:

@@ -1,4 +1,4 @@
-"""Every command of docs/slurm.md works, one after the other, in the repository's folder of a user."""
+"""Every command of docs/tutorials/slurm.md works, one after the other, in the repository's folder of a user."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.slurm.cluster import REPOSITORY, Cluster, Job
 
 pytestmark = [pytest.mark.acceptance, pytest.mark.timeout(3600)]
 
-PAGE = (REPOSITORY / "docs/slurm.md").read_text()
+PAGE = (REPOSITORY / "docs/tutorials/slurm.md").read_text()
 COMMANDS = re.findall(r"^```bash\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
 
 

@@ -1,4 +1,4 @@
-"""Differences from one process (docs/contract.md) are told, with a line that gives equal numbers."""
+"""Differences from one process (docs/explanation/contract.md) are told, with a line that gives equal numbers."""
 
 from __future__ import annotations
 

@@ -159,8 +159,8 @@ def sequence_length(graph: OperatorGraph) -> int:
     if not lengths:
         raise ConfigError(
             "strategy.slices cuts micro-batches along the sequence, and the model does not say what a token needs of "
-            "those before it. Use lightning_gpp.sequence.causal_attention or carry in its modules (docs/slicing.md), "
-            "or remove strategy.slices."
+            "those before it. Use lightning_gpp.sequence.causal_attention or carry in its modules "
+            "(docs/howto/slicing.md), or remove strategy.slices."
         )
     if len(lengths) > 1:
         raise ConfigError(

@@ -295,7 +295,7 @@ _IN_STEP: Final = (
 )
 _IN_HOOK: Final = (
     "Hooks run on every rank, each on what it holds. Let all ranks write around this line: "
-    "`with lightning_gpp.summon_full_params(module):`, in which each has all values (docs/lightning.md)."
+    "`with lightning_gpp.summon_full_params(module):`, in which each has all values (docs/reference/lightning.md)."
 )
 _OF_GRADIENT: Final = (
     "Gradients stay on the ranks that hold them, also inside of lightning_gpp.summon_full_params. Skip those of other "

@@ -1,4 +1,4 @@
-"""What the contract (docs/contract.md) says of each scenario."""
+"""What the contract (docs/explanation/contract.md) says of each scenario."""
 
 from __future__ import annotations
 
