@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -89,9 +88,7 @@ def case_of(name: str, machine: Device) -> Case:
     captured = capture_step(model, batch)
     plan = plan_of(name, captured)
     size = plan.stages[0].micro_batch_size
-    with tempfile.TemporaryDirectory() as cache:
-        sizes = (size, captured.batch_size)
-        measured = measure_costs(captured, model, batch, device=machine, sizes=sizes, cache=cache)
+    measured = measure_costs(captured, model, batch, device=machine, sizes=(size, captured.batch_size))
     roofline = Roofline(captured.graph)
     host = preset_cluster("cpu_host", num_devices=plan.num_devices)
     here = replace(host, devices=(machine,) * plan.num_devices)

@@ -115,7 +115,6 @@ def here() -> list[Seating]:
 
 def _main(rank: int, seating: Seating, folder: str, calls: Sequence[Callable[[torch.device], Any]]) -> None:
     warnings.simplefilter("ignore")
-    os.environ["XDG_CACHE_HOME"] = folder  # costs are measured anew
     torch.set_num_threads(1)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     device = seating.device(rank)

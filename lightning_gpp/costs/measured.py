@@ -7,12 +7,11 @@ among its neighbours. An operator gets the share of its block's seconds that it 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Final, NamedTuple
+from dataclasses import dataclass, field
+from typing import Final
 
 from lightning_gpp.cluster import Device
 from lightning_gpp.costs.model import Roofline, Seconds
-from lightning_gpp.costs.table import CostTable, OperatorSeconds
 from lightning_gpp.errors import ConfigError, PlanError
 from lightning_gpp.graph import Affine, Operator, OperatorGraph
 
@@ -20,76 +19,66 @@ SHORTEST: Final = 1e-9
 """The shortest time that can be measured, in seconds."""
 
 
-class MeasuredSeconds(NamedTuple):
-    """Seconds of a group of operators for one micro-batch.
-
-    `again`: what another forward takes more than the first one, if the group runs again in its backward.
-    """
-
-    forward: float
-    input_gradient: float = 0.0
-    weight_gradient: float = 0.0
-    again: float = 0.0
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockSeconds:
     """Measured seconds of a group of operators, by the number of samples of the micro-batch."""
 
     operators: tuple[str, ...]
-    points: Mapping[int, MeasuredSeconds]
+    points: Mapping[int, Seconds]
 
 
+@dataclass(frozen=True, slots=True)
+class OperatorSeconds:
+    """Seconds of one operator, affine in the samples of the micro-batch: the forward and both halves of the backward.
+
+    `input_gradient` and `weight_gradient` are 0 if there is no such gradient.
+    """
+
+    forward: Affine = Affine()
+    input_gradient: Affine = Affine()
+    weight_gradient: Affine = Affine()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredCosts:
     """Costs of the operators of one graph on one kind of device (see `CostModel`).
 
     Args:
-        table: seconds of operators.
-        device: name of the kind of device that the table holds for.
+        name: states their origin.
+        device: name of the kind of device that they hold for.
+        operators: seconds by name of the operator.
     """
 
-    def __init__(self, table: CostTable, device: str) -> None:
-        self.table, self.device = table, device
-
-    @property
-    def name(self) -> str:
-        """The name of the table."""
-        return self.table.name
+    name: str
+    device: str
+    operators: Mapping[str, OperatorSeconds] = field(hash=False)
 
     def seconds(self, operator: Operator, num_samples: int, device: Device) -> Seconds:
         """Seconds as in `CostModel`; values that come from the data cost nothing.
 
         Raises:
             ConfigError: the device is of another kind than the measured one.
-            PlanError: the table is for another model.
+            PlanError: the costs are those of another model.
         """
-        self._check_device(device)
-        if operator.target == "input":
-            return Seconds(0.0)
-        if operator.name not in self.table.operators:
-            raise PlanError(
-                f"The costs ({self.name}) have no figures for operator {operator.name!r}: they were measured for "
-                "another model. Measure this one, or choose strategy.costs=roofline."
-            )
-        return self.table.seconds(operator, num_samples, device)
-
-    def rerun_seconds(self, operators: Iterable[Operator], num_samples: int, device: Device) -> float:
-        """See `costs.model.rerun_seconds`; with what torch's checkpointing takes."""
-        self._check_device(device)
-        return self.table.rerun_seconds(operators, num_samples, device)
-
-    def _check_device(self, device: Device) -> None:
         if device.name != self.device:
             raise ConfigError(
                 f"The costs ({self.name}) were measured on {self.device!r}, but the cluster has {device.name!r}. "
                 "Measure on that device, plan for the cluster that was measured, or choose strategy.costs=roofline."
             )
+        if operator.target == "input":
+            return Seconds(0.0)
+        if operator.name not in self.operators:
+            raise PlanError(
+                f"The costs ({self.name}) have no figures for operator {operator.name!r}: they were measured for "
+                "another model. Measure this one, or choose strategy.costs=roofline."
+            )
+        listed = self.operators[operator.name]
+        parts = (listed.forward, listed.input_gradient, listed.weight_gradient)
+        return Seconds(*(part.at(num_samples) for part in parts))
 
 
-def spread(
-    graph: OperatorGraph, blocks: Iterable[BlockSeconds], device: Device, name: str, seconds_per_rerun: float = 0.0
-) -> CostTable:
-    """The table of operators that follows from the seconds of blocks.
+def spread(graph: OperatorGraph, blocks: Iterable[BlockSeconds], device: Device, name: str) -> MeasuredCosts:
+    """The costs of operators that follow from the seconds of blocks.
 
     An operator that several blocks compute (cheap glue) gets the mean of its parts in them. One that no block computes,
     because nothing reads it, costs nothing.
@@ -98,8 +87,7 @@ def spread(
         graph: the operators.
         blocks: the measured seconds.
         device: the device of the roofline model by which operators share the seconds of a block.
-        name: name of the table.
-        seconds_per_rerun: see `CostTable`.
+        name: states the origin of the seconds.
     """
     roofline = Roofline(graph)
     found: dict[str, list[OperatorSeconds]] = {}
@@ -109,10 +97,10 @@ def spread(
         for operator, part in zip(block.operators, _parts(whole, expected), strict=True):
             found.setdefault(operator, []).append(part)
     operators = {operator.name: _mean(found.get(operator.name, [OperatorSeconds()])) for operator in graph}
-    return CostTable(name=name, operators=operators, seconds_per_rerun=seconds_per_rerun)
+    return MeasuredCosts(name=name, device=device.name, operators=operators)
 
 
-def _by_part(points: Mapping[int, MeasuredSeconds]) -> Iterator[dict[int, float]]:
+def _by_part(points: Mapping[int, Seconds]) -> Iterator[dict[int, float]]:
     """The seconds of every part of a block, by the samples of the micro-batch."""
     for column in zip(*points.values(), strict=True):
         yield dict(zip(points, column, strict=True))
@@ -124,13 +112,8 @@ def _parts(whole: OperatorSeconds, expected: Sequence[Seconds]) -> list[Operator
     inputs = _shares([seconds.input_gradient for seconds in expected], backward)
     weights = _shares([seconds.weight_gradient for seconds in expected], backward)
     return [
-        OperatorSeconds(
-            forward=whole.forward * forward[index],
-            input_gradient=whole.input_gradient * inputs[index],
-            weight_gradient=whole.weight_gradient * weights[index],
-            again=whole.again * forward[index],
-        )
-        for index in range(len(expected))
+        OperatorSeconds(whole.forward * own[0], whole.input_gradient * own[1], whole.weight_gradient * own[2])
+        for own in zip(forward, inputs, weights, strict=True)
     ]
 
 
@@ -150,7 +133,6 @@ def _mean(parts: Sequence[OperatorSeconds]) -> OperatorSeconds:
         forward=mean(part.forward for part in parts),
         input_gradient=mean(part.input_gradient for part in parts),
         weight_gradient=mean(part.weight_gradient for part in parts),
-        again=mean(part.again for part in parts),
     )
 
 

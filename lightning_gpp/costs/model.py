@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Final, NamedTuple, Protocol, runtime_checkable
+from typing import Final, NamedTuple, Protocol
 
 from lightning_gpp.cluster import Device
 from lightning_gpp.errors import ConfigError
@@ -43,22 +43,8 @@ class CostModel(Protocol):
         ...
 
 
-@runtime_checkable
-class RerunCosts(Protocol):
-    """Costs that know what running a module again takes beyond its forward."""
-
-    def rerun_seconds(self, operators: Iterable[Operator], num_samples: int, device: Device) -> float:
-        """See the function `rerun_seconds`."""
-        ...
-
-
 def rerun_seconds(costs: CostModel, operators: Iterable[Operator], num_samples: int, device: Device) -> float:
-    """Seconds that a backward takes more if a module with these operators runs again inside of it.
-
-    They are those of its forward, unless the costs know better.
-    """
-    if isinstance(costs, RerunCosts):
-        return costs.rerun_seconds(operators, num_samples, device)
+    """Seconds that a backward takes more if a module with these operators runs again inside of it: its forward."""
     return sum(costs.seconds(operator, num_samples, device).forward for operator in operators)
 
 
@@ -152,10 +138,14 @@ class Roofline:
     def seconds(self, operator: Operator, num_samples: int, device: Device) -> Seconds:
         """See `CostModel`; values that come from the data cost nothing."""
         known = self._known.setdefault(device, {})
-        key = self._kinds[operator.name], num_samples
+        key = self.kind(operator), num_samples
         if key not in known:
             known[key] = self._seconds(operator, num_samples, device)
         return known[key]
+
+    def kind(self, operator: Operator) -> int:
+        """A number that is equal for operators of equal cost."""
+        return self._kinds[operator.name]
 
     def _kind(self, operator: Operator) -> Hashable:
         """A key that is equal for operators of equal cost: models repeat their blocks."""

@@ -9,9 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_gpp.cluster import DEVICES
-from lightning_gpp.costs.measured import BlockSeconds, MeasuredCosts, MeasuredSeconds, fitted, spread
+from lightning_gpp.costs.measured import BlockSeconds, MeasuredCosts, OperatorSeconds, fitted, spread
 from lightning_gpp.costs.model import Roofline, Seconds
-from lightning_gpp.costs.table import CostTable, OperatorSeconds
 from lightning_gpp.errors import ConfigError, PlanError
 from lightning_gpp.graph import Affine, Operator, OperatorGraph, TensorSpec
 
@@ -39,7 +38,7 @@ def graph(flops: tuple[float, ...] = (1e9, 3e9)) -> OperatorGraph:
     return made
 
 
-def block(*operators: str, **points: MeasuredSeconds) -> BlockSeconds:
+def block(*operators: str, **points: Seconds) -> BlockSeconds:
     return BlockSeconds(operators=operators, points={int(size[1:]): seconds for size, seconds in points.items()})
 
 
@@ -74,8 +73,8 @@ def test_fits_of_other_numbers_of_points() -> None:
 def test_operators_share_the_seconds_of_their_block() -> None:
     model = graph()
     roofline = Roofline(model)
-    measured = block("op0", "op1", s2=MeasuredSeconds(8.0, 2.0, 4.0), s4=MeasuredSeconds(12.0, 4.0, 8.0))
-    costs = MeasuredCosts(spread(model, [measured], CPU, "here"), CPU.name)
+    measured = block("op0", "op1", s2=Seconds(8.0, 2.0, 4.0), s4=Seconds(12.0, 4.0, 8.0))
+    costs = spread(model, [measured], CPU, "here")
     parts = [costs.seconds(model[name], 4, CPU) for name in ("op0", "op1")]
     expected = [roofline.seconds(model[name], 4, CPU) for name in ("op0", "op1")]
     assert [sum(column) for column in zip(*parts, strict=True)] == pytest.approx([12, 4, 8])
@@ -86,16 +85,6 @@ def test_operators_share_the_seconds_of_their_block() -> None:
     assert sum(halfway) == pytest.approx(10)
 
 
-def test_operators_share_what_their_block_takes_again() -> None:
-    model = graph()
-    blocks = [block("op0", "op1", s2=MeasuredSeconds(8.0, again=2.0), s4=MeasuredSeconds(12.0, again=2.0))]
-    costs = MeasuredCosts(spread(model, blocks, CPU, "here", seconds_per_rerun=1.0), CPU.name)
-    both = [model["op0"], model["op1"]]
-    assert costs.rerun_seconds(both, 4, CPU) == pytest.approx(1 + 12 + 2)
-    one = [costs.rerun_seconds([operator], 4, CPU) for operator in both]
-    assert sum(one) == pytest.approx(1 + 1 + 12 + 2)
-
-
 def test_seconds_that_the_model_does_not_expect_are_not_lost() -> None:
     model = graph((1e9, 0))
     frozen = OperatorGraph(parameter_bytes=model.parameter_bytes, parameter_sizes=model.parameter_sizes)
@@ -103,37 +92,37 @@ def test_seconds_that_the_model_does_not_expect_are_not_lost() -> None:
         outputs = tuple(replace(spec, requires_grad=False) for spec in operator.outputs)
         frozen.add(replace(operator, outputs=outputs))
     frozen.connect("input0", "op0", 0)
-    table = spread(frozen, [block("op0", "op1", s4=MeasuredSeconds(4.0, 1.0, 2.0))], CPU, "here")
+    table = spread(frozen, [block("op0", "op1", s4=Seconds(4.0, 1.0, 2.0))], CPU, "here")
     assert sum(cost.input_gradient.at(4) for cost in table.operators.values()) == pytest.approx(1)
     assert sum(cost.weight_gradient.at(4) for cost in table.operators.values()) == pytest.approx(2)
 
 
 def test_an_operator_of_several_blocks_has_the_mean() -> None:
     model = graph()
-    table = spread(model, [block("op0", s1=MeasuredSeconds(1.0)), block("op0", s1=MeasuredSeconds(3.0))], CPU, "here")
+    table = spread(model, [block("op0", s1=Seconds(1.0)), block("op0", s1=Seconds(3.0))], CPU, "here")
     assert table.operators["op0"].forward.at(1) == 2
 
 
 def test_what_nothing_reads_costs_nothing() -> None:
     model = graph()
-    table = spread(model, [block("op0", s1=MeasuredSeconds(1.0))], CPU, "here")
-    assert MeasuredCosts(table, CPU.name).seconds(model["op1"], 4, CPU) == Seconds(0, 0, 0)
+    table = spread(model, [block("op0", s1=Seconds(1.0))], CPU, "here")
+    assert table.seconds(model["op1"], 4, CPU) == Seconds(0, 0, 0)
 
 
 def test_data_cost_nothing() -> None:
     model = graph()
-    costs = MeasuredCosts(CostTable(name="here", operators={}), CPU.name)
+    costs = MeasuredCosts(name="here", device=CPU.name, operators={})
     assert costs.seconds(model["input0"], 4, CPU) == Seconds(0)
 
 
 def test_costs_of_another_device_are_refused() -> None:
     model = graph()
-    costs = MeasuredCosts(CostTable(name="here", operators={"op0": OperatorSeconds()}), CPU.name)
+    costs = MeasuredCosts(name="here", device=CPU.name, operators={"op0": OperatorSeconds()})
     with pytest.raises(ConfigError, match="measured on 'cpu', but the cluster has 'h100_sxm'.*strategy.costs=roofline"):
         costs.seconds(model["op0"], 4, DEVICES["h100_sxm"])
 
 
 def test_costs_of_another_model_are_refused() -> None:
-    costs = MeasuredCosts(CostTable(name="here", operators={}), CPU.name)
+    costs = MeasuredCosts(name="here", device=CPU.name, operators={})
     with pytest.raises(PlanError, match="no figures for operator 'op1': they were measured for another model"):
         costs.seconds(graph()["op1"], 4, CPU)

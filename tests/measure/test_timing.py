@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_gpp.costs.measured import MeasuredSeconds
+from lightning_gpp.costs.model import Seconds
 from lightning_gpp.measure import timing
 from lightning_gpp.measure.timing import BlockTimer
 from lightning_gpp.runtime.stage import LOSS, MicroBatch
@@ -70,52 +70,32 @@ def timer(budget: float = 0.0, after: Any = lambda: None) -> BlockTimer:
 @pytest.mark.parametrize("name", ["y", LOSS])
 def test_each_part_is_told_from_the_others(clock: Clock, name: str) -> None:
     x = torch.ones(2, requires_grad=True)
-    assert timer().seconds(Stage(clock, name), {"x": x}, MICRO_BATCH) == MeasuredSeconds(5, 3, 2)
-
-
-def test_what_a_block_takes_again_is_told_from_its_forward(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Checkpointing takes 7 s per block and 1 s per tensor that autograd saves, on this clock."""
-
-    def recomputed(run: Any, parts: Any) -> Any:
-        def again(values: Mapping[str, Tensor], micro_batch: MicroBatch) -> Any:
-            saved: list[Tensor] = []
-            with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor), lambda _: None):
-                run(values, micro_batch)
-            clock.now += 7 + len(saved)
-            return run(values, micro_batch)
-
-        return again
-
-    monkeypatch.setattr(timing, "recomputed", recomputed)
-    made = timer()
-    assert made.seconds_per_rerun == 7
-    stage = Stage(clock)  # both factors of the product are saved
-    assert made.seconds(stage, {"x": torch.ones(2, requires_grad=True)}, MICRO_BATCH) == MeasuredSeconds(5, 3, 2, 2)
+    assert timer().seconds(Stage(clock, name), {"x": x}, MICRO_BATCH) == Seconds(5, 3, 2)
 
 
 def test_without_a_gradient_of_the_input_the_backward_is_the_weights(clock: Clock) -> None:
-    assert timer().seconds(Stage(clock), {"x": torch.ones(2)}, MICRO_BATCH) == MeasuredSeconds(5, 0, 2)
+    assert timer().seconds(Stage(clock), {"x": torch.ones(2)}, MICRO_BATCH) == Seconds(5, 0, 2)
 
 
 def test_without_any_gradient_there_is_no_backward(clock: Clock) -> None:
     stage = Stage(clock)
     stage.weight.requires_grad_(False)
-    assert timer().seconds(stage, {"x": torch.ones(2)}, MICRO_BATCH) == MeasuredSeconds(5, 0, 0)
+    assert timer().seconds(stage, {"x": torch.ones(2)}, MICRO_BATCH) == Seconds(5, 0, 0)
 
 
 def test_what_calling_costs_is_taken_off(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timing, "_Nothing", lambda: Stage(clock))
     x = torch.ones(2, requires_grad=True)
-    assert timer().seconds(Stage(clock), {"x": x}, MICRO_BATCH) == MeasuredSeconds(0, 0, 0)
+    assert timer().seconds(Stage(clock), {"x": x}, MICRO_BATCH) == Seconds(0, 0, 0)
 
 
 def test_repetitions_go_on_for_the_budget(clock: Clock) -> None:
     short, long = Stage(clock), Stage(clock)
     ended: list[int] = []
     timer(after=lambda: ended.append(1)).seconds(short, {"x": torch.ones(2)}, MICRO_BATCH)
-    assert short.runs == 1 + 2 * (timing.WARM_UPS + timing.FEWEST)  # one counts what autograd saves
+    assert short.runs == 2 * (timing.WARM_UPS + timing.FEWEST)
     assert len(ended) >= timing.WARM_UPS + timing.FEWEST
     ticking = timer()
     ticking.budget = 120.0
     ticking.seconds(long, {"x": torch.ones(2)}, MICRO_BATCH)
-    assert long.runs == 1 + 2 * (timing.WARM_UPS + 120 // 12)  # 12 s each: two forwards and a backward
+    assert long.runs == 2 * (timing.WARM_UPS + 120 // 12)  # 12 s each: two forwards and a backward

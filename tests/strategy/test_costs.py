@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
-
-import pytest
 
 from lightning_gpp import GPPStrategy
 from tests.strategy import harness
@@ -25,8 +22,7 @@ def fitted(rank: int, **given: Any) -> list[Any]:
     return [str(strategy.plan), strategy.plan.notes, costs, machine.footprint.optimizer, strategy.timeline().makespan]
 
 
-def test_rank_0_measures_and_searches_for_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+def test_rank_0_measures_and_searches_for_all() -> None:
     (plan, notes, costs, optimizer, seconds), other = harness.run(2, fitted)
     assert other[:2] == [plan, notes]
     assert notes["cluster"] == "cpu_host"
