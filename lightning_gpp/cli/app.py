@@ -21,9 +21,9 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from lightning_gpp.cli import schema
-from lightning_gpp.cli.config_files import config_folder
 from lightning_gpp.cli.help import ASKED, VERSION, help_text
 from lightning_gpp.cli.told import place_of_traceback, told
+from lightning_gpp.config_files import config_folder
 from lightning_gpp.errors import GPPError, is_shown_elsewhere
 
 log = logging.getLogger(__name__)

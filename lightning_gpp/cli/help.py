@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 import yaml
 
 import lightning_gpp
-from lightning_gpp.cli.config_files import config_folder, files, groups
+from lightning_gpp.config_files import config_folder, files, groups
 from lightning_gpp.option import options_of
 from lightning_gpp.training.options import Options
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import yaml
 
-from lightning_gpp.cli.config_files import config_folder
+from lightning_gpp.config_files import config_folder
 from lightning_gpp.option import Option, options_of
 from lightning_gpp.training.options import Options
 

@@ -11,7 +11,7 @@ from omegaconf import DictConfig
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 from yaml import YAMLError
 
-from lightning_gpp.cli.config_files import files, groups
+from lightning_gpp.config_files import files, groups
 from lightning_gpp.errors import GPPError, close_to
 
 

@@ -9,8 +9,9 @@
                                     - {devices: [0, 8], bytes_per_second: 1e9}
 
 A device is the name of a preset, or a mapping with the fields of `Device`; with `like`, a preset's name, only those
-that differ are needed. `num` is the number of such nodes, `num_nodes` repeats the list of nodes. A link under `links`
-is for both directions, unless `one_way: true`. `num_devices` keeps only the first devices.
+that differ are needed. `num` is the number of such nodes, `num_nodes` repeats the list of nodes. With `count: null` a
+node has as many devices as `num_devices` needs, otherwise that keeps only the first devices. A link under `links` is
+for both directions, unless `one_way: true`.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from typing import Annotated, Any, TypeAlias
 from annotated_types import Ge, MinLen
 
 from lightning_gpp.cluster.cluster import Cluster, Device, Link, Node
-from lightning_gpp.cluster.names import one_of
-from lightning_gpp.cluster.presets import DEVICES, MAX_DEVICES, first, preset_cluster
+from lightning_gpp.cluster.presets import DEVICES, MAX_DEVICES, first, one_of, preset_cluster
 from lightning_gpp.errors import ConfigError
+from lightning_gpp.files import read_yaml, with_numbers
 
 Settings: TypeAlias = Mapping[str, Any]
 
@@ -59,7 +60,7 @@ class _Nodes:
     """The keys of nodes of one kind."""
 
     device: Any
-    count: Count = 1
+    count: Count | None = 1
     link: Any = None
     num: Count = 1
 
@@ -78,8 +79,6 @@ def load_cluster(path: str | Path) -> Cluster:
     Raises:
         ConfigError: the file cannot be read, or its settings are wrong (see `cluster_of`).
     """
-    from lightning_gpp.files import read_yaml  # the reading of files loads libraries that a cluster does not need
-
     settings = read_yaml(path, error=ConfigError)
     if settings is None:
         raise ConfigError(f"{path}: the file is empty. Give `preset` or `nodes`.")
@@ -94,8 +93,6 @@ def cluster_of(settings: Settings) -> Cluster:
     Raises:
         ConfigError: names the setting, as `cluster.<key>`, its value and the allowed ones.
     """
-    from lightning_gpp.files import with_numbers
-
     settings = with_numbers(settings)
     if isinstance(settings, Mapping) and "preset" in settings:
         known = _checked(_Preset, settings, "cluster")
@@ -115,24 +112,29 @@ def _checked(kind: Any, settings: object, key: str, remedy: str = "") -> Any:
 
 
 def _written_out(content: _WrittenOut) -> Cluster:
-    nodes = [_nodes(entry, f"cluster.nodes[{index}]") for index, entry in enumerate(content.nodes)]
-    num_devices = (content.num_nodes or 1) * sum(node.count * num for node, num in nodes)
+    num_nodes = content.num_nodes or 1
+    usual = None if content.num_devices is None else -(-content.num_devices // num_nodes)
+    nodes = [_nodes(entry, f"cluster.nodes[{index}]", usual) for index, entry in enumerate(content.nodes)]
+    num_devices = num_nodes * sum(node.count * num for node, num in nodes)
     if num_devices > MAX_DEVICES:
         raise ConfigError(f"cluster.nodes: these are {num_devices} devices; a cluster has at most {MAX_DEVICES}.")
-    repeated = [node for node, num in nodes for _ in range(num)] * (content.num_nodes or 1)
+    repeated = [node for node, num in nodes for _ in range(num)] * num_nodes
     between = None if content.between is None else _checked(Link, content.between, "cluster.between")
     links = dict(_links(content.links or (), num_devices))
     with _at("cluster.nodes"):
         return Cluster.of_nodes(content.name, repeated, between, links)
 
 
-def _nodes(settings: object, key: str) -> tuple[Node, int]:
-    """A node, and the number of such nodes."""
+def _nodes(settings: object, key: str, usual: int | None) -> tuple[Node, int]:
+    """A node, with the usual number of devices if it has no other, and the number of such nodes."""
     content: _Nodes = _checked(_Nodes, settings, key)
-    if content.count > 1 and content.link is None:
-        raise ConfigError(f"{key}.link is missing: give the link that joins the {content.count} devices of this node.")
+    count = content.count or usual
+    if count is None:
+        raise ConfigError(f"{key}.count is null: a node has as many devices as cluster.num_devices needs. Give one.")
+    if count > 1 and content.link is None:
+        raise ConfigError(f"{key}.link is missing: give the link that joins the {count} devices of this node.")
     link = Link() if content.link is None else _checked(Link, content.link, f"{key}.link")
-    return Node(device=_device(content.device, f"{key}.device"), count=content.count, link=link), content.num
+    return Node(device=_device(content.device, f"{key}.device"), count=count, link=link), content.num
 
 
 def _device(settings: Any, key: str) -> Device:

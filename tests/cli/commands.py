@@ -13,8 +13,8 @@ from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_gpp.cli import schema
-from lightning_gpp.cli.config_files import config_folder
 from lightning_gpp.cli.task import predict, task_of
+from lightning_gpp.config_files import config_folder
 from lightning_gpp.plan import Plan
 from lightning_gpp.simulation import Timeline
 from tests import interpreter

@@ -10,12 +10,12 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import ConfigCompositionException, HydraException
 from omegaconf import OmegaConf
 
-from lightning_gpp.cli.config_files import config_folder
 from lightning_gpp.cli.configured import built
 from lightning_gpp.cli.job import build
 from lightning_gpp.cli.settings import check_settings
 from lightning_gpp.cli.strategy_file import strategy_yaml
 from lightning_gpp.cli.told import told
+from lightning_gpp.config_files import config_folder
 from lightning_gpp.errors import ConfigError
 from lightning_gpp.strategy import GPPStrategy
 from tests.cli.commands import check_targets, composed

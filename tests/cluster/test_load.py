@@ -26,34 +26,18 @@ links:
 """)
 
 
-def test_every_preset_is_written_out_in_a_file() -> None:
-    assert {path.stem for path in CONFIGS.glob("*.yaml")} == set(CLUSTERS)
-
-
 @pytest.mark.parametrize("name", CLUSTERS)
-def test_files_and_presets_agree(name: str) -> None:
+def test_files_are_read_like_presets(name: str) -> None:
     assert load_cluster(CONFIGS / f"{name}.yaml") == preset_cluster(name)
-
-
-@pytest.mark.parametrize("name", CLUSTERS)
-def test_the_number_of_nodes_can_be_overridden(name: str) -> None:
     settings = yaml.safe_load((CONFIGS / f"{name}.yaml").read_text())
-    assert cluster_of({**settings, "num_nodes": 3, "num_devices": None}) == preset_cluster(name, 3)
     assert cluster_of({**settings, "num_nodes": 2, "num_devices": 5}) == preset_cluster(name, 2, 5)
 
 
-def test_the_comments_of_the_host_are_its_figures() -> None:
-    comment = (CONFIGS / "cpu_host.yaml").read_text().partition("The preset means:\n")[2]
-    lines = [line.removeprefix("#   ") for line in comment.splitlines() if line.startswith("#")]
-    written_out = cluster_of({"name": "cpu_host", **yaml.safe_load("\n".join(lines)), "num_nodes": 2})
-    source = {"source": DEVICES["cpu"].source}
-    assert [d.peak_flops for d in written_out.devices] == [DEVICES["cpu"].peak_flops] * 8
-    assert {**_fields(written_out.devices[0]), **source} == _fields(DEVICES["cpu"])
-    assert written_out.levels == preset_cluster("cpu_host", 2).levels
-
-
-def _fields(device: object) -> dict[str, object]:
-    return {name: getattr(device, name) for name in device.__slots__}
+def test_a_node_has_as_many_devices_as_are_needed_or_a_number() -> None:
+    settings = yaml.safe_load((CONFIGS / "cpu_host.yaml").read_text())
+    assert [len(cluster_of({**settings, "num_devices": number}).devices) for number in (1, 7)] == [1, 7]
+    with pytest.raises(ConfigError, match=r"cluster.nodes\[0\].count is null: .* cluster.num_devices"):
+        cluster_of({**settings, "num_devices": None})
 
 
 def test_a_cluster_of_many_kinds() -> None:
@@ -95,6 +79,7 @@ def test_a_file_names_its_cluster(tmp_path: Path) -> None:
     ("content", "message"),
     [
         ("nodes: [", "is not YAML that can be read: .* line 2"),
+        ("", r"desk\.yaml: the file is empty\. Give `preset`"),
         ("- 1", r"desk\.yaml: cluster is \[1\]; it must be a mapping"),
         ("preset: nothing", r"desk\.yaml: cluster\.preset='nothing'"),
     ],
@@ -106,11 +91,6 @@ def test_files_that_cannot_be_read(tmp_path: Path, content: str, message: str) -
         load_cluster(path)
 
 
-def test_a_missing_file(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"none\.yaml: cannot be read: No such file"):
-        load_cluster(tmp_path / "none.yaml")
-
-
 DEVICE = {"name": "x", "memory_bytes": 1e9, "peak_flops": {"float32": 1e12}, "peak_bytes_per_second": 1e9}
 
 # where in LAB, what is put there, and the message
@@ -120,26 +100,9 @@ MISTAKES: list[tuple[tuple[str | int, ...], Any, str]] = [
     (("nodes", 1, "device"), {"like": "T44"}, "cluster.nodes[1].device.like='T44': there is no such device"),
     (("nodes", 1, "device"), {**DEVICE, "memory": 1}, "cluster.nodes[1].device.memory is not a key. Did you mean"),
     (("nodes", 1, "device"), {**DEVICE, "memory_bytes": -1}, "cluster.nodes[1].device: Device 'x': memory_bytes=-1 mu"),
-    (
-        ("nodes", 1, "device"),
-        {**DEVICE, "memory_bytes": "16 GB"},
-        "device.memory_bytes is '16 GB'; it must be a",
-    ),
-    (
-        ("nodes", 1, "device"),
-        {**DEVICE, "peak_flops": 1e12},
-        "device.peak_flops is 1000000000000.0; it must be",
-    ),
-    (
-        ("nodes", 1, "device"),
-        {**DEVICE, "peak_flops": {"float32": None}},
-        "peak_flops.float32 is None; it must be a",
-    ),
     (("nodes", 1, "device"), {"name": "x"}, "cluster.nodes[1].device.memory_bytes is missing. A preset gives"),
     (("nodes", 1, "count"), 0, "cluster.nodes[1].count is 0; it must be >= 1"),
-    (("nodes", 1, "count"), 2.5, "cluster.nodes[1].count is 2.5; it must be a whole number"),
     (("nodes", 1, "count"), 10**9, "cluster.nodes: these are 2000000009 devices; a cluster has at most 131072"),
-    (("nodes", 1, "num"), 0, "cluster.nodes[1].num is 0; it must be >= 1"),
     (("nodes", 1, "cuont"), 1, "cluster.nodes[1].cuont is not a key. Did you mean count"),
     (
         ("nodes", 1, "link"),
@@ -147,14 +110,10 @@ MISTAKES: list[tuple[tuple[str | int, ...], Any, str]] = [
         "cluster.nodes[1].link is missing: give the link that joins the 4 devices of this node",
     ),
     (("nodes", 1, "link"), {"latency": -1}, "cluster.nodes[1].link: Link: latency=-1 s must not be below 0"),
-    (("nodes", 1, "link"), {"bandwidth": 1}, "cluster.nodes[1].link.bandwidth is not a key. There are: bytes_per"),
     (("nodes", 1), {"count": 1}, "cluster.nodes[1].device is missing"),
-    (("nodes",), {}, "cluster.nodes is {}; it must be a list"),
     (("nodes",), [], "cluster.nodes is []; it must be a list of at least 1"),
     (("between", "bytes_per_second"), 0, "cluster.between: Link: bytes_per_second=0 must be above 0"),
     (("between", "overlap"), "maybe", "cluster.between.overlap is 'maybe'; it must be true or false"),
-    (("between", "latency"), True, "cluster.between.latency is True; it must be a number"),
-    (("between",), 25e9, "cluster.between is 25000000000.0; it must be a mapping"),
     (("between",), None, "cluster.nodes: Cluster 'lab': no link joins device 0 to device 9. Give `between`"),
     (
         ("links", 1, "devices"),
@@ -162,12 +121,7 @@ MISTAKES: list[tuple[tuple[str | int, ...], Any, str]] = [
         "cluster.links[1].devices is [0, 17]; it must be two different devices between 0 and",
     ),
     (("links", 1, "devices"), [3, 3], "cluster.links[1].devices is [3, 3]; it must be two different devices"),
-    (("links", 1, "devices"), None, "cluster.links[1].devices is None; it must be a list"),
-    (("links", 1, "one_way"), "no", "cluster.links[1].one_way is 'no'; it must be true or false"),
-    (("links", 1, "speed"), 1, "cluster.links[1].speed is not a key"),
     (("num_nodes",), 10**9, "cluster.nodes: these are 17000000000 devices; a cluster has at most 131072"),
-    (("num_nodes",), 0, "cluster.num_nodes is 0; it must be >= 1"),
-    (("num_nodes",), "two", "cluster.num_nodes is 'two'; it must be a whole number"),
     (("num_devices",), 99, "cluster.num_devices=99, but 'lab' has 17 devices"),
     (("node",), [], "cluster.node is not a key. Did you mean nodes"),
     (("preset",), "summit", "cluster.name is not a key. There are: num_devices, num_nodes, preset"),
@@ -193,14 +147,3 @@ def test_nothing_to_go_by() -> None:
 def test_a_preset_with_a_billion_nodes() -> None:
     with pytest.raises(ConfigError, match="cluster.num_nodes=1000000000 must be 1 or more, and at most 131072"):
         cluster_of({"preset": "dgx_h100", "num_nodes": 10**9})
-
-
-def test_files_that_cannot_be_opened(tmp_path: Path) -> None:
-    (tmp_path / "latin.yaml").write_bytes("name: Müller".encode("latin-1"))
-    with pytest.raises(ConfigError, match=r"latin\.yaml: is not text in UTF-8, see byte 7"):
-        load_cluster(tmp_path / "latin.yaml")
-    with pytest.raises(ConfigError, match="cannot be read: Is a directory"):
-        load_cluster(tmp_path)
-    (tmp_path / "empty.yaml").touch()
-    with pytest.raises(ConfigError, match=r"empty\.yaml: the file is empty\. Give `preset`"):
-        load_cluster(tmp_path / "empty.yaml")

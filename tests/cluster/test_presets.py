@@ -55,10 +55,6 @@ def test_bandwidths_of_one_direction(name: str, count: int, inside: float, betwe
     assert cluster.link(0, count).bytes_per_second == between
 
 
-def test_a_builder_makes_what_its_name_makes() -> None:
-    assert {name: build(2) for name, build in CLUSTERS.items()} == {name: preset_cluster(name, 2) for name in CLUSTERS}
-
-
 def test_only_the_first_devices() -> None:
     cluster = preset_cluster("dgx_h100", num_nodes=2, num_devices=10)
     assert [cluster.node_of(device) for device in range(10)] == [0] * 8 + [1] * 2

@@ -7,7 +7,7 @@ from pathlib import Path
 
 def config_folder() -> Path:
     """The folder of the shipped configs: inside an installed package, beside it in a checkout."""
-    package = Path(__file__).parents[1]
+    package = Path(__file__).parent
     installed = package / "configs"
     return installed if installed.is_dir() else package.parent / "configs"
 
