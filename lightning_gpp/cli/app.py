@@ -6,6 +6,7 @@ import atexit
 import logging
 import os
 import shutil
+import signal
 import sys
 import tempfile
 import warnings
@@ -58,6 +59,7 @@ class Command:
 def run(command: Command) -> None:
     """Compose the configuration from the command line and hand it to the task; user errors end without a traceback."""
     if not sys.argv[1:] or set(ASKED) & set(sys.argv[1:]):
+        end_with_reader()
         print(help_text(command.name, command.about, command.examples, command.config))
         return
     if "--version" in sys.argv[1:]:
@@ -77,6 +79,12 @@ def run(command: Command) -> None:
         sys.exit(1)
     if job.failed:
         sys.exit(1)
+
+
+def end_with_reader() -> None:
+    """Let this process end without a traceback when nobody reads on what it prints, as in `gpp-plan ... | head`."""
+    if sys.platform != "win32":
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
 
 
 def _prepare() -> None:

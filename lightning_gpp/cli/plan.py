@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from omegaconf import DictConfig
 
-from lightning_gpp.cli.app import Command, run
+from lightning_gpp.cli.app import Command, end_with_reader, run
 
 
 def main() -> None:
@@ -55,6 +55,7 @@ def plan(config: DictConfig) -> None:
     from lightning_gpp.cli.compare import compare
     from lightning_gpp.cli.planning import show
 
+    end_with_reader()
     (compare if config.compare else show)(config)
 
 

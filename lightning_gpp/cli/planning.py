@@ -37,7 +37,6 @@ def show(config: DictConfig) -> None:
     task, prediction, compared = best_of_sizes(config)
     width = terminal_width()
     notes = (*_advice(prediction), *compared, *_members(prediction), *task.subject.notes)
-    print("\n".join([prediction_text(prediction, width), *(f"\n{wrapped(note, width, 0)}" for note in notes)]))
     title = f"{config.name} on {task.machine.cluster.name}"
     writers: dict[str, Callable[[Path], object]] = {
         "output": prediction.plan.save,
@@ -48,7 +47,8 @@ def show(config: DictConfig) -> None:
     }
     for key, path in files.items():
         writers[key](path)
-        print(f"{key}: wrote {path}")
+    print("\n".join([prediction_text(prediction, width), *(f"\n{wrapped(note, width, 0)}" for note in notes)]))
+    print("".join(f"{key}: wrote {path}\n" for key, path in files.items()), end="")
 
 
 def _files(config: DictConfig) -> dict[str, Path]:

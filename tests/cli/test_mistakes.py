@@ -105,6 +105,15 @@ def test_help(name: str, key: str, tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("line", ["--help", f"{TWO_TOWER} strategy.search_seconds=0.1 output=plan.yaml"])
+def test_a_reader_may_stop_reading(line: str, tmp_path: Path) -> None:
+    shell = f"{sys.executable} -m lightning_gpp.cli.plan {line} | head -c 1"
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'examples'}"}
+    result = subprocess.run(shell, shell=True, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert (len(result.stdout), result.stderr) == (1, "")
+    assert (tmp_path / "plan.yaml").exists() == ("output=" in line)
+
+
 def test_an_installed_command_finds_modules_of_the_current_folder(project: Path, tmp_path: Path) -> None:
     """Python puts the folder of the command's script in front of the module path, not the current one."""
     (tmp_path / "script.py").write_text("from lightning_gpp.cli.plan import main; main()")
