@@ -176,6 +176,14 @@ def counting_note(batch: Any, dims: BatchDims = GUESSED) -> str:
     return f"{cut_note(cut, passed)} If another dimension{number} counts the samples, set strategy.batch_dims={said}."
 
 
+def named_tensors(batch: Any, total: int, dims: BatchDims = GUESSED) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of a batch with one row for each sample, by their paths; samples are their first dimension."""
+    for name, node in _parts(batch, ""):
+        dim = _dim_of(node, name, total, dims) if isinstance(node, torch.Tensor) else None
+        if name and dim is not None:
+            yield name, node.movedim(dim, 0)
+
+
 # --- number of samples
 
 

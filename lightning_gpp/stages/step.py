@@ -26,6 +26,7 @@ from lightning_gpp.runtime.random import seed_streams, undisturbed
 from lightning_gpp.runtime.stage import LOSS, MicroBatch
 from lightning_gpp.stages.answers import answered
 from lightning_gpp.stages.code import variable
+from lightning_gpp.stages.counts import Counted, scaled, share
 from lightning_gpp.stages.effects import holders_in, modules_of_step, without_effects
 from lightning_gpp.stages.holes import Holes
 from lightning_gpp.wording import named
@@ -42,39 +43,47 @@ class Invocation:
     Args:
         function: the user's method.
         rest: its arguments after the samples.
-        around: entered around each call, with the number of samples.
+        around: entered around each call, with the number of samples and what they count for, see `counts.share`.
         sums: whether the loss is a sum over samples; it is divided by their number, because the pipeline weights means.
+        counted: by which entries samples count, if they do not count the same.
     """
 
     function: Callable[..., Any]
     rest: Sequence[Any] = ()
-    around: Callable[[int], AbstractContextManager[Any]] = nullcontext
+    around: Callable[[int, float], AbstractContextManager[Any]] = lambda *_: nullcontext()
     sums: bool = False
+    counted: Counted | None = None
 
-    def __call__(self, samples: Any, num_samples: int) -> Any:
-        with self.around(num_samples):
-            output = self.function(samples, *self.rest)
-        return _scaled(output, 1 / num_samples) if self.sums else output
+    def __call__(self, samples: Any, num_samples: int, share: float) -> Any:
+        with self.around(num_samples, share):
+            return self.function(samples, *self.rest)
+
+    def weighed(self, output: Any, num_samples: int, share: float) -> Any:
+        """A training step's output with the loss as a mean over samples."""
+        factor = 1 / num_samples if self.sums else share / num_samples
+        return output if factor == 1 else _scaled(output, factor)
 
 
 def _scaled(output: Any, factor: float) -> Any:
     """A step's output with another loss."""
     if isinstance(output, torch.Tensor):
-        return output * factor
-    return {**output, "loss": output["loss"] * factor} if isinstance(output, Mapping) else output
+        return scaled(output, factor)
+    return {**output, "loss": scaled(output["loss"], factor)} if isinstance(output, Mapping) else output
 
 
 @dataclass(slots=True, kw_only=True)
 class OpenBatch:
     """A mini-batch on which the user's step runs.
 
-    `samples`: returns those from one number to another. `outputs`: its results for each micro-batch.
+    `samples`: returns those from one number to another. `counts`: what each counts; None if they count the same.
+    `outputs`: the step's results for each micro-batch.
     """
 
     samples: Samples
     device: torch.device
     invocation: Invocation
     seed: int
+    counts: Sequence[float] | None = None
     outputs: list[tuple[MicroBatch, Any]] = field(default_factory=list)
 
 
@@ -112,8 +121,23 @@ class StepRunner:
     def open(self, lane: int, batch: Any, invocation: Invocation, seed: int, total: int | None = None) -> None:
         """Take another mini-batch, besides those that are open; micro-batches name its lane."""
         total = samples_in(batch, self.dims) if total is None else total
-        samples = sliceable(batch, total, self.dims)
-        self._open[lane] = OpenBatch(samples=samples, device=device_of(batch), invocation=invocation, seed=seed)
+        samples, counts = sliceable(batch, total, self.dims), self._counts(batch, invocation, total)
+        self._open[lane] = OpenBatch(
+            samples=samples, device=device_of(batch), invocation=invocation, seed=seed, counts=counts
+        )
+
+    def _counts(self, batch: Any, invocation: Invocation, total: int) -> Sequence[float] | None:
+        """What samples count. In evaluation they count the same if the mini-batch lacks what says it."""
+        if invocation.counted is None:
+            return None
+        counts = invocation.counted.of_samples(batch, total, self.dims)
+        if counts is None and self.returns_loss:
+            raise invocation.counted.missing(batch, total, self.dims)
+        return counts
+
+    def share(self, micro_batch: MicroBatch) -> float:
+        """The samples that a micro-batch counts for."""
+        return share(self._open[micro_batch.lane].counts, micro_batch.start, micro_batch.stop)
 
     def close(self, lane: int) -> list[tuple[MicroBatch, Any]]:
         """Drop one mini-batch; returns the outputs of the step on its micro-batches."""
@@ -154,7 +178,9 @@ class StepRunner:
         samples = entry.samples(micro_batch.start, micro_batch.stop, self._note_list)
         if copied:
             samples = pytree.tree_map_only(torch.Tensor, _copy, samples)
-        return entry.invocation(samples, micro_batch.num_samples)
+        number, counting = micro_batch.num_samples, self.share(micro_batch)
+        output = entry.invocation(samples, number, counting)
+        return entry.invocation.weighed(output, number, counting) if self.returns_loss else output
 
     def _note_list(self, items: Any) -> None:
         if are_plain(items):

@@ -62,19 +62,22 @@ class Call:
 class Values:
     """The values that one call logged in the runs of the step, with the number of samples of each.
 
-    `sizes` are those that the call gave by `batch_size`, otherwise the samples. `counted`: the sizes of other
+    `shares`: what the samples count for in means. `sizes` are those that the call gave by `batch_size`, otherwise the
+    samples. `counted`: the sizes of other
     mini-batches have shown that they are counts of what a micro-batch has; `constant`: that they are not.
     """
 
     values: list[Tensor] = field(default_factory=list)
     samples: list[int] = field(default_factory=list)
+    shares: list[float] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
     counted: bool = False
     constant: bool = False
 
-    def add(self, value: Tensor, samples: int, size: int | None) -> None:
+    def add(self, value: Tensor, samples: int, share: float, size: int | None) -> None:
         self.values.append(value)
         self.samples.append(samples)
+        self.shares.append(share)
         self.sizes.append(samples if size is None else size)
 
     def combined(self, reduction: str) -> tuple[Tensor, int]:
@@ -83,7 +86,7 @@ class Values:
         Sizes that grow with the micro-batch, such as numbers of tokens, add up.
         """
         values = torch.stack([value.detach().to(torch.float64).reshape(()) for value in self.values])
-        weights = self.samples if self.is_of_mini_batch else self.sizes
+        weights = self.shares if self.is_of_mini_batch or self.sizes == self.samples else self.sizes
         weighed = torch.tensor(weights, dtype=torch.float64).to(values.device, non_blocking=True)
         return _combine(values, weighed, reduction), self.sizes[0] if self.is_of_mini_batch else sum(self.sizes)
 
@@ -101,12 +104,13 @@ class Values:
         return not others and (constant or self.constant) and not self.counted
 
 
-def _combine(values: Tensor, samples: Tensor, reduction: str) -> Tensor:
+def _combine(values: Tensor, weights: Tensor, reduction: str) -> Tensor:
     if reduction == "sum":
         return values.sum()
     if reduction in ("min", "max"):
         return values.min() if reduction == "min" else values.max()
-    return (values * samples).sum() / samples.sum().clamp(min=1)
+    counting = values.where(weights > 0, 0)  # a mean over nothing is NaN
+    return (counting * weights).sum() / weights.sum().clamp(min=1)
 
 
 @dataclass(slots=True)
@@ -116,11 +120,11 @@ class Record:
     calls: dict[Call, Values] = field(default_factory=dict)
     samples: int = 0
 
-    def add(self, run: Iterable[tuple[Call, Tensor, int | None]], num_samples: int) -> None:
-        """Add a run on `num_samples` samples."""
+    def add(self, run: Iterable[tuple[Call, Tensor, int | None]], num_samples: int, share: float) -> None:
+        """Add a run on `num_samples` samples, and what they count for."""
         self.samples += num_samples
         for call, value, size in run:
-            self.calls.setdefault(call, Values()).add(value, num_samples, size)
+            self.calls.setdefault(call, Values()).add(value, num_samples, share, size)
 
     def means_of_some(self) -> list[str]:
         """Names of means that only some of the runs logged, and for which no number of items was given."""
@@ -181,10 +185,13 @@ class LogRecorder:
             self._early.pop(batch, None)
 
     @contextmanager
-    def run(self, num_samples: int, context: Context = nullcontext, batch: int | None = None) -> Iterator[None]:
+    def run(
+        self, num_samples: int, context: Context = nullcontext, batch: int | None = None, share: float | None = None
+    ) -> Iterator[None]:
         """Record a run of user code on `num_samples` samples, inside `context`.
 
-        `batch`: number of the mini-batch in training; None for the one whose turn it is.
+        `batch`: number of the mini-batch in training; None for the one whose turn it is. `share`: what the samples
+        count for in means, if not the same.
         """
         self._run = []
         replaced = Replaced()
@@ -196,7 +203,7 @@ class LogRecorder:
         finally:
             replaced.restore()
         record = self.record if batch is None else self._early.setdefault(batch, Record())
-        record.add(self._run, num_samples)
+        record.add(self._run, num_samples, num_samples if share is None else share)
 
     def _log(self, *args: Any, **kwargs: Any) -> None:
         arguments = dict(_SIGNATURE.bind(self.module, *args, **kwargs).arguments)

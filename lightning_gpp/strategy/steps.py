@@ -75,12 +75,12 @@ class LightningHost(Host):
         context: Context = getattr(self._plugin, CONTEXTS[step])
         return context
 
-    def around(self, step: str, batch: int | None = None) -> Callable[[int], AbstractContextManager[Any]]:
+    def around(self, step: str, batch: int | None = None) -> Callable[[int, float], AbstractContextManager[Any]]:
         return partial(self._run, self.context(step), batch)
 
     @contextmanager
-    def _run(self, context: Context, batch: int | None, num_samples: int) -> Iterator[None]:
-        with self.recorder.run(num_samples, context, batch):
+    def _run(self, context: Context, batch: int | None, num_samples: int, share: float) -> Iterator[None]:
+        with self.recorder.run(num_samples, context, batch, share):
             yield
 
     def turn(self, batch: int) -> None:

@@ -176,7 +176,8 @@ class EvaluationSteps:
         with self._door.to_first(), on_one_rank():
             if not job.control.runs_step:
                 return None
-            with job.host.around(step)(self._incoming.batch_size):
+            size = self._incoming.batch_size
+            with job.host.around(step)(size, size):
                 return getattr(job.module, step)(*arguments)
 
     def _run_whole(self, step: str, arguments: Sequence[Any]) -> Any:

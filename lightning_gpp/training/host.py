@@ -36,14 +36,14 @@ class Host:
         """Make the context in which the modules of a step compute, on all ranks."""
         return self._context
 
-    def around(self, step: str, batch: int | None = None) -> Callable[[int], AbstractContextManager[Any]]:
-        """A function that makes the context of a run of the user's step from its number of samples, on the rank that
-        runs it.
+    def around(self, step: str, batch: int | None = None) -> Callable[[int, float], AbstractContextManager[Any]]:
+        """A function that makes the context of a run of the user's step from its number of samples and what they count
+        for, on the rank that runs it.
 
         `batch`: number of the mini-batch in training, which may run before its turn.
         """
         context = self.context(step)
-        return lambda num_samples: context()
+        return lambda num_samples, share: context()
 
     def unheard(self) -> AbstractContextManager[Any]:
         """A context in which what the user's step tells loggers gets lost, for runs besides those of training."""

@@ -24,6 +24,7 @@ from lightning_gpp.planning.assignment.slices import Slicing
 from lightning_gpp.planning.assignment.stages_spec import StagesSpec
 from lightning_gpp.planning.request import Count, SearchOptions
 from lightning_gpp.schedules.registry import schedule_names
+from lightning_gpp.stages.counts import reduction
 from lightning_gpp.training.option_checks import check_together
 from lightning_gpp.training.option_values import (
     AUTO,
@@ -234,7 +235,14 @@ class Options(SearchOptions):
         "all tensors. Default: the first dimension, see docs/reference/capture.md.",
         convert=dims_given,
     )
-    loss_reduction: Literal["mean", "sum"] = option("mean", "how the loss combines over samples: mean or sum.")
+    loss_reduction: Converted[str, str] = option(
+        "mean",
+        "how the loss combines over samples: mean, sum, or the tensor of the mini-batch over whose entries it is a "
+        "mean, for example labels (those that are not -100), labels[:,1:] (without the first of each sample, as "
+        "language models shift them) or mask!=0. Then micro-batches count by these entries, also in what the step "
+        "logs.",
+        convert=reduction,
+    )
     on_nonfinite: Literal["stop", "skip", "ignore"] | None = option(
         None,
         "reaction to a loss or a gradient that is not finite: stop ends the run on all ranks before the optimizer "

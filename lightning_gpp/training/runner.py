@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from lightning_gpp.errors import GPPError
 from lightning_gpp.runtime.stage import MicroBatch
+from lightning_gpp.stages.counts import counted
 from lightning_gpp.stages.step import Invocation
 from lightning_gpp.training.asynchronous import Asynchronous
 from lightning_gpp.training.data.segments import later
@@ -54,6 +55,7 @@ class Runner:
         self._new, self._optimizers, self._asynchronous = sessions.new, optimizers, asynchronous
         self._job, self._incoming = sessions.job, sessions.incoming
         self.sums = self._job.options.loss_reduction == "sum"
+        self._counted = counted(self._job.options.loss_reduction)
         self.current: Session | None = None
         self._sessions = SessionCache[Session](self._job.control.warn)
         self._trained: Session | None = None
@@ -142,7 +144,8 @@ class Runner:
         step, trains = session.capture.step, session.training
         host = self._job.host
         around, function = host.around(step, number if trains else None), getattr(self._job.module, step)
-        return Invocation(function=function, rest=rest, around=around, sums=self.sums and trains)
+        sums = self.sums and trains
+        return Invocation(function=function, rest=rest, around=around, sums=sums, counted=self._counted)
 
     def _train_ahead(
         self, asynchronous: Asynchronous, arguments: Sequence[Any], weight: float, accumulated: int, number: int

@@ -26,7 +26,10 @@ from tests.strategy.harness import TwoTowers, loader
     [
         ({"num_micro_batches": 4, "micro_batch_size": 2}, "num_micro_batches=4 and strategy.micro_batch_size=2"),
         ({"num_micro_batches": 0}, "strategy.num_micro_batches is 0; it must be a whole number >= 1"),
-        ({"loss_reduction": "max"}, "loss_reduction is 'max'; it must be one of 'mean', 'sum'"),
+        (
+            {"loss_reduction": "labels[1:]"},
+            r"loss_reduction is 'labels\[1:\]'; it must be 'mean', 'sum', or the tensor",
+        ),
         ({"stages": {}}, "strategy.stages is empty"),
         ({"stages": {"a": 0, "b": 2}}, r"without gaps, got \[0, 2\]"),
         (

@@ -81,14 +81,14 @@ def other_reductions(whole: Logged, parts: Logged, near: Near) -> dict[str, str]
     return found
 
 
-def unlike_means(whole: Logged, parts: Logged, sizes: Sequence[int], near: Near) -> list[str]:
-    """The names whose undivided value is not the mean of those of micro-batches, which is logged."""
+def unlike_means(whole: Logged, parts: Logged, shares: Sequence[float], near: Near) -> list[str]:
+    """The names whose undivided value is not the mean of those of micro-batches by their shares, which is logged."""
     found = []
     for name, values in parts.values.items():
         given = whole.values.get(name, [])
-        comparable = parts.reductions[name] == "mean" and len(given) == 1 and len(values) == len(sizes)
+        comparable = parts.reductions[name] == "mean" and len(given) == 1 and len(values) == len(shares)
         if comparable and all(map(math.isfinite, (*given, *values))):
-            mean = sum(value * size for value, size in zip(values, sizes, strict=True)) / sum(sizes)
+            mean = sum(value * share for value, share in zip(values, shares, strict=True)) / sum(shares)
             if not near(mean, given[0]):
                 found.append(name)
     return found

@@ -35,6 +35,7 @@ from lightning_gpp.runtime.random import RandomStreams, undisturbed
 from lightning_gpp.runtime.stage import MicroBatch
 from lightning_gpp.runtime.transport import Transport
 from lightning_gpp.stages import build
+from lightning_gpp.stages.counts import counted
 from lightning_gpp.stages.step import Invocation, StepRunner
 from lightning_gpp.stages.undivided import Captured, Undivided
 from lightning_gpp.training.checks.projections import differing, forget_vectors, norms, projections
@@ -188,7 +189,8 @@ class Expected:
 
 def _invocation(job: Job, captured: Capture, module: nn.Module) -> Invocation:
     function, rest = captured.called_on(module)
-    return Invocation(function=function, rest=rest, around=job.host.around(TRAINING))
+    by = counted(job.options.loss_reduction)
+    return Invocation(function=function, rest=rest, around=job.host.around(TRAINING), counted=by)
 
 
 def _unsplit_or_failure(

@@ -11,7 +11,7 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import torch
@@ -25,6 +25,7 @@ from lightning_gpp.plan_parts import even_parts
 from lightning_gpp.runtime.draws import Draws, NoShare
 from lightning_gpp.runtime.random import python_streams
 from lightning_gpp.runtime.stage import MicroBatch
+from lightning_gpp.stages.counts import Counted, candidates
 from lightning_gpp.stages.step import Invocation, StepRunner
 from lightning_gpp.training.checks.logged import Logged, other_reductions, unlike_means
 from lightning_gpp.training.checks.projections import differing, distance, norms, projections
@@ -65,13 +66,14 @@ MIXED_DRAWS: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """The losses of micro-batches, the sizes of these, the projections and norms of the gradients of their loss, and
-    the values that were logged with another reduction than the mean. `drawn`: the states of Python's and NumPy's random
-    streams after the runs, which began alike.
+    """The losses of micro-batches, the sizes of these and what they count for, the projections and norms of the
+    gradients of their loss, and the values that were logged with another reduction than the mean. `drawn`: the states
+    of Python's and NumPy's random streams after the runs, which began alike.
     """
 
     losses: list[float]
     sizes: list[int]
+    shares: list[float]
     gradients: Tensor
     norms: list[float]
     logged: Logged
@@ -141,7 +143,7 @@ class CutComparison:
 
     def _logged_otherwise(self, whole: Result, parts: Result) -> str:
         """A warning of logged values that are no means over samples; those that differ anyway (times) do not count."""
-        unlike = unlike_means(whole.logged, parts.logged, parts.sizes, self._near)
+        unlike = unlike_means(whole.logged, parts.logged, parts.shares, self._near)
         names = [name for name in unlike if name not in self.combined]
         again = self._again().logged if names else whole.logged
         steady = [name for name in names if self._near(again.values[name][0], whole.logged.values[name][0])]
@@ -164,8 +166,18 @@ class CutComparison:
     def _cause(self, whole: Result, parts: Result) -> str:
         if self._near(parts.mean if self.sums else parts.sum, whole.sum):
             return f"This loss is a {'mean' if self.sums else 'sum'} over samples: set strategy.loss_reduction."
+        if (by := self._counting()) is not None:
+            return f"This loss is a mean over the entries of {by}: set strategy.loss_reduction={by}."
         normalises = any(isinstance(part, BatchNorm) and part.training for part in self.module.modules())
         return f"{_NORMALISES} {_DEPENDENT}" if normalises else _DEPENDENT
+
+    def _counting(self) -> Counted | None:
+        """The entries over which the loss is a mean, if with them micro-batches have the gradient of all samples."""
+        for by in candidates(self.batch, self.total, self.step.dims):
+            other = replace(self, invocation=replace(self.invocation, counted=by), sums=False)
+            if other._same(*other._both()):
+                return by
+        return None
 
     def _both(self) -> tuple[Result, Result]:
         draws = Draws(self.total)
@@ -183,22 +195,27 @@ class CutComparison:
 
     def _run(self, draws: Draws, parts: Sequence[tuple[int, int]]) -> Result:
         self.module.zero_grad()
-        losses, logged, drawn = [], Logged(), set[tuple[object, ...]]()
+        losses, shares, logged, drawn = list[float](), list[float](), Logged(), set[tuple[object, ...]]()
         for start, stop in parts:
             with ExitStack() as stack, torch.enable_grad(), logged.recorded(self.module):
                 if len(parts) > 1:
                     stack.enter_context(draws.share(start, stop))
-                losses.append(self._loss_of(start, stop, 1.0 if self.sums else (stop - start) / self.total, drawn))
+                loss, counting, streams = self._loss_of(start, stop)
+                (loss * (1.0 if self.sums else (stop - start) / self.total)).backward()
+                losses.append(loss.item())
+                shares.append(counting)
+                drawn.add(streams)
         sizes = [stop - start for start, stop in parts]
-        return Result(losses, sizes, projections(self.module), norms(self.module), logged, drawn)
+        return Result(losses, sizes, shares, projections(self.module), norms(self.module), logged, drawn)
 
-    def _loss_of(self, start: int, stop: int, weight: float, drawn: set[tuple[object, ...]]) -> float:
-        self.step.begin(self.batch, self.invocation, seed=0)
-        loss = loss_of(self.step.whole(MicroBatch(0, start, stop, self.total)))
-        drawn.add(python_streams())
+    def _loss_of(self, start: int, stop: int) -> tuple[Tensor, float, tuple[object, ...]]:
+        """The loss of some samples, what they count for, and the states of random streams after it."""
+        self.step.begin(self.batch, self.invocation, seed=0, total=self.total)
+        micro_batch = MicroBatch(0, start, stop, self.total)
+        loss, counting = loss_of(self.step.whole(micro_batch)), self.step.share(micro_batch)
+        streams = python_streams()
         self.step.end()
-        (loss * weight).backward()
-        return loss.item()
+        return loss, counting, streams
 
 
 def few_samples(plan: Plan, batch: Any, batch_size: int, dims: BatchDims = GUESSED) -> tuple[Any, int, int]:

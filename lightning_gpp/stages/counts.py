@@ -1,0 +1,113 @@
+"""What samples count in the mean over a mini-batch, if they do not count the same: the entries that a loss averages.
+
+A mean over unmasked tokens weighs a sample by its tokens. So a micro-batch counts by the tokens that it has, and the
+mean over micro-batches is that over all tokens of the mini-batch, for the loss and for what the step logs.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from lightning_gpp.capture.batch import BatchDims, named_tensors
+from lightning_gpp.errors import ConfigError, did_you_mean
+
+IGNORED: Final = -100
+"""The label that losses of torch and transformers ignore by default."""
+
+_FORM: Final = re.compile(r"(?P<path>[^\[\]!=]+?)(?P<later>\[:, ?1:\])?(?: ?!= ?(?P<ignored>-?\d+))?")
+
+
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """The entries of a tensor of the mini-batch that a loss averages.
+
+    Args:
+        path: the path of the tensor in the mini-batch, as in `batch_dims`.
+        later: without the first entries of its second dimension, as where the labels of a language model are shifted.
+        ignored: the value of entries that do not count. Numbers with a fraction count by their value.
+    """
+
+    path: str
+    later: bool = False
+    ignored: int = IGNORED
+
+    @classmethod
+    def parsed(cls, text: str) -> Counted | None:
+        """What an option says, such as `labels`, `labels[:,1:]` or `mask!=0`; None if it is of another form."""
+        found = _FORM.fullmatch(text)
+        if found is None:
+            return None
+        ignored = found["ignored"]
+        return cls(found["path"].strip(), found["later"] is not None, IGNORED if ignored is None else int(ignored))
+
+    def __str__(self) -> str:
+        ignored = "" if self.ignored == IGNORED else f"!={self.ignored}"
+        return f"{self.path}{'[:,1:]' if self.later else ''}{ignored}"
+
+    def of_samples(self, batch: Any, total: int, dims: BatchDims) -> list[float] | None:
+        """The entries of each sample; None if the mini-batch has no such tensor with one row for each."""
+        found = next((tensor for name, tensor in named_tensors(batch, total, dims) if name == self.path), None)
+        return None if found is None else self._of_rows(found)
+
+    def _of_rows(self, rows: Tensor) -> list[float]:
+        rows = rows[:, 1:] if self.later and rows.dim() > 1 else rows
+        counts = rows if rows.is_floating_point() else rows != self.ignored
+        entries: list[float] = counts.reshape(len(rows), -1).to(torch.float64).sum(1).tolist()
+        return entries
+
+    def missing(self, batch: Any, total: int, dims: BatchDims) -> ConfigError:
+        """The error for a mini-batch of training without the tensor."""
+        names = [name for name, _ in named_tensors(batch, total, dims)]
+        return ConfigError(
+            f"strategy.loss_reduction names {self.path!r}, which is neither mean, nor sum, nor a tensor of the "
+            f"mini-batch with one row for each sample.{did_you_mean(self.path, names)}"
+        )
+
+
+def reduction(value: object) -> str:
+    """The option as it is kept.
+
+    Raises:
+        ConfigError: it is neither mean, nor sum, nor a part of the mini-batch.
+    """
+    if isinstance(value, str) and (value in ("mean", "sum") or Counted.parsed(value) is not None):
+        return value
+    raise ConfigError(
+        f"strategy.loss_reduction is {value!r}; it must be 'mean', 'sum', or the tensor of the mini-batch whose "
+        "entries the loss averages, such as 'labels' (those that are not -100), 'labels[:,1:]' or 'mask!=0'."
+    )
+
+
+def counted(reduction: str) -> Counted | None:
+    """The entries by which micro-batches count; None for those that count by their samples."""
+    return None if reduction in ("mean", "sum") else Counted.parsed(reduction)
+
+
+def candidates(batch: Any, total: int, dims: BatchDims) -> Iterator[Counted]:
+    """What the loss of these samples may average, if it is no mean over samples: labels, and what masks do not hide."""
+    for name, rows in named_tensors(batch, total, dims):
+        whole_numbers = not rows.is_floating_point() and not rows.is_complex()
+        for ignored in (IGNORED, 0) if whole_numbers and rows.dim() > 0 else ():
+            for later in (False, True)[: rows.dim()]:
+                found = Counted(name, later, ignored)
+                if bool((rows == ignored).any()):
+                    yield found
+
+
+def share(counts: Sequence[float] | None, start: int, stop: int) -> float:
+    """The samples that those from one number to another count for: as many as they are if all count the same."""
+    total = 0.0 if counts is None else sum(counts)
+    if counts is None or total == 0:
+        return stop - start
+    return len(counts) * sum(counts[start:stop]) / total
+
+
+def scaled(loss: Tensor, factor: float) -> Tensor:
+    """The loss of a micro-batch times its share; one that averages nothing is NaN in torch, and does not count."""
+    return torch.nan_to_num(loss) * 0 if factor == 0 else loss * factor

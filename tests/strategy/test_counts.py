@@ -1,0 +1,138 @@
+"""Losses that average tokens: micro-batches count by them, so that training is that of one process."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_gpp.errors import ConfigError
+from lightning_gpp.stages.counts import Counted, reduction
+from tests.strategy import harness
+
+STAGES = {"words": 0, "head": 1}
+TOKENS, SAMPLES = 11, 5
+
+
+class Labelled(pl.LightningModule):
+    """The loss of every step is the mean over labels that are not ignored."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words, self.head = nn.Embedding(TOKENS, 6), nn.Linear(6, TOKENS)
+        self.losses: list[float] = []
+
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        return F.cross_entropy(self.head(self.words(batch["ids"])).flatten(0, 1), batch["labels"].flatten())
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        return {"loss": loss}
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        self.log("val", self.loss(batch))
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.losses.append(float(self.trainer.callback_metrics["loss_step"]))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.3)
+
+
+class Shifted(Labelled):
+    """Labels are those of the next token, as in language models of transformers."""
+
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        logits, labels = self.head(self.words(batch["ids"]))[:, :-1], batch["labels"][:, 1:]
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+class Hidden(Labelled):
+    """The mean over what a mask of numbers does not hide."""
+
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        each = F.cross_entropy(self.head(self.words(batch["ids"])).transpose(1, 2), batch["ids"], reduction="none")
+        return (each * batch["mask"]).sum() / batch["mask"].sum().clamp(min=1)
+
+
+def batches() -> list[dict[str, Tensor]]:
+    """Mini-batches with other numbers of tokens in each sample; in the second one a micro-batch has none."""
+    torch.manual_seed(1)
+    found = []
+    for lengths in ([2, 7, 5, 3, 1], [0, 0, 0, 4, 6], [7, 7, 1, 1, 2]):
+        ids = torch.randint(TOKENS, (SAMPLES, 7))
+        mask = torch.arange(7) < torch.tensor(lengths)[:, None]
+        found.append({"ids": ids, "labels": ids.where(mask, -100), "mask": mask.long()})
+    return found
+
+
+KINDS: list[tuple[type[Labelled], str]] = [
+    (Labelled, "labels"),
+    (Shifted, "labels[:,1:]"),
+    (Hidden, "mask!=0"),
+]
+Report = tuple[list[float], dict[str, float], list[str]]
+"""Losses, metrics and warnings."""
+
+
+def fit(kind: type[Labelled], **options: Any) -> Report:
+    module = kind().double()
+    strategy: Any = harness.strategy(stages=STAGES, num_micro_batches=3, **options) if options else "auto"
+    loader = DataLoader(batches(), batch_size=None)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer = harness.trainer(strategy, 2 if options else 1, max_epochs=2, use_distributed_sampler=False)
+        trainer.fit(module, loader, loader)
+    metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    return module.losses, metrics, [str(each.message) for each in caught]
+
+
+def train(rank: int) -> list[tuple[Report, Report]]:
+    return [(fit(kind, loss_reduction=told), fit(kind, loss_reduction="mean")) for kind, told in KINDS]
+
+
+@pytest.fixture(scope="module")
+def reports() -> list[tuple[Report, Report]]:
+    """Of rank 0, with the reduction and without."""
+    found: list[tuple[Report, Report]] = harness.run(2, train)[0]
+    return found
+
+
+def test_micro_batches_count_by_their_tokens(reports: list[tuple[Report, Report]]) -> None:
+    for (kind, _), ((losses, metrics, told), _) in zip(KINDS, reports, strict=True):
+        expected, known, _ = fit(kind)
+        assert losses == pytest.approx(expected, rel=1e-12), kind
+        assert metrics == pytest.approx(known, rel=1e-12), kind
+        assert not [text for text in told if "undivided" in text or "no mean" in text], told
+
+
+def test_the_self_check_names_what_the_loss_averages(reports: list[tuple[Report, Report]]) -> None:
+    names = [name.replace("mask!=0", "labels") for _, name in KINDS]  # labels hide the same as the mask does
+    for name, (_, (_, _, told)) in zip(names, reports, strict=True):
+        assert re.findall(r"set strategy\.loss_reduction=(\S+)\. ", " ".join(told)) == [name]
+
+
+def test_an_entry_that_is_not_there_is_told() -> None:
+    told = str(Counted("label").missing(batches()[0], SAMPLES, {}))
+    for part in ("strategy.loss_reduction names 'label'", "Did you mean labels?", "ids, labels, mask"):
+        assert part in told
+
+
+@pytest.mark.parametrize("text", ["labels", "labels[:,1:]", "mask!=0", "inputs.labels[:,1:]!=7"])
+def test_parts_are_written_as_they_are_read(text: str) -> None:
+    assert str(Counted.parsed(text)) == text
+
+
+@pytest.mark.parametrize("text", ["", "labels[1:]", "mask=0", "labels[:,1:]!=x"])
+def test_other_forms_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"strategy\.loss_reduction is .* 'labels\[:,1:\]'"):
+        reduction(text)
