@@ -1,4 +1,4 @@
-"""What samples count in the mean over a mini-batch, if they do not count the same: the entries that a loss averages.
+"""Counts of samples in the mean over a mini-batch, if they do not count the same: the entries that a loss averages.
 
 A mean over unmasked tokens weighs a sample by its tokens. So a micro-batch counts by the tokens that it has, and the
 mean over micro-batches is that over all tokens of the mini-batch, for the loss and for what the step logs.
