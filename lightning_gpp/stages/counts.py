@@ -90,7 +90,7 @@ def counted(reduction: str) -> Counted | None:
 
 
 def candidates(batch: Any, total: int, dims: BatchDims) -> Iterator[Counted]:
-    """Entries that the loss of these samples may average, if it is no mean over samples: labels, and what masks show."""
+    """Yield the entries that the loss of these samples may average: labels, and what masks show."""
     for name, rows in named_tensors(batch, total, dims):
         whole_numbers = not rows.is_floating_point() and not rows.is_complex()
         for ignored in (IGNORED, 0) if whole_numbers and rows.dim() > 0 else ():
