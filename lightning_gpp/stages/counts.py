@@ -39,7 +39,7 @@ class Counted:
 
     @classmethod
     def parsed(cls, text: str) -> Counted | None:
-        """What an option says, such as `labels`, `labels[:,1:]` or `mask!=0`; None if it is of another form."""
+        """The entries that an option names, as `labels`, `labels[:,1:]` or `mask!=0`; None for another form."""
         found = _FORM.fullmatch(text)
         if found is None:
             return None

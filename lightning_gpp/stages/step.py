@@ -127,7 +127,7 @@ class StepRunner:
         )
 
     def _counts(self, batch: Any, invocation: Invocation, total: int) -> Sequence[float] | None:
-        """What samples count. In evaluation they count the same if the mini-batch lacks what says it."""
+        """Counts of the samples; in evaluation they count the same if the mini-batch lacks the entries."""
         if invocation.counted is None:
             return None
         counts = invocation.counted.of_samples(batch, total, self.dims)
