@@ -1,8 +1,7 @@
-"""Reads the files of users: plans and clusters in YAML, graphs in JSON, with one-sentence errors."""
+"""Reads the files of users, plans and clusters in YAML, with one-sentence errors."""
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -59,7 +58,7 @@ def read_yaml(path: str | Path, *, error: type[GPPError], place: str = "") -> An
         GPPError: of the type `error`; the file cannot be read, is too large, or is not YAML.
     """
     place = place or str(path)
-    text = _read(path, error, place, MAX_BYTES)
+    text = _read(path, error, place)
     try:
         _check_nesting(text)
         return yaml.load(text, Loader=_Loader)
@@ -67,24 +66,11 @@ def read_yaml(path: str | Path, *, error: type[GPPError], place: str = "") -> An
         raise error(f"{place}: is not YAML that can be read: {_one_line(failure)}.") from failure
 
 
-def read_json(path: str | Path, *, error: type[GPPError]) -> Any:
-    """The content of a JSON file.
-
-    Raises:
-        GPPError: of the type `error`; the file cannot be read, or is not JSON.
-    """
-    text = _read(path, error, str(path))
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as failure:
-        raise error(f"{path}: is not JSON: {_one_line(failure)}.") from failure
-
-
-def _read(path: str | Path, error: type[GPPError], place: str, limit: int | None = None) -> str:
+def _read(path: str | Path, error: type[GPPError], place: str) -> str:
     try:
         size = Path(path).stat().st_size
-        if limit is not None and size > limit:
-            raise error(f"{place}: has {size / 2**20:.0f} MiB; files of up to {limit // 2**20} MiB are read.")
+        if size > MAX_BYTES:
+            raise error(f"{place}: has {size / 2**20:.0f} MiB; files of up to {MAX_BYTES // 2**20} MiB are read.")
         return Path(path).read_text(encoding="utf-8-sig")  # editors of Windows put a mark in front
     except OSError as failure:
         raise error(f"{place}: cannot be read: {failure.strerror}.") from failure

@@ -31,17 +31,12 @@ _EXAMPLES = (
     ("gpp-plan experiment=two_tower report=report.html", "The same as a page for the browser."),
     ("gpp-plan compare experiment=two_tower", "Partitioners side by side."),
     ("gpp-plan compare experiment=two_tower schedules=all", "Schedules side by side."),
-    ("gpp-plan graph=graph.json batch_size=64 cluster=summit", "A graph of operators from a file, without a model."),
 )
 
 
 def overrides(arguments: Sequence[str]) -> list[str]:
-    """Arguments in Hydra's form: `compare` becomes a setting; a graph from a file needs neither data nor model."""
-    result = ["compare=true" if argument == "compare" else argument for argument in arguments]
-    if any(argument.startswith("graph=") and argument != "graph=null" for argument in result):
-        given = {argument.partition("=")[0] for argument in result}
-        result += [f"~{group}" for group in ("data", "model") if not {group, "experiment"} & given]
-    return result
+    """Arguments in Hydra's form: the word `compare` becomes a setting."""
+    return ["compare=true" if argument == "compare" else argument for argument in arguments]
 
 
 def plan(config: DictConfig) -> None:

@@ -1,4 +1,4 @@
-"""The subject of `gpp-plan`: a step of a configured model, or an operator graph from a file."""
+"""The subject of `gpp-plan`: a step of a configured model."""
 
 from __future__ import annotations
 
@@ -28,9 +28,8 @@ from lightning_gpp.capture.calls import find_calls
 from lightning_gpp.cli.configured import built, refusal
 from lightning_gpp.cluster import Cluster
 from lightning_gpp.costs.model import CostModel, Footprint
-from lightning_gpp.errors import CaptureError, ConfigError, PlanError, ShapeError
+from lightning_gpp.errors import CaptureError, ConfigError, ShapeError
 from lightning_gpp.graph import OperatorGraph
-from lightning_gpp.planning.graph_file import read_graph
 from lightning_gpp.strategy.checks import runs_whole
 from lightning_gpp.strategy.data import peek
 from lightning_gpp.strategy.optimization import stand_ins
@@ -46,56 +45,6 @@ from lightning_gpp.training.updates.optimizers import OptimizerIndex
 from lightning_gpp.training.whole.whole_step import capture_found, check_whole, left_open, why_whole
 
 CPU = torch.device("cpu")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GraphFile:
-    """An operator graph from a file."""
-
-    graph: OperatorGraph
-    batch_size: int
-    footprint: Footprint
-    fingerprint: str = ""
-    whole: bool = False
-    notes: tuple[str, ...] = ()
-
-    @property
-    def step(self) -> Subject:
-        """The training step."""
-        return self
-
-    def costs(self, options: Options, cluster: Cluster, device: torch.device) -> CostModel | None:
-        """None, for the roofline model.
-
-        Raises:
-            ConfigError: the settings want them measured.
-        """
-        if options.costs == "measured":
-            raise ConfigError("strategy.costs=measured needs a model to run; a graph from a file (graph=...) has none.")
-        return None
-
-
-def graph_file(config: DictConfig) -> GraphFile:
-    """Read the graph that `graph` names.
-
-    Raises:
-        ConfigError: there is no batch size.
-        PlanError: the file cannot be read.
-    """
-    try:
-        graph = read_graph(config.graph)
-    except PlanError as error:
-        raise PlanError(f"graph={error}") from error  # the message begins with the path
-    batch_size = config.batch_size
-    if batch_size is None:
-        raise ConfigError(
-            "batch_size=None: a graph from a file comes without data. Give the number of samples of a mini-batch, for "
-            "example batch_size=64."
-        )
-    if not isinstance(batch_size, int) or batch_size < 1:
-        raise ConfigError(f"batch_size={batch_size}; it must be a whole number >= 1.")
-    footprint = Footprint(optimizer=config.optimizer or "adam", precision=str(config.trainer.precision))
-    return GraphFile(graph=graph, batch_size=batch_size, footprint=footprint)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,14 +101,10 @@ def captured(config: DictConfig, options: Options) -> Step:
     The module has no memory for its parameters, unless its costs are measured or its code needs their values.
 
     Raises:
-        ConfigError: a batch size or an optimizer is given beside the model, or there is no such step.
+        ConfigError: there is no such step.
     """
     if config.step not in _LOADERS:
         raise ConfigError(f"step={config.step}; choose one of {', '.join(_LOADERS)}.")
-    for key, owner in _OF_GRAPH_FILES.items():
-        if config.get(key) is not None:
-            given = f"{key}={config[key]}"
-            raise ConfigError(f"{given} is for a graph from a file (graph=...); with a model it is {owner}.")
     if options.costs == "measured":
         return _captured(config, options, nullcontext)
     try:
@@ -287,12 +232,6 @@ _LOADERS: Final = {
     "predict_step": ("predict", "predict_dataloader"),
 }
 """Steps that can be planned, with the stage of set-up and the method for the loaders of each."""
-
-_OF_GRAPH_FILES: Final = {
-    "batch_size": "the data's (data.batch_size in the shipped examples)",
-    "optimizer": "that of its configure_optimizers",
-}
-"""Keys for graphs from files, with what a model has instead."""
 
 
 def first_batch(datamodule: L.LightningDataModule, step: str = TRAINING) -> Any:

@@ -12,7 +12,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from lightning_gpp.cli.configured import built
 from lightning_gpp.cli.job import seed_all
 from lightning_gpp.cli.settings import check_settings
-from lightning_gpp.cli.subject import GraphFile, Step, captured, graph_file
+from lightning_gpp.cli.subject import Step, captured
 from lightning_gpp.cluster import Cluster, cluster_of
 from lightning_gpp.cluster.presets import MAX_DEVICES
 from lightning_gpp.errors import ConfigError
@@ -42,7 +42,7 @@ class Task:
     `num_devices`: those of one pipeline, or all of the machine's if the search chooses `num_pipelines` (None).
     """
 
-    subject: GraphFile | Step
+    subject: Step
     options: Options
     machine: Machine
     num_devices: int
@@ -94,17 +94,14 @@ def task_of(config: DictConfig) -> Task:
     if not isinstance(strategy, GPPStrategy):
         raise ConfigError(f"gpp-plan plans for strategy=gpp, not for {type(strategy).__name__}.")
     options = strategy.options
-    given = None if config.graph is None else graph_file(config)
     whole = cluster_for(config, options)
     seed_all(config.seed)
-    subject = given or captured(config, options)
+    subject = captured(config, options)
     costs = subject.costs(options, whole, torch.device(device_type(config.trainer.accelerator)))
     machine = Machine(cluster=whole.with_headroom(options.memory_headroom), footprint=subject.footprint, costs=costs)
     subject, machine = of_members(subject, machine, options.degrees)
     whole = machine.cluster
     if config.step != TRAINING:
-        if isinstance(subject, GraphFile):
-            raise ConfigError(f"step={config.step} needs a model; a graph from a file (graph=...) is a training step.")
         step, options, there = evaluated(subject.step, options, lambda: machine)
         subject, machine = replace(subject, step=step), there()
     per_pipeline = num_devices(options, whole.num_devices)
@@ -118,7 +115,7 @@ def task_of(config: DictConfig) -> Task:
     )
 
 
-def of_members(subject: GraphFile | Step, machine: Machine, members: Sequence[int]) -> tuple[GraphFile | Step, Machine]:
+def of_members(subject: Step, machine: Machine, members: Sequence[int]) -> tuple[Step, Machine]:
     """The part of one process of a device, and the machine of groups of processes.
 
     `members`: processes of each device of a pipeline; a single number if all have as many.
@@ -128,18 +125,13 @@ def of_members(subject: GraphFile | Step, machine: Machine, members: Sequence[in
     """
     if max(members) == 1:
         return subject, machine
-    if isinstance(subject, GraphFile) or subject.divided is None:
-        raise ConfigError(
-            f"strategy.tensor_parallel_size={max(members)} needs a model, whose configure_model divides it; a graph "
-            "from a file (graph=...) has none. Leave it out."
-        )
     if machine.cluster.num_devices % sum(members):
         raise ConfigError(
             f"A pipeline has {sum(members)} processes (strategy.tensor_parallel_size, strategy.plan, strategy.stages), "
             f"which does not divide the {machine.cluster.num_devices} devices of cluster {machine.cluster.name!r}. "
             "Choose a multiple."
         )
-    machine = of_groups(machine, subject.divided, members, subject.captured.graph)
+    machine = of_groups(machine, subject.divided or {}, members, subject.captured.graph)
     return replace(subject, step=part_of_member(subject.captured, machine)), machine
 
 

@@ -5,15 +5,11 @@ Sizes are affine in the number of samples (`Affine`), so one graph serves every 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, replace
-from typing import Annotated, Any, Final
+from dataclasses import dataclass, field, replace
+from typing import Final
 
 import networkx as nx
-from annotated_types import Ge
-
-from lightning_gpp.errors import PlanError
 
 DTYPE_BYTES: Final = {
     "float64": 8,
@@ -214,72 +210,3 @@ class OperatorGraph:
 
     def __len__(self) -> int:
         return int(self.nx.number_of_nodes())
-
-    def to_json(self) -> str:
-        edges = [[u, v, list(outputs)] for u, v, outputs in self.nx.edges(data="outputs")]
-        content: dict[str, Any] = {
-            "operators": [asdict(operator) for operator in self],
-            "edges": edges,
-            "parameter_bytes": self.parameter_bytes,
-            "parameter_sizes": self.parameter_sizes,
-            "buffer_bytes": self.buffer_bytes,
-        }
-        return json.dumps(content, indent=1)
-
-    @classmethod
-    def from_json(cls, text: str, *, place: str = "graph") -> OperatorGraph:
-        """Read a graph that `to_json` wrote.
-
-        Args:
-            text: JSON.
-            place: its origin, for messages.
-
-        Raises:
-            PlanError: a key is missing or unknown, a value has the wrong type, or two operators have one name.
-        """
-        from lightning_gpp.validation import validated  # loads a library that a graph itself does not need
-
-        content = validated(_GraphContent, json.loads(text), place=place, error=PlanError, remedy=REMEDY)
-        graph = cls(
-            parameter_bytes=content.parameter_bytes,
-            parameter_sizes=content.parameter_sizes,
-            buffer_bytes=content.buffer_bytes,
-        )
-        for index, operator in enumerate(content.operators):
-            if operator.name in graph.nx:
-                raise PlanError(f"{place}: operators[{index}].name is {operator.name!r}; {_UNIQUE} {REMEDY}")
-            _check_outputs(operator, f"{place}: operators[{index}].outputs")
-            graph.add(operator)
-        for source, target, outputs in content.edges:
-            for output in outputs:
-                graph.connect(source, target, output)
-        return graph
-
-
-def _check_outputs(operator: Operator, place: str) -> None:
-    for number, spec in enumerate(operator.outputs):
-        if spec.dtype not in DTYPE_BYTES:
-            allowed = ", ".join(DTYPE_BYTES)
-            raise PlanError(f"{place}[{number}].dtype is {spec.dtype!r}; it must be one of {allowed}. {REMEDY}")
-        if spec.bytes(1) > MAX_BYTES:
-            raise PlanError(f"{place}[{number}].shape has {spec.bytes(1):.3g} bytes; no tensor has so many. {REMEDY}")
-
-
-MAX_BYTES: Final = 1e15
-"""The most bytes of a tensor in a file."""
-
-REMEDY: Final = "Write the graph again with OperatorGraph.to_json()."
-_UNIQUE: Final = "it must be a name that no other operator has."
-
-NonNegative = Annotated[int, Ge(0)]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _GraphContent:
-    """The keys of a graph's JSON. An edge has its two operators, and the outputs that the second reads."""
-
-    operators: tuple[Operator, ...]
-    edges: tuple[tuple[str, str, tuple[int, ...]], ...]
-    parameter_bytes: dict[str, NonNegative]
-    parameter_sizes: dict[str, NonNegative]
-    buffer_bytes: dict[str, NonNegative]

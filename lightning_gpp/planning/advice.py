@@ -68,7 +68,7 @@ def _settings(problem: Problem) -> Iterator[str]:
     if problem.max_replicas < problem.num_devices:
         yield "strategy.max_replicas=null"
     if not problem.footprint.optimizer.startswith("sgd"):
-        yield "SGD as optimizer (for a graph from a file: optimizer=sgd)"
+        yield "SGD as optimizer"
     yield "more or larger devices"
 
 

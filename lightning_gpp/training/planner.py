@@ -154,7 +154,7 @@ def _default(options: Options, num_devices: int) -> Machine:
 
 
 class Subject(Protocol):
-    """The subject of a plan: a captured step, or a graph from a file."""
+    """The subject of a plan: a captured step."""
 
     @property
     def graph(self) -> OperatorGraph: ...

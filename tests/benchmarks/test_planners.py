@@ -4,22 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
-
 from benchmarks.planners import calibrate, case_study, optimality
 from benchmarks.planners.common import Hardware, run
 from benchmarks.planners.paper import BATCH_SIZES, NUM_DEVICES
 from benchmarks.workloads import graph
-from benchmarks.workloads.__main__ import main as workloads_main
-from lightning_gpp.graph import OperatorGraph
-
-
-def test_workloads_are_written_for_gpp_plan(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("sys.argv", ["workloads", "candle_uno_2"])
-    workloads_main()
-    assert list(OperatorGraph.from_json(capsys.readouterr().out)) == list(graph("candle_uno_2"))
 
 
 def test_samples_in_place_weigh_nothing_and_change_no_costs() -> None:

@@ -1,4 +1,4 @@
-"""`gpp-plan` for clusters, and for graphs from files."""
+"""`gpp-plan` for clusters."""
 
 from __future__ import annotations
 
@@ -13,17 +13,9 @@ from lightning_gpp.cli.planning import show
 from lightning_gpp.cli.task import device_type, task_of
 from lightning_gpp.errors import ConfigError, PlanError
 from lightning_gpp.plan import Plan
-from tests.cli.commands import command, composed, make_plan
-from tests.planning import graphs
+from tests.cli.commands import composed, make_plan
 
 QUICK = ("experiment=two_tower", "strategy=gpp", "strategy.search_seconds=0.5")
-
-
-@pytest.fixture
-def graph_json(tmp_path: Path) -> str:
-    path = tmp_path / "graph.json"
-    path.write_text(graphs.two_towers().to_json())
-    return str(path)
 
 
 def test_all_devices_of_a_cluster_are_used() -> None:
@@ -96,50 +88,5 @@ def test_costs_are_measured_where_the_devices_are() -> None:
         task_of(composed(*measured, "cluster=t4_box", name="plan"))
 
 
-# -- graphs from files ------------------------------------------------------------------------------------------------
-
-
-def test_a_graph_from_a_file_needs_no_model(graph_json: str, tmp_path: Path) -> None:
-    arguments = (f"graph={graph_json}", "cluster=t4_box", "batch_size=32", "strategy.search_seconds=0.5")
-    result = command("plan", *arguments, f"output={tmp_path / 'plan.yaml'}", cwd=tmp_path)
-    assert result.returncode == 0, result.stderr
-    assert "4 devices" in result.stdout
-    assert "mini-batch of 32 samples" in result.stdout
-    assert Plan.load(tmp_path / "plan.yaml").batch_size == 32
-
-
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("batch_size=null", "batch_size=None: a graph from a file comes without data.*batch_size=64"),
-        ("strategy.costs=measured", "strategy.costs=measured needs a model to run"),
-        ("optimizer=adan", "optimizer='adan' is unknown.*Did you mean 'adam'"),
-        ("~cluster", "trainer.devices=auto must be a whole number.*cluster=dgx_h100"),
-    ],
-)
-def test_what_a_graph_from_a_file_needs(graph_json: str, override: str, message: str) -> None:
-    arguments = (f"graph={graph_json}", "~data", "~model", "cluster=t4_box", "batch_size=32")
-    if override == "~cluster":
-        arguments = tuple(entry for entry in arguments if not entry.startswith("cluster"))
-        override = "seed=1"
-    with pytest.raises(ConfigError, match=message):
-        make_plan(composed(*arguments, override, name="plan"))
-
-
-@pytest.mark.parametrize("given", ["batch_size=8", "optimizer=sgd"])
-def test_a_model_brings_its_batch_size_and_its_optimizer(given: str) -> None:
-    with pytest.raises(ConfigError, match=rf"{given} is for a graph from a file \(graph=...\)"):
-        make_plan(composed(*QUICK, given, name="plan"))
-
-
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [
-        (["compare", "experiment=x"], ["compare=true", "experiment=x"]),
-        (["graph=g.json"], ["graph=g.json", "~data", "~model"]),
-        (["graph=g.json", "experiment=x"], ["graph=g.json", "experiment=x"]),
-        (["graph=null", "name=compare"], ["graph=null", "name=compare"]),
-    ],
-)
-def test_words_for_hydra(given: list[str], expected: list[str]) -> None:
-    assert overrides(given) == expected
+def test_a_word_for_hydra() -> None:
+    assert overrides(["compare", "experiment=x", "name=compare"]) == ["compare=true", "experiment=x", "name=compare"]

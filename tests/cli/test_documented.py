@@ -36,7 +36,7 @@ def test_other_tests_are_for_what_they_need() -> None:
 COMPOSED = [
     item
     for item in COMMANDS
-    if re.match("gpp-(train|plan)", item.text) and not re.search("--config-dir|--multirun|graph=", item.text)
+    if re.match("gpp-(train|plan)", item.text) and not re.search("--config-dir|--multirun", item.text)
 ]
 
 
@@ -71,8 +71,6 @@ def prepare(page: Path, folder: Path) -> None:
     for block in blocks:
         if name := re.match(r"# ([\w.]+\.yaml)$", block.partition("\n")[0]):
             (folder / name[1]).write_text(block)
-    if "graph=graph.json" in page.read_text():
-        (folder / "graph.json").write_text(shell(["python", "-m", "benchmarks.workloads", "candle_uno"], folder))
 
 
 def run(item: Documented, way: Run, folder: Path) -> Path:
