@@ -21,7 +21,6 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from lightning_gpp.cli import schema
 from lightning_gpp.cli.help import ASKED, VERSION, help_text
 from lightning_gpp.cli.told import place_of_traceback, told
 from lightning_gpp.config_files import config_folder
@@ -95,7 +94,6 @@ def _prepare() -> None:
     sys.argv.extend(quiet_overrides(os.environ, sys.argv))
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # modules of the user's project; an installed command has only its own folder
-    schema.register()
 
 
 class _Job:

@@ -9,7 +9,6 @@ from typing import Any, Final
 from omegaconf import DictConfig, ListConfig
 
 from lightning_gpp.cli.task import Task, predict, task_of
-from lightning_gpp.cli.time_limit import TimeIsUp, time_limit
 from lightning_gpp.errors import ConfigError, GPPError, PlanError
 from lightning_gpp.planning import Prediction, partitioner_names
 from lightning_gpp.planning.assignment.layout import layout_mismatch
@@ -18,9 +17,6 @@ from lightning_gpp.schedules import schedule_names
 
 ALL: Final = "all"
 """The value of `schedules` for all registered ones."""
-
-SEARCH: Final = 0.6
-"""Share of a row's time for its search, so that it ends early enough for an answer."""
 
 
 def compare(config: DictConfig) -> None:
@@ -37,11 +33,11 @@ def compare(config: DictConfig) -> None:
             "schedule. Give one of them; strategy.partitioner plans for all schedules, strategy.schedule is used by "
             "all partitioners."
         )
-    task, seconds, rows = task_of(config), float(config.compare_seconds), list[tuple[str, Compared]]()
+    task, rows = task_of(config), list[tuple[str, Compared]]()
     what, names = ("schedule", _schedules(config)) if config.schedules is not None else _partitioners(config, task)
     try:
         for name in names:
-            rows.append((name, _outcome(task, what, name, seconds)))
+            rows.append((name, _outcome(task, what, name)))
             if _interrupted(rows[-1][1]):
                 raise KeyboardInterrupt
     finally:
@@ -80,17 +76,14 @@ def _known(key: str, setting: Any, known: Sequence[str]) -> Sequence[str]:
     return names
 
 
-def _outcome(task: Task, what: str, name: str, seconds: float) -> Compared:
+def _outcome(task: Task, what: str, name: str) -> Compared:
     """The prediction with another partitioner or schedule, or why there is none."""
+    options = task.options
     try:
-        with time_limit(seconds, key="compare_seconds"):
-            options = replace(task.options, search_seconds=min(task.options.search_seconds, SEARCH * seconds))
-            other = replace(options, schedule=name) if what == "schedule" else replace(options, partitioner=name)
-            prediction = predict(replace(task, options=other))
+        other = replace(options, schedule=name) if what == "schedule" else replace(options, partitioner=name)
+        prediction = predict(replace(task, options=other))
     except GPPError as error:
         return str(error)
-    except TimeIsUp:
-        return f"it found no plan in {seconds:g} s; compare_seconds=... gives it more."
     reason = layout_mismatch(prediction.plan, name) if what == "schedule" else ""
     return replace(prediction, note=reason)
 

@@ -1,19 +1,67 @@
-"""Builds the objects that a configuration names by `_target_`; errors name the key, its values and the real cause."""
+"""Checks a composed configuration, and builds the objects that it names by `_target_`.
+
+Errors name the key, its values and the real cause.
+"""
 
 from __future__ import annotations
 
 import logging
 import traceback
-from typing import Any
+from dataclasses import dataclass, fields
+from typing import Annotated, Any
 
+from annotated_types import Ge, Lt
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from lightning_gpp._compat.omegaconf import key_of
 from lightning_gpp.cli.told import place_of_traceback
 from lightning_gpp.errors import ConfigError, GPPError
+from lightning_gpp.validation import validated
+
+ConfigGroup = dict[str, Any]
+Seed = Annotated[int, Ge(0), Lt(2**32)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TopLevelKeys:
+    """The keys of both commands. `step` and `batch_size` are checked where they are used."""
+
+    trainer: ConfigGroup
+    strategy: ConfigGroup
+    data: ConfigGroup | None = None
+    model: ConfigGroup | None = None
+    seed: Seed | None = None
+    train: bool = True
+    test: bool = True
+    compare: bool = False
+    ckpt_path: str | None = None
+    optimized_metric: str | None = None
+    graph: str | None = None
+    optimizer: str | None = None
+    output: str | None = None
+    trace: str | None = None
+    svg: str | None = None
+    graph_svg: str | None = None
+    report: str | None = None
+
+
+def check_settings(config: DictConfig) -> None:
+    """Refuse values of the wrong type.
+
+    Raises:
+        ConfigError: with the key, its value and what is allowed.
+    """
+    content: Any = OmegaConf.to_container(config)
+    validated(TopLevelKeys, _known(TopLevelKeys, content), error=ConfigError)
+
+
+def _known(kind: type, content: dict[str, Any]) -> dict[str, Any]:
+    """The values of the keys that a dataclass has, without references to other keys."""
+    given = {field.name: content[field.name] for field in fields(kind) if field.name in content}
+    return {key: value for key, value in given.items() if not (isinstance(value, str) and "${" in value)}
 
 
 def built(node: DictConfig, kind: type | None = None, **arguments: Any) -> Any:

@@ -15,8 +15,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_only
 from omegaconf import DictConfig
 
-from lightning_gpp.cli.configured import built, refusal
-from lightning_gpp.cli.settings import check_settings
+from lightning_gpp.cli.configured import built, check_settings, refusal
 from lightning_gpp.errors import ConfigError
 
 AUTO: Final = "auto"

@@ -16,9 +16,6 @@ _WIDTH = 120
 _HEAD = """\
 # Graph pipeline parallelism. Every key is an argument of lightning_gpp.GPPStrategy.
 # This file is written by `python -m lightning_gpp.cli.strategy_file` from lightning_gpp/training/options.py.
-defaults:
-  - gpp_schema # types: a key or a value that does not fit is refused
-  - _self_
 
 _target_: lightning_gpp.strategy.GPPStrategy
 _convert_: all

@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
-from lightning_gpp.cli.configured import built
+from lightning_gpp.cli.configured import built, check_settings
 from lightning_gpp.cli.job import seed_all
-from lightning_gpp.cli.settings import check_settings
 from lightning_gpp.cli.subject import Step, captured
 from lightning_gpp.cluster import Cluster, cluster_of
 from lightning_gpp.cluster.presets import MAX_DEVICES

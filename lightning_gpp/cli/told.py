@@ -18,7 +18,7 @@ from lightning_gpp.errors import GPPError, close_to
 def told(error: BaseException) -> str:
     """The messages of an error and its causes, and for a key that does not exist, those that do."""
     if isinstance(error, OverrideParseException):
-        return f"{error.override!r} is not KEY=VALUE, for example trainer.devices=4. --help lists groups and keys."
+        return _unreadable(str(error.override), error)
     if isinstance(error, GPPError):
         return str(error)
     if isinstance(error, YAMLError):
@@ -28,6 +28,19 @@ def told(error: BaseException) -> str:
     return missing or "\n".join(dict.fromkeys(line for cause in causes for line in _lines(cause)))
 
 
+def _unreadable(override: str, error: OverrideParseException) -> str:
+    """The message for an argument that is none of Hydra's."""
+    key, equals, _ = override.partition("=")
+    if not equals:
+        return f"{override!r} is not KEY=VALUE, for example trainer.devices=4. --help lists groups and keys."
+    reason = next((line for line in error.message.splitlines() if override not in line), "")
+    return (
+        f"The value in {override} cannot be read: {reason}. Keys stand without quotes, texts with special characters "
+        "in double ones, and the shell's single quotes around all of it: "
+        f"'{key}={{a: 0, b.c: 1}}', '{key}=[a, \"(b)\"]'."
+    )
+
+
 def place_of_traceback() -> str:
     """A sentence that names the file of Hydra's log, to which the traceback was written."""
     hydra = HydraConfig.get()
@@ -35,12 +48,12 @@ def place_of_traceback() -> str:
 
 
 def _lines(error: BaseException) -> list[str]:
-    """The lines of a message that help, without the file that only has types."""
+    """The lines of a message that help."""
     message = str(error).split("\nConfig search path")[0]
     if isinstance(error, OmegaConfBaseException):
         key = getattr(error, "full_key", None)
         message = f"{key}: {message.splitlines()[0]}" if key else message
-    return [line for line in message.splitlines() if line.strip() not in ("", "gpp_schema")]
+    return [line for line in message.splitlines() if line.strip()]
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:

@@ -12,7 +12,6 @@ from hydra import compose, initialize_config_dir
 from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
 
-from lightning_gpp.cli import schema
 from lightning_gpp.cli.task import predict, task_of
 from lightning_gpp.config_files import config_folder
 from lightning_gpp.plan import Plan
@@ -25,7 +24,6 @@ __all__ = ["ROOT", "check_targets", "command", "commands", "composed", "make_pla
 
 
 def composed(*overrides: str, name: str = "train") -> DictConfig:
-    schema.register()
     with initialize_config_dir(str(config_folder()), version_base="1.3"):
         return compose(name, overrides=list(overrides))
 

@@ -10,9 +10,8 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import ConfigCompositionException, HydraException
 from omegaconf import OmegaConf
 
-from lightning_gpp.cli.configured import built
+from lightning_gpp.cli.configured import built, check_settings
 from lightning_gpp.cli.job import build
-from lightning_gpp.cli.settings import check_settings
 from lightning_gpp.cli.strategy_file import strategy_yaml
 from lightning_gpp.cli.told import told
 from lightning_gpp.config_files import config_folder
@@ -42,7 +41,7 @@ def test_the_strategy_file_is_written_from_the_options() -> None:
     text = (config_folder() / "strategy" / "gpp.yaml").read_text()
     assert text == strategy_yaml(), "python -m lightning_gpp.cli.strategy_file writes it again"
     keys = re.findall(r"^# .*\n(\w+):", text, re.MULTILINE)
-    assert set(keys) - {"defaults"} == set(inspect.signature(GPPStrategy).parameters) - SET_BY_LIGHTNING
+    assert set(keys) == set(inspect.signature(GPPStrategy).parameters) - SET_BY_LIGHTNING
 
 
 def test_defaults_are_those_of_the_strategy() -> None:
@@ -72,13 +71,9 @@ def test_without_data_the_choices_are_listed() -> None:
         ),
         ("trainer.max_epoch=1", r"(?s)key .trainer.max_epoch.. Did you mean trainer.max_epochs.*are: .*max_epochs"),
         ("model.widht=1", r"(?s)no key 'model.widht'. Did you mean model.width.*There are: .*width"),
-        ("strategy.num_micro_batches=many", "'many'.*could not be converted to Integer"),
-        ("strategy.chain_baseline=perhaps", "'perhaps'.*is not a valid bool"),
-        ("strategy.timeout=long", "'long'.*could not be converted to Float"),
-        ("strategy.max_replicas=few", "'few'.*could not be converted to Integer"),
     ],
 )
-def test_a_wrong_key_or_type_is_refused_at_composition(override: str, message: str) -> None:
+def test_a_wrong_key_is_refused_at_composition(override: str, message: str) -> None:
     with pytest.raises(ConfigCompositionException) as caught:
         composed("experiment=two_tower", override)
     assert re.search(message, told(caught.value))
@@ -105,6 +100,8 @@ def test_what_cannot_be_built_names_its_key(override: str, message: str) -> None
     [
         ("strategy.schedule=fastest", "strategy.schedule is 'fastest'; it must be one of auto, 1f1b, .*register"),
         ("strategy.partitioner=best", "strategy.partitioner is 'best'; it must be one of auto, .*register"),
+        ("strategy.chain_baseline=perhaps", "strategy.chain_baseline is 'perhaps'; it must be true or false"),
+        ("strategy.timeout=long", "strategy.timeout is 'long'; give seconds"),
         ("strategy.num_pipelines=0", "strategy.num_pipelines is 0; it must be a whole number >= 1, or null"),
     ],
 )

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from lightning_gpp.cli.configured import check_settings
 from lightning_gpp.cli.plan import overrides
-from lightning_gpp.cli.settings import check_settings
 from tests.cli.commands import ROOT, check_targets, command, composed
 from tests.cli.documented import COMMANDS, PAGES, Documented, Elsewhere, Run, way_of
 

@@ -81,7 +81,7 @@ def test_a_module_without_a_test_is_only_trained(tmp_path: Path) -> None:
 def test_a_mistake_ends_with_one_message_and_no_traceback(tmp_path: Path) -> None:
     result = command("train", *SHORT, "strategy.num_micro_batches=many", cwd=tmp_path)
     assert result.returncode == 1
-    assert "gpp-train: Error merging override strategy.num_micro_batches=many" in result.stderr
+    assert "gpp-train: strategy.num_micro_batches is 'many'; it must be" in result.stderr
     assert "Traceback" not in result.stderr
 
 

@@ -14,8 +14,7 @@ import pytest
 from annotated_types import Ge, Gt
 
 from lightning_gpp import ConfigError, GPPStrategy
-from lightning_gpp.cli.schema import key_type
-from lightning_gpp.cluster import Cluster, preset_cluster
+from lightning_gpp.cluster import preset_cluster
 from lightning_gpp.option import in_words, options_of
 from lightning_gpp.plan import Plan
 from lightning_gpp.training.options import Options
@@ -89,22 +88,6 @@ def test_an_argument_that_does_not_exist() -> None:
 )
 def test_allowed_values_follow_from_the_type(kind: Any, words: str) -> None:
     assert in_words(kind) == words
-
-
-@pytest.mark.parametrize(
-    ("kind", "key"),
-    [
-        (Annotated[int, Ge(1)] | None, int | None),
-        (Literal["mean", "sum"], str),
-        (float | timedelta, float),
-        (Plan | str | None, str | None),
-        (Cluster | dict[str, Any] | str | None, Any),
-        (bool | Literal["auto"], Any),
-        (bool, bool),
-    ],
-)
-def test_types_of_the_configuration_follow_from_the_type(kind: Any, key: Any) -> None:
-    assert key_type(kind) == key
 
 
 def test_options_load_neither_torch_nor_lightning_nor_hydra() -> None:
