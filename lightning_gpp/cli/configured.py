@@ -27,7 +27,7 @@ Seed = Annotated[int, Ge(0), Lt(2**32)]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TopLevelKeys:
-    """The keys of both commands. `step` and `batch_size` are checked where they are used."""
+    """The keys of both commands. `step` is checked where it is used."""
 
     trainer: ConfigGroup
     strategy: ConfigGroup
@@ -39,8 +39,6 @@ class TopLevelKeys:
     compare: bool = False
     ckpt_path: str | None = None
     optimized_metric: str | None = None
-    graph: str | None = None
-    optimizer: str | None = None
     output: str | None = None
     trace: str | None = None
     svg: str | None = None
@@ -55,13 +53,9 @@ def check_settings(config: DictConfig) -> None:
         ConfigError: with the key, its value and what is allowed.
     """
     content: Any = OmegaConf.to_container(config)
-    validated(TopLevelKeys, _known(TopLevelKeys, content), error=ConfigError)
-
-
-def _known(kind: type, content: dict[str, Any]) -> dict[str, Any]:
-    """The values of the keys that a dataclass has, without references to other keys."""
-    given = {field.name: content[field.name] for field in fields(kind) if field.name in content}
-    return {key: value for key, value in given.items() if not (isinstance(value, str) and "${" in value)}
+    given = {field.name: content[field.name] for field in fields(TopLevelKeys) if field.name in content}
+    referring = [key for key, value in given.items() if isinstance(value, str) and "${" in value]
+    validated(TopLevelKeys, {key: given[key] for key in given if key not in referring}, error=ConfigError)
 
 
 def built(node: DictConfig, kind: type | None = None, **arguments: Any) -> Any:
