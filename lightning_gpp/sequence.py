@@ -78,18 +78,6 @@ class _Slice:
         return extended
 
 
-class _Observer(_Slice):
-    """Computes all tokens, and notes the number of tokens that each `carry` gets."""
-
-    def __init__(self, lengths: list[int]) -> None:
-        super().__init__(0, 0, ())
-        self.lengths = lengths
-
-    def extended(self, tensor: Tensor, dim: int) -> Tensor:
-        self.lengths.append(tensor.size(dim))
-        return tensor
-
-
 _current: _Slice | None = None
 """The current slice; a process computes one at a time."""
 
@@ -153,27 +141,12 @@ def positions(tensor: Tensor, dim: int = 1) -> Tensor:
 @contextmanager
 def computing(start: int, total: int, earlier: Sequence[Tensor]) -> Iterator[Sequence[Tensor]]:
     """Inside, modules compute the slice from token `start` of `total`; yields the list of tensors carried on."""
-    part = _Slice(start, total, earlier)
-    with _in(part):
-        yield part.kept
-
-
-@contextmanager
-def observed() -> Iterator[list[int]]:
-    """Inside, modules compute all tokens; yields the list of the number of tokens that each `carry` gets."""
-    lengths: list[int] = []
-    with _in(_Observer(lengths)):
-        yield lengths
-
-
-@contextmanager
-def _in(part: _Slice) -> Iterator[None]:
     global _current
     if _current is not None:
         raise GPPError("A slice was started inside another one.")
-    _current = part
+    _current = part = _Slice(start, total, earlier)
     try:
-        yield
+        yield part.kept
     finally:
         _current = None
 

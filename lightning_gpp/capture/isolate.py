@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import io
 import types
 from collections import deque
 from collections.abc import Iterator, Set
@@ -19,7 +20,7 @@ from lightning_gpp.capture.attributes import FRAMEWORKS, MOST_NUMBERS
 from lightning_gpp.capture.generators import RandomSource
 from lightning_gpp.capture.kept import is_plain_object
 from lightning_gpp.capture.metrics import metrics_of
-from lightning_gpp.capture.unread import unread_in
+from lightning_gpp.errors import CaptureError
 from lightning_gpp.graph import OperatorGraph
 
 _CONTAINERS = (list, dict, set, tuple, deque)
@@ -51,12 +52,11 @@ def private_copy(module: nn.Module, memo: dict[int, Any] | None = None) -> nn.Mo
     """
     memo = {} if memo is None else memo
     kept = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
-    memo |= unread_in(module.modules())
     kept |= memo.keys()
     seen = set[int]()
     for owner in module.modules():
-        for value in vars(owner).values():
-            _share(value, memo, kept, seen, depth=0)
+        for name, value in vars(owner).items():
+            _share(name, value, memo, kept, seen, depth=0)
         memo |= {id(each): each for each in map(_of_library, hooks_of(owner)) if each is not None}
     closures = {id(function): function for function in _closures(module)}
     memo |= {place: _reopened(function) for place, function in closures.items()}
@@ -137,17 +137,47 @@ def _fake(tensor: torch.Tensor, mode: FakeTensorMode, device: torch.device) -> t
         return fake
 
 
-def _share(value: Any, memo: dict[int, Any], kept: Set[int], seen: set[int], depth: int) -> None:
-    """Put objects that are not copied into the memo as themselves."""
+def _share(name: str, value: Any, memo: dict[int, Any], kept: Set[int], seen: set[int], depth: int) -> None:
+    """Put objects that are not copied into the memo, as themselves or as `Unread`. `name`: the attribute's."""
     if id(value) in seen or id(value) in kept:
         return
     seen.add(id(value))
-    if not _is_copied(value, depth):
+    if _is_read(value):
+        memo[id(value)] = Unread(name)
+    elif not _is_copied(value, depth):
         memo[id(value)] = value
     elif depth < _DEEPEST:
         contents = vars(value) if is_plain_object(value) else value if isinstance(value, _CONTAINERS) else ()
         for item in list(contents.values() if isinstance(contents, dict) else contents):
-            _share(item, memo, kept, seen, depth + 1)
+            _share(name, item, memo, kept, seen, depth + 1)
+
+
+class Unread:
+    """Stands for an iterator or file in a copy of a module, and refuses to be read. `name`: that of the attribute."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __getattr__(self, method: str) -> Any:
+        if method in ("write", "writelines", "flush"):  # the numbers of a recording are invented
+            return lambda *_: None
+        raise CaptureError(
+            f"The step reads {self.name!r}, an iterator or open file that the module keeps. Set-up runs the step on a "
+            "copy of the module, so training would start with later items. Let the data have its samples (Lightning's "
+            "CombinedLoader), or read them in on_train_batch_start and keep what was read in an attribute."
+        )
+
+    def __iter__(self) -> Any:
+        return self.__getattr__("__iter__")
+
+    def __next__(self) -> Any:
+        return self.__getattr__("__next__")
+
+
+def _is_read(value: Any) -> bool:
+    if isinstance(value, io.IOBase):
+        return not value.closed
+    return isinstance(value, Iterator) and not isinstance(value, nn.Module | Unread)
 
 
 def _is_copied(value: Any, depth: int) -> bool:

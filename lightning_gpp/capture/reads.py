@@ -6,10 +6,8 @@ A forward that is cut runs with the values that it had when it was captured. For
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any, Final
 
-import torch
 import torchmetrics
 from torch import Tensor, nn
 
@@ -32,22 +30,15 @@ from lightning_gpp.capture.attributes import (
 from lightning_gpp.capture.network import Network
 from lightning_gpp.capture.recorder import Recorder
 from lightning_gpp.capture.refusal import refusal
+from lightning_gpp.errors import CaptureError
 from lightning_gpp.user_code import user_line
 from lightning_gpp.wording import named
 
 _CONTAINERS: Final = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
-@dataclass(frozen=True, slots=True)
-class _LastSet:
-    """`network`: number of the network call that has set an attribute, -1 for the step. `changes`: a scalar's value."""
-
-    network: int
-    changes: bool
-
-
 class AttributeReads:
-    """Puts the attributes that are read into the recorder's recording.
+    """Puts the attributes that are read into the recorder's recording, and finds those by which calls depend on others.
 
     Args:
         recorder: records the calls.
@@ -56,15 +47,15 @@ class AttributeReads:
 
     def __init__(self, recorder: Recorder, uncut: Collection[str]) -> None:
         self._recorder, self._uncut = recorder, uncut
-        self._last = dict[Attribute, _LastSet]()
-        self._by_step, self._by_forwards = dict[Attribute, str](), dict[Attribute, int]()
-        """The lines at which the step sets attributes of parts, and the module calls that set some."""
-        self._read = set[Attribute]()
-        """Attributes that forwards read."""
-        self._tensors = set[Attribute]()
-        """Attributes in which forwards put tensors."""
-        self._crossing: dict[bool, dict[Attribute, int]] = {True: {}, False: {}}
-        """Module calls that read what another network call has set (True), or the step (False)."""
+        self._reader = dict[Attribute, int]()
+        """The first module call that reads an attribute which nobody has set."""
+        self._writer = dict[Attribute, int]()
+        """The module call that has changed an attribute last, -1 for the step."""
+        self._by_step = dict[Attribute, str]()
+        """The lines at which the step sets attributes of parts."""
+        self._left = dict[tuple[Attribute, int, int], str]()
+        """What one module call, or the step, leaves in an attribute to another, or to its next: (attribute, scope that
+        sets it, scope that reads it), with the line."""
 
     @property
     def in_forward(self) -> bool:
@@ -76,94 +67,91 @@ class AttributeReads:
         key, scope, recording = (path, name), self._recorder.scope, self._recorder.recording
         if scope == -1:
             recording.touched.add(path)
-        else:
-            self._read.add(key)
-        if key in self._last:
-            self._read_again(key, scope)
-            return
+        elif key not in self._writer:
+            self._reader.setdefault(key, scope)
+        elif (key, self._writer[key], scope) not in self._left:
+            self._left[key, self._writer[key], scope] = user_line()
         noted = recording.attributes.setdefault(scope, {})
-        if self._recorder.paused or key in noted:
+        if self._recorder.paused or key in noted or key in self._writer:
             return
         inside = settings(name, value) if has_settings(value) else {name: value}
         noted.update({(path, inner): as_it_is(content) for inner, content in inside.items()})
         if scope == -1:
             recording.read_at.setdefault(key, len(recording.modules))
 
-    def _read_again(self, key: Attribute, scope: int) -> None:
-        last, network = self._last[key], self._recorder.recording.network(scope)
-        if scope != -1 and last.network != network and (last.network != -1 or last.changes):
-            self._crossing[last.network != -1].setdefault(key, scope)
-
     def set(self, path: str, name: str, before: Any, value: Any) -> None:
-        """Note that an attribute is set; refuse a forward that counts in one that it reads, unless it is not cut."""
+        """Note that an attribute is set."""
         key, scope, recording = (path, name), self._recorder.scope, self._recorder.recording
-        counts = key in recording.attributes.get(scope, {}) and keeps_state(before, value)
-        if counts and not self._recorder.paused and key not in self._last:
-            self._note_change(scope, key, user_line())
         if name == "training" or isinstance(value, nn.Module):
             return
+        counts = keeps_state(before, value)
         if scope != -1:
-            self._by_forwards.setdefault(key, scope)
-            self._tensors |= {key} if isinstance(value, Tensor) else set()
-        elif path:
-            self._by_step[key] = user_line()
-        changes = isinstance(value, SCALARS) and not same_value(before, value)
-        self._last[key] = _LastSet(recording.network(scope), changes)
-
-    def _note_change(self, scope: int, attribute: Attribute, line: str) -> None:
-        """Note that the step changes what it reads; refuse a forward that does, unless it is not cut."""
-        recording = self._recorder.recording
-        if scope == -1:
-            recording.set_by_step[attribute] = line
+            if counts or isinstance(value, Tensor):
+                self._writer[key] = scope
+                if key in self._reader:
+                    self._left.setdefault((key, scope, self._reader[key]), user_line())
             return
-        path, name = attribute
-        own = recording.modules[scope].path
-        if own not in self._uncut and (own == "" or f"{path}.".startswith(f"{own}.")):
-            raise refusal(
-                line,
-                f"the forward changes {dotted(('', name))!r}, which it reads, from call to call; "
-                "each micro-batch is a call",
-                "count mini-batches in a hook such as on_train_batch_start",
-                recording.called(scope),
-            )
+        if counts and key in recording.attributes.get(-1, {}) and key not in self._writer:
+            recording.set_by_step[key] = user_line()
+        if path:
+            self._by_step[key] = user_line()
+        if isinstance(value, SCALARS) and not same_value(before, value):
+            self._writer[key] = -1
+        else:
+            self._writer.pop(key, None)
 
     def compare(self, replica: nn.Module) -> None:
         """Find changes inside of objects and containers, when the recording is over."""
         recording = self._recorder.recording
-        for scope, noted in list(recording.attributes.items()):
-            for key, value in list(noted.items()):
+        for scope, noted in recording.attributes.items():
+            for key, value in noted.items():
                 inside = "." in key[1] or not isinstance(value, SCALARS)
-                if inside and is_plain(value) and keeps_state(value, AttributePlace(replica, key).read()):
-                    self._note_change(scope, key, recording.modules[scope].line if scope != -1 else "the step")
+                if not (inside and is_plain(value) and keeps_state(value, AttributePlace(replica, key).read())):
+                    continue
+                if scope == -1:
+                    recording.set_by_step[key] = "the step"
+                else:
+                    self._left[key, scope, scope] = recording.modules[scope].line
 
     def refuse(self, *, on_all_ranks: bool) -> None:
-        """Refuse what forwards and the step, or several network calls, share in attributes of parts.
+        """Refuse what calls leave to others, unless one module does all of it, which is never cut then.
 
         Args:
             on_all_ranks: whether all ranks run the step, so that what it sets is there.
         """
-        shared = self._by_forwards.keys() & self._by_step.keys() & self._read
+        network = self._recorder.recording.network
+        for (key, writer, reader), line in self._left.items():
+            begins_anew = writer != -1 and key in self._by_step
+            crosses = writer == -1 if not on_all_ranks else -1 != network(writer) != network(reader)
+            if begins_anew or crosses:
+                raise self._shared(key, reader, self._by_step.get(key, line))
+            if not on_all_ranks:
+                self._refuse_cut(key, writer, reader, line)
+
+    def _refuse_cut(self, key: Attribute, writer: int, reader: int, line: str) -> None:
         recording = self._recorder.recording
-        found = self._crossing[on_all_ranks] | {key: self._by_forwards[key] for key in sorted(shared)}
-        for attribute, scope in found.items():
-            call = recording.modules[scope]
+        inside = set(recording.called(reader))
+        around = [path for path in recording.called(writer) if path in inside]
+        if not around:
+            raise self._shared(key, reader, line)
+        if not any(f"{around[0]}.".startswith(f"{path}." if path else "") for path in self._uncut):
             raise refusal(
-                self._by_step.get(attribute, call.line),
-                f"the forward of {named(call.path)} reads {dotted(attribute)!r}, which the step or another network "
-                "call has set: stages run on other ranks, and call by call",
-                "pass it to the forward as an argument, and return it; or set it in a hook such as "
-                "on_train_batch_start, if it is a number",
+                line,
+                f"the forward of {named(around[0])} changes {dotted(key)!r}, which it reads, from call to call; each "
+                "micro-batch is a call",
+                "make it in __init__, or register it as a buffer; count mini-batches in a hook such as "
+                "on_train_batch_start",
+                around,
             )
-        for key in () if on_all_ranks else sorted(self._tensors & self._read):
-            scope = self._by_forwards[key]
-            modules = recording.called(scope)
-            if modules[0] not in self._uncut:
-                raise refusal(
-                    recording.modules[scope].line,
-                    f"the forward of {named(modules[0])} keeps a tensor in {dotted(key)!r} for later calls",
-                    "make it in __init__, or register it as a buffer",
-                    modules,
-                )
+
+    def _shared(self, key: Attribute, reader: int, line: str) -> CaptureError:
+        return refusal(
+            line,
+            f"the forward of {named(self._recorder.recording.modules[reader].path)} reads {dotted(key)!r}, which the "
+            "step or another network call has set: stages run on other ranks, and call by call",
+            "pass it to the forward as an argument, and return it; or set it in a hook such as on_train_batch_start, "
+            "if it is a number",
+        )
 
 
 def observe(module: nn.Module, reads: AttributeReads) -> None:
@@ -174,7 +162,7 @@ def observe(module: nn.Module, reads: AttributeReads) -> None:
         reads: is told.
     """
     for path, part in module.named_modules():
-        if not isinstance(part, torch.jit.ScriptModule) and not _is_called_as_it_is(part):
+        if not _is_called_as_it_is(part):
             _observe(part, path, reads)
 
 
@@ -223,10 +211,7 @@ def _observe(part: nn.Module, path: str, reads: AttributeReads) -> None:
 
     about = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
     about |= {"__getattribute__": read, "__getattr__": read_part, "__setattr__": write}  # type: ignore[dict-item]
-    try:
-        object.__setattr__(part, "__class__", type(kind.__name__, (kind,), about))
-    except TypeError:  # a class that allows no other layout, as those of torch.jit
-        return
+    object.__setattr__(part, "__class__", type(kind.__name__, (kind,), about))
 
 
 def decisive(network: Network) -> dict[Attribute, Any]:

@@ -36,7 +36,6 @@ from lightning_gpp.capture.reads import AttributeReads, observe
 from lightning_gpp.capture.recorder import Recorder
 from lightning_gpp.capture.recording import Recording
 from lightning_gpp.capture.refusal import refusal
-from lightning_gpp.capture.scripted import refuse_scripted_states
 from lightning_gpp.capture.switches import Switches
 from lightning_gpp.capture.uncut import keep_uncut
 from lightning_gpp.errors import CaptureError
@@ -112,7 +111,7 @@ def record(
     Raises:
         CaptureError: the network part of the step cannot be recorded.
     """
-    refuse_scripted_states(module)
+    _refuse_scripted(module)
     with _quiet():
         replica = isolated_copy(module, mode, device)
     if step != "training_step":
@@ -147,6 +146,17 @@ def record(
         _refuse_shared_buffers(recording)
     recording.attributes = {scope: originals(module, read) for scope, read in recording.attributes.items()}
     return recording, recorder
+
+
+def _refuse_scripted(module: nn.Module) -> None:
+    """Refuse modules of TorchScript, which take no hooks, and whose parameters can be no other tensors."""
+    for path, part in module.named_modules():
+        if isinstance(part, torch.jit.ScriptModule):
+            raise refusal(
+                f"the call of {named(path)}",
+                "this is a torch.jit.ScriptModule, whose calls nothing can see",
+                "use the nn.Module itself instead of its scripted or traced form",
+            )
 
 
 def _changed(replica: nn.Module, before: Mapping[str, Mapping[str, Any]]) -> set[str]:

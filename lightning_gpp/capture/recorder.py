@@ -128,19 +128,8 @@ class Recorder(TorchFunctionMode):
             self.state_storages[storage_id(tensor)] = name
         for path, child in module.named_modules():
             self._paths[id(child)] = path
-            if isinstance(child, torch.jit.ScriptModule):  # takes no hooks; see `called_whole`
-                continue
             child.register_forward_pre_hook(functools.partial(self._enter, path), with_kwargs=True, prepend=True)
             child.register_forward_hook(functools.partial(self._leave, path), with_kwargs=True)
-
-    def called_whole(
-        self, path: str, module: nn.Module, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """Run the call of a module without hooks, as if it had them."""
-        self._enter(path, module, args, kwargs)
-        output = run(*args, **kwargs)
-        self._leave(path, module, args, kwargs, output)
-        return output
 
     @property
     def paused(self) -> bool:

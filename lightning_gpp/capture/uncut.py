@@ -8,7 +8,7 @@ values.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,12 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from lightning_gpp._compat.torch import pytree, without_saved_hooks
-from lightning_gpp.capture.attributes import CONTAINERS, OF_EVERY_MODULE
+from lightning_gpp.capture.attributes import CONTAINERS, OF_EVERY_MODULE, Attribute
 from lightning_gpp.capture.isolate import private_copy
 from lightning_gpp.capture.known_values import for_real
 from lightning_gpp.capture.recorder import Recorder, register_dataclasses
 from lightning_gpp.capture.refusal import refusal
-from lightning_gpp.capture.scripted import not_scripted, scripted_in
 from lightning_gpp.errors import CaptureError
 from lightning_gpp.runtime.random import seed_streams, undisturbed
 
@@ -44,8 +43,6 @@ def keep_uncut(replica: nn.Module, original: nn.Module, uncut: Mapping[str, str]
         part = replica.get_submodule(path)
         call = _Uncut(path, part, original.get_submodule(path), recorder)
         object.__setattr__(part, "forward", call)
-    for path, scripted in scripted_in(replica):
-        object.__setattr__(scripted, "forward", _Scripted(path, scripted, original.get_submodule(path), recorder))
 
 
 class _Uncut:
@@ -60,10 +57,10 @@ class _Uncut:
             return self._forward(*args, **kwargs)
         run = lambda: self._result(args, kwargs)  # noqa: E731
         held = self._recorder.states_of(self._part)
-        target, kept = type(self._part).__name__, HiddenTensors(self._part)
+        target, kept = type(self._part).__name__, _kept_tensors(self._part)
         result = self._recorder.record(UncutCall(self._path), target, args, kwargs, run, held=held)
-        returned = {id(leaf) for leaf in pytree.tree_leaves(result)}
-        leaves = pytree.tree_leaves(list(kept.found().values()))
+        returned = _ids(result)
+        leaves = pytree.tree_leaves(list(_newly_kept(self._part, kept).values()))
         self._recorder.hide(leaf for leaf in leaves if isinstance(leaf, Tensor) and id(leaf) not in returned)
         return result
 
@@ -86,7 +83,7 @@ class _Uncut:
             module = _with_values(self._original, _existing(device)).train(self._part.training)
             self._recorder.add_states(module)
             real_args, real_kwargs = pytree.tree_map(lambda leaf: self._value(leaf, _existing(device)), (args, kwargs))
-            kept = HiddenTensors(module)
+            kept = _kept_tensors(module)
             result = _run(lambda: module(*real_args, **real_kwargs))
         register_dataclasses(result)
         fakes: dict[int, Any] = {}
@@ -94,7 +91,7 @@ class _Uncut:
         def fake(leaf: Any) -> Any:
             return fakes.setdefault(id(leaf), _fake(leaf, device)) if isinstance(leaf, Tensor) else leaf
 
-        for (path, name), value in kept.found().items():
+        for (path, name), value in _newly_kept(module, kept).items():
             vars(self._part.get_submodule(path))[name] = pytree.tree_map(fake, value)
         return pytree.tree_map(fake, result)
 
@@ -116,15 +113,6 @@ class _Uncut:
                 )
 
 
-class _Scripted(_Uncut):
-    """The same for a scripted module, which takes no hooks."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not self._recorder.paused and self._recorder.scope == -1:
-            raise not_scripted(self._path, "is called by the step")
-        return self._recorder.called_whole(self._path, self._part, super().__call__, args, kwargs)
-
-
 def _run(call: Callable[[], Any]) -> Any:
     """Run a call, and once more without what measures its memory if that is in the way of a function transform."""
     try:
@@ -136,37 +124,27 @@ def _run(call: Callable[[], Any]) -> Any:
             return call()
 
 
-class HiddenTensors:
-    """Finds the tensors that attributes of a module, and of the modules in it, get in a call.
+def _kept_tensors(module: nn.Module) -> dict[Attribute, Any]:
+    """The values of attributes with tensors, of a module and of those in it.
 
-    Such as the loss that a mixture of experts keeps to balance its experts. They are no results: a stage sends none of
-    them, so whoever reads them elsewhere finds what was there before.
-
-    Args:
-        module: the module, before the call.
+    Such as the loss that a mixture of experts keeps to balance its experts. It is no result: no stage sends it, so
+    whoever reads it elsewhere finds what was there before.
     """
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        self._before = {key: _tensors(value) for key, value in self._attributes()}
-
-    def found(self) -> dict[tuple[str, str], Any]:
-        """The values of attributes that have other tensors than before, by path and name."""
-        return {key: value for key, value in self._attributes() if self._is_new(key, value)}
-
-    def _is_new(self, key: tuple[str, str], value: Any) -> bool:
-        before = {id(tensor) for tensor in self._before.get(key, ())}
-        return any(id(tensor) not in before for tensor in _tensors(value))
-
-    def _attributes(self) -> Iterator[tuple[tuple[str, str], Any]]:
-        for path, part in self._module.named_modules():
-            for name, value in vars(part).items():
-                if name not in OF_EVERY_MODULE and isinstance(value, (Tensor, *CONTAINERS)):
-                    yield (path, name), value
+    return {
+        (path, name): pytree.tree_map(lambda leaf: leaf, value)
+        for path, part in module.named_modules()
+        for name, value in vars(part).items()
+        if name not in OF_EVERY_MODULE and isinstance(value, (Tensor, *CONTAINERS)) and _ids(value)
+    }
 
 
-def _tensors(value: Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+def _newly_kept(module: nn.Module, before: Mapping[Attribute, Any]) -> dict[Attribute, Any]:
+    """Those that have other tensors than before."""
+    return {key: value for key, value in _kept_tensors(module).items() if not _ids(value) <= _ids(before.get(key))}
+
+
+def _ids(value: Any) -> set[int]:
+    return {id(leaf) for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)}
 
 
 def _existing(device: torch.device) -> torch.device:

@@ -13,7 +13,7 @@ from lightning_gpp.errors import PlanError, add_note
 from lightning_gpp.graph import OperatorGraph
 from lightning_gpp.plan import SOURCE, Edge, Plan
 from lightning_gpp.planning.assignment.assign import assign
-from lightning_gpp.planning.assignment.slices import carried_by, cut_spec, is_cut
+from lightning_gpp.planning.assignment.slices import carried, carried_by, cut_spec, is_cut
 from lightning_gpp.runtime.stage import MicroBatch, Slot, StageModule, StageWrapper
 from lightning_gpp.sequence import computing
 from lightning_gpp.slices import Unsliced, slice_name
@@ -240,3 +240,27 @@ class Slicer:
 def repeated(items: Sequence[tuple[str, ...]], whole: Unsliced) -> tuple[tuple[str, ...], ...]:
     """Entries of the unsliced stages, repeated for each of their slices."""
     return tuple(items[number] for number in whole.numbers)
+
+
+def with_whole_inputs(graph: OperatorGraph, dim: int) -> OperatorGraph:
+    """The graph with the operators marked that work on sequences of another length than the carried one.
+
+    A sliced decoder reads all results of an encoder. Two sequences of one length look the same: the self-check refuses
+    what becomes wrong then.
+
+    Args:
+        graph: graph of the model.
+        dim: the dimension of tensors between stages that counts tokens.
+    """
+    lengths = {int(operator.outputs[0].shape[at].fixed) for operator, at in carried(graph).values()}
+    if len(lengths) != 1:
+        return graph
+    length, whole, sliced = lengths.pop(), set[str](), set[str]()
+    for operator in graph:
+        sources = set(graph.nx.predecessors(operator.name))
+        is_input = operator.target == "input"
+        if sources & sliced or (is_input and is_cut(operator.outputs[0], dim, length)):
+            sliced.add(operator.name)
+        elif sources & whole or is_input:
+            whole.add(operator.name)
+    return graph.with_whole(frozenset(whole))

@@ -26,8 +26,8 @@ from lightning_gpp.planning.request import SEARCHED, STANDARD, SearchOptions
 from lightning_gpp.schedules.registry import method_of
 from lightning_gpp.simulation import WeightCopies, no_copies
 from lightning_gpp.slices import unsliced
+from lightning_gpp.stages.slices import with_whole_inputs
 from lightning_gpp.stages.undivided import Captured, Undivided
-from lightning_gpp.stages.whole_inputs import with_whole_inputs
 from lightning_gpp.training.data.loaders import mini_batches_of
 from lightning_gpp.training.measured.machine import Machine, first, resolved
 from lightning_gpp.training.option_values import AUTO, weight_copies_of
@@ -71,7 +71,7 @@ def captured_step(
     slicing = options.slicing or (slicing_of(plan) if plan is not None else None)
     if slicing is None or step != TRAINING:
         return captured
-    captured = replace(captured, graph=with_whole_inputs(captured, module, slicing.dim, context, device))
+    captured = replace(captured, graph=with_whole_inputs(captured.graph, slicing.dim))
     return replace(captured, graph=kept_together(captured.graph, slicing.dim))
 
 

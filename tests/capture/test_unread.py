@@ -18,7 +18,7 @@ def test_iterators_and_files_are_the_modules_own(tmp_path: Path) -> None:
         copied = private_copy(module)
         copied.file.write("invented")
         for reads in (lambda: next(copied.sources["numbers"][0]), lambda: list(copied.file), copied.file.__getattr__):
-            with pytest.raises(CaptureError, match=r"(?s)The step reads '(sources.numbers.0|file)'.*CombinedLoader"):
+            with pytest.raises(CaptureError, match=r"(?s)The step reads '(sources|file)'.*CombinedLoader"):
                 reads() if reads.__name__ == "<lambda>" else reads("readline")
     assert list(module.sources["numbers"][0]) == [0, 1, 2]
     assert (tmp_path / "lines").read_text() == ""
