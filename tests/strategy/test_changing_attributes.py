@@ -306,6 +306,13 @@ def test_captures_with_other_values_are_limited_and_told() -> None:
     assert told[0].startswith("tau changed 3 times")
 
 
+def test_sessions_of_many_lengths_are_limited() -> None:
+    cache = SessionCache[int](print)
+    for length in range(300):
+        cache.make((length, ()), lambda length=length: length, str)
+    assert [*cache.values()] == [*range(44, 300)]
+
+
 def test_a_module_is_captured_once_for_what_it_computes() -> None:
     """A number that decides nothing may change all the time."""
     with warnings.catch_warnings():

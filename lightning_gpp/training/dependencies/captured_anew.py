@@ -9,6 +9,8 @@ T = TypeVar("T")
 
 _MOST: Final = 8
 """Sessions of one form that are kept; each takes memory."""
+_ALL: Final = 256
+"""Sessions of all forms that are kept; with dynamic padding every length of sequences is a form."""
 _OFTEN: Final = 4
 """Captures of one form after which a warning says that they cost time."""
 
@@ -16,7 +18,7 @@ _OFTEN: Final = 4
 class SessionCache(dict[tuple[Hashable, Hashable], T]):
     """Sessions by the form of a mini-batch or call, and by what stands for Python values.
 
-    Of those that differ only in Python values, the latest are kept.
+    The latest are kept, of all and of those that differ only in Python values.
 
     Args:
         warn: warns the user.
@@ -30,8 +32,8 @@ class SessionCache(dict[tuple[Hashable, Hashable], T]):
     def make(self, key: tuple[Hashable, Hashable], make: Callable[[], T], changing: Callable[[], str]) -> T:
         """Make the session for a form and Python values. `changing`: names the values that change, for a warning."""
         same = [known for known in self if known[0] == key[0]]
-        if len(same) == _MOST:
-            del self[same[0]]
+        if len(same) == _MOST or len(self) == _ALL:
+            del self[same[0] if len(same) == _MOST else next(iter(self))]
         self[key] = made = make()
         self._count(key[0], changing)
         return made
