@@ -20,7 +20,7 @@ from lightning_gpp.training.whole.whole_step import noted_whole
 
 
 def best_of_sizes(config: DictConfig) -> tuple[Task, Prediction, list[str]]:
-    """The task and its plan; with `strategy.tensor_parallel_size=auto` the fastest for any numbers of processes per
+    """The task and its plan; with `strategy.tensor_parallel_size=auto` the fastest for any number of processes per
     device, and a comparison.
 
     Raises:
@@ -80,18 +80,13 @@ def _searched(tasks: Mapping[int, Task]) -> SizesFound:
 
 
 def _compared(found: SizesFound) -> str:
-    """The throughput with each number of processes per device, and with different ones."""
+    """The throughput with each number of processes per device."""
     rates = {str(number): plan for number, plan in found.plans.items()}
-    if found.mixed is not None and len(sizes_of(found.mixed.plan)) > 1:
-        rates["different numbers"] = found.mixed
     rows = [f"{name}: {rate(plan.samples_per_second)} samples/s" for name, plan in rates.items()]
     for number, error in found.failures.items():
         rows.append(f"{number}: no plan" if isinstance(error, PlanError) else f"{number}: not possible. {error}")
-    sizes = sizes_of(found.prediction.plan)
-    fastest = f"strategy.tensor_parallel_size={sizes[0]}"
-    if len(sizes) > 1:
-        fastest = f"stages with {' or '.join(map(str, sizes))} processes per device (train with strategy.plan)"
-    return f"Fastest: {fastest}. {'; '.join(rows)}"
+    fastest = found.prediction.plan.stages[0].tensor_parallel_size
+    return f"Fastest: strategy.tensor_parallel_size={fastest}. {'; '.join(rows)}"
 
 
 def sizes_of(plan: Plan) -> list[int]:

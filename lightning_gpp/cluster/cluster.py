@@ -98,7 +98,6 @@ class Link:
         bytes_per_second: bandwidth in one direction.
         shared: the users of the bandwidth, one of SHARED: "pair" for a cable of its own, "device" for a port into a
             switch, "node" for a network card of several devices.
-        overlap: whether devices compute while their bytes flow; if not, the bytes take the time of both.
 
     Raises:
         ConfigError: the latency is below 0, the bandwidth is not above 0, or `shared` is not one of SHARED.
@@ -107,7 +106,6 @@ class Link:
     latency: float = 0
     bytes_per_second: float = inf
     shared: str = "pair"
-    overlap: bool = True
 
     def __post_init__(self) -> None:
         if self.shared not in SHARED:
@@ -120,14 +118,6 @@ class Link:
     def seconds(self, num_bytes: float) -> float:
         """Seconds from the start of sending to the arrival of the last of `num_bytes` bytes."""
         return self.latency + num_bytes / self.bytes_per_second
-
-    def busy_seconds(self, num_bytes: float) -> float:
-        """Seconds that sending, or receiving, `num_bytes` bytes takes from a device's computing."""
-        return 0.0 if self.overlap else num_bytes / self.bytes_per_second
-
-    def hidden_seconds(self, num_bytes: float) -> float:
-        """The rest of `seconds`, in which both devices may compute."""
-        return self.seconds(num_bytes) - self.busy_seconds(num_bytes)
 
 
 Port = tuple[str, int, int]
@@ -252,17 +242,6 @@ class Cluster:
     def contended(self) -> bool:
         """True if messages between different pairs of devices share bandwidth."""
         return any(level.link.shared != "pair" for level in self.levels)
-
-    @property
-    def overlaps(self) -> bool:
-        """True if devices compute while bytes flow over any link."""
-        return self.busy_seconds_per_byte == 0
-
-    @property
-    def busy_seconds_per_byte(self) -> float:
-        """Seconds that a byte over the slowest link that does not overlap takes from either device; 0 if all do."""
-        links = *(level.link for level in self.levels), *self.links.values()
-        return max((link.busy_seconds(1) for link in links), default=0.0)
 
     def ports(self, src: int, dst: int) -> tuple[Port, ...]:
         """The ports that a message from `src` to `dst` occupies while its bytes flow: a cable, or one at either end."""

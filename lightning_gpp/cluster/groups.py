@@ -59,12 +59,6 @@ def grouped(cluster: Cluster, members: Sequence[int]) -> Cluster:
     return _with_groups(base.subset(heads), devices, base)
 
 
-def overlapping(cluster: Cluster, number: int) -> Cluster:
-    """The cluster in which every device stands for itself and the `number - 1` devices behind it."""
-    devices = tuple(group_at(cluster, device, number) for device in range(cluster.num_devices))
-    return _with_groups(cluster, devices, cluster)
-
-
 def _with_groups(cluster: Cluster, devices: tuple[Device, ...], base: Cluster) -> Cluster:
     known = {field.name: getattr(cluster, field.name) for field in fields(Cluster) if field.init}
     return GroupedCluster(**{**known, "devices": devices, "base": base})

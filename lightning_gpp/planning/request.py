@@ -110,8 +110,6 @@ class Request(SearchOptions):
         num_copies: pipelines besides which this one is planned, and whose stages hold the same parameters.
         slack: whether stages may have more micro-batches in flight than 1F1B's rule.
         every_device: whether the schedule's layout needs a stage on every device.
-        members: numbers of adjacent devices of a node that may share the work inside a stage, ascending; the graph says
-            what they divide.
         seconds: time limit of all searches together, for partitioners that can stop at any time; see `SearchControl`.
         progress: called during the search.
     """
@@ -132,7 +130,6 @@ class Request(SearchOptions):
     num_copies: int = 1
     slack: bool = True
     every_device: bool = False
-    members: tuple[int, ...] = (1,)
     seconds: float = 40.0
     progress: Progress | None = None
 
@@ -195,7 +192,6 @@ class Request(SearchOptions):
             weight_copies=self.weight_copies,
             idle_devices=self.may_idle,
             every_device=self.every_device,
-            members=self.members,
             slack=self.slack,
             simplicity=self.simplicity,
         )

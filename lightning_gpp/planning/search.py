@@ -31,7 +31,6 @@ from lightning_gpp.planning.problem.evaluate import Evaluator
 from lightning_gpp.planning.problem.partitioner import (
     Alternative,
     Answer,
-    Partitioner,
     SearchControl,
     checked,
     partitioner_of,
@@ -92,15 +91,10 @@ class _NothingFits(PlanError):
 
 
 class PlanSearch:
-    """The loop over the candidates of one request, with the searches that they share; see the module.
+    """The loop over the candidates of one request, with the searches that they share; see the module."""
 
-    `name`: that of the partitioner. `partitioner`: the one of this name by default.
-    """
-
-    def __init__(
-        self, name: str, graph: OperatorGraph, request: Request, partitioner: Partitioner | None = None
-    ) -> None:
-        self.name, self.partitioner = name, partitioner or partitioner_of(name)
+    def __init__(self, partitioner: str, graph: OperatorGraph, request: Request) -> None:
+        self.name, self.partitioner = partitioner, partitioner_of(partitioner)
         self.graph, self.request, self.costs = graph, request, request.operator_costs(graph)
         self._searches: dict[Request, _AnsweredRequest | GPPError] = {}
         self._num_questions = max(1, len(set(_questions(request))))
@@ -108,24 +102,10 @@ class PlanSearch:
 
     def best(self) -> Prediction:
         """See `best_plan`."""
-        found = self.found()
-        if isinstance(found, GPPError):
-            raise self.explanation(found)
-        return found
-
-    def found(self) -> Prediction | GPPError:
-        """The best plan, or the error of the first candidate, whose explanation would take time."""
         outcomes, failures = self._tried(self.request.schedules)
-        return self._prediction(outcomes) if outcomes else failures[0]
-
-    def drafts(self) -> Iterator[tuple[Problem, Draft]]:
-        """The drafts of all searches so far, whether they fit or not, with the questions that they answer."""
-        for search in self._searches.values():
-            if not isinstance(search, GPPError):
-                tried = [] if search.trial is None else [search.trial.draft]
-                found = [] if search.answer.draft is None else [search.answer.draft]
-                others = [entry.draft for entry in search.answer.alternatives]
-                yield from ((search.problem, draft) for draft in dict.fromkeys([*tried, *found, *others]))
+        if not outcomes:
+            raise self._explanation(failures[0])
+        return self._prediction(outcomes)
 
     # -- the loop -----------------------------------------------------------------------------------------------------
 
@@ -243,7 +223,7 @@ class PlanSearch:
         """Seconds that no plan of these candidates can go below; 0 for slices, for which no bound is known."""
         return 0.0 if self.request.slicing is not None else min(map(_busy_bound, outcomes))
 
-    def explanation(self, error: GPPError) -> GPPError:
+    def _explanation(self, error: GPPError) -> GPPError:
         """The error, extended by the reason why nothing fits, and remedies."""
         if not isinstance(error, _NothingFits):
             return error

@@ -174,9 +174,7 @@ def simulate(
     buffer has been posted, the previous transfer between the same two devices in the same direction has ended, and the
     ports that it shares with others are free while its bytes flow. Transfers overlap with computing, and so do
     all-gathers of parameters, until their stage computes, and reductions of gradients, and copies to and from the host,
-    for whose ends later actions wait (`schedules.passes`). Where links do not overlap (`cluster.Link`), actions take as
-    much longer as the bytes of their messages flow, and devices wait for their collectives. For memory see
-    `peak_bytes`.
+    for whose ends later actions wait (`schedules.passes`). For memory see `peak_bytes`.
 
     Args:
         program: a verified program.
@@ -298,14 +296,10 @@ class _Simulation:
     def _start_collective(self, device: int, action: Action) -> None:
         if action.kind is Kind.REDUCE:
             self.reached[device][action] = self.time[device]
-            if action.stage in self.costs.busy_stages:
-                self.time[device] += self.costs.collective_seconds(action, self.program.plan.sharding == "fsdp")
         elif action.kind is Kind.UNSHARD:
             start = max(self.time[device], self.gathered[device])
             self.gathered[device] = start + self.costs.collective_seconds(action, sharded=True)
             self.unsharded[device, action.stage] = self.gathered[device]
-            if action.stage in self.costs.busy_stages:
-                self.time[device] = self.gathered[device]
             if self.gathered[device] > start:
                 self.all_gathers.append(Collective(action.stage, (device,), start, self.gathered[device]))
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from lightning_gpp.cluster import Cluster, Link, Port
 from lightning_gpp.graph import Affine
-from lightning_gpp.plan import SOURCE, Plan
+from lightning_gpp.plan import Plan
 from lightning_gpp.schedules import Action, Kind, Message
 from lightning_gpp.schedules.work import HeldBytes
 
@@ -19,8 +19,6 @@ class StageCost:
     Args:
         forward: seconds of a forward, or of a recomputation; affine in the samples of the replica's share.
         backward: seconds of a full backward, with recomputed blocks, but without a recomputation of the whole stage.
-        sending: seconds that the messages of a forward take from computing.
-        returning: likewise those of a backward.
         weight: seconds of the weight gradients; input gradients take the rest of `backward`.
         activation_bytes: bytes of a micro-batch in flight.
         offloaded_bytes: further bytes, which lie in host memory between OFFLOAD and LOAD.
@@ -32,8 +30,6 @@ class StageCost:
     forward: Affine = Affine(0, 1)
     backward: Affine = Affine(0, 1)
     weight: Affine = Affine()
-    sending: Affine = Affine()
-    returning: Affine = Affine()
     activation_bytes: Affine = Affine()
     offloaded_bytes: Affine = Affine()
     working_bytes: Affine = Affine()
@@ -51,14 +47,14 @@ class StageCost:
         )
 
     def seconds(self, kind: Kind, num_samples: int) -> float:
-        """Duration of an action of the stage, with the messages that take its device's time."""
+        """Duration of an action of the stage."""
         if kind is Kind.BACKWARD:
-            return self.returning.at(num_samples) + self.backward.at(num_samples)
+            return self.backward.at(num_samples)
         if kind is Kind.INPUT:
-            return self.returning.at(num_samples) + self.backward.at(num_samples) - self.weight.at(num_samples)
+            return self.backward.at(num_samples) - self.weight.at(num_samples)
         if kind is Kind.WEIGHT:
             return self.weight.at(num_samples)
-        return self.forward.at(num_samples) + (self.sending.at(num_samples) if kind is Kind.FORWARD else 0.0)
+        return self.forward.at(num_samples)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +69,6 @@ class StageCosts:
         default_link: link between any two devices without a cluster.
         all_reduce: seconds of the all-reduce of every stage's gradients over all replicas, in this and in other
             pipelines; empty if there are none. An all-gather or reduce-scatter takes half of it.
-        busy_stages: stages whose all-reduce takes their devices' time, because links do not overlap with computing.
         tied: groups of stages on several devices that share parameters.
         ranks: number of ranks that hold every stage, over all pipelines; empty: those of the plan.
         data: seconds of a data action, affine in samples.
@@ -87,7 +82,6 @@ class StageCosts:
     cluster: Cluster | None = None
     default_link: Link = Link()
     all_reduce: tuple[float, ...] = ()
-    busy_stages: frozenset[int] = frozenset()
     tied: tuple[tuple[int, ...], ...] = ()
     ranks: tuple[int, ...] = ()
     data: Affine = Affine()
@@ -143,7 +137,7 @@ class StageCosts:
         edge = plan.edges[message.edge]
         num_bytes = edge.bytes.at(message.stop - message.start)
         link = self.cluster.link(message.src, message.dst) if self.cluster else self.default_link
-        seconds = link.seconds(num_bytes) if edge.src == SOURCE else link.hidden_seconds(num_bytes)
+        seconds = link.seconds(num_bytes)
         return seconds, link.seconds(num_bytes) - link.latency
 
     def ports(self, message: Message) -> tuple[Port, ...]:

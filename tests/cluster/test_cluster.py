@@ -74,19 +74,6 @@ def test_figures_of_a_link_are_checked(latency: float, bandwidth: float) -> None
         Link(latency=latency, bytes_per_second=bandwidth)
 
 
-def test_messages_take_the_time_of_devices_where_links_do_not_overlap() -> None:
-    link = Link(latency=2, bytes_per_second=10)
-    blocking = replace(link, overlap=False)
-    assert (link.busy_seconds(30), link.hidden_seconds(30)) == (0, 5)
-    assert (blocking.busy_seconds(30), blocking.hidden_seconds(30)) == (3, 2)
-    assert blocking.seconds(30) == link.seconds(30)
-    node = Node(device=SLOW, count=2, link=link)
-    assert Cluster.of_nodes("all overlap", [node], link).overlaps
-    slower = replace(blocking, bytes_per_second=4)
-    mixed = Cluster.of_nodes("some do not", [node, node], blocking, {(0, 3): slower})
-    assert (mixed.overlaps, mixed.busy_seconds_per_byte) == (False, 0.25)
-
-
 def test_a_uniform_cluster_is_one_node_of_one_kind() -> None:
     cluster = Cluster.uniform(FAST, 3, INSIDE)
     assert (cluster.name, cluster.num_devices, cluster.homogeneous, cluster.kinds) == ("3 x fast", 3, True, (FAST,))

@@ -13,7 +13,6 @@ from lightning_gpp.cluster.groups import (
     link_of_groups,
     num_members,
     num_processes,
-    overlapping,
 )
 from lightning_gpp.errors import ConfigError
 
@@ -76,9 +75,3 @@ def test_every_receiver_gets_a_copy(shared: str, senders: int, receivers: int, c
     assert link_of_groups(link, senders, receivers) == replace(link, bytes_per_second=1e9 / copies)
     cluster = grouped(Cluster.uniform(DEVICE, 8, link), [senders, receivers])
     assert cluster.link(0, 1).seconds(1000) == pytest.approx(1e-6 + copies * 1000 / 1e9)
-
-
-def test_overlapping_groups_have_one_at_every_device() -> None:
-    found = overlapping(NODES, 4)
-    assert members_of(found) == [4] * 16
-    assert found.kind(0) == found.kind(4) != found.kind(6)

@@ -113,7 +113,6 @@ MISTAKES: list[tuple[tuple[str | int, ...], Any, str]] = [
     (("nodes", 1), {"count": 1}, "cluster.nodes[1].device is missing"),
     (("nodes",), [], "cluster.nodes is []; it must be a list of at least 1"),
     (("between", "bytes_per_second"), 0, "cluster.between: Link: bytes_per_second=0 must be above 0"),
-    (("between", "overlap"), "maybe", "cluster.between.overlap is 'maybe'; it must be true or false"),
     (("between",), None, "cluster.nodes: Cluster 'lab': no link joins device 0 to device 9. Give `between`"),
     (
         ("links", 1, "devices"),

@@ -41,25 +41,6 @@ def test_unreplicated_stages_take_as_long_as_their_program(family: Callable[[], 
 
 
 @families
-def test_messages_that_take_the_time_of_devices_do_so_in_the_program(family: Callable[[], OperatorGraph]) -> None:
-    graph, longer = family(), 0
-    for seed in range(10):
-        problem, draft = random_case(graph, seed, replicated=seed % 2 == 1, data=False)
-        blocking = replace(problem, cluster=not_overlapping(problem.cluster))
-        evaluation, (timeline, plan, _) = Evaluator(blocking)(draft), simulated(blocking, draft, data=False)
-        even = all(stage.micro_batch_size % len(stage.devices) == 0 for stage in draft.stages)
-        if len(plan.stages) == len(draft.stages) and even:
-            assert evaluation.seconds == pytest.approx(timeline.makespan, rel=1e-6), (seed, str(draft))
-        longer += evaluation.seconds > Evaluator(problem)(draft).seconds
-    assert longer > 5
-
-
-def not_overlapping(cluster: Cluster) -> Cluster:
-    levels = tuple(replace(level, link=replace(level.link, overlap=False)) for level in cluster.levels)
-    return replace(cluster, levels=levels)
-
-
-@families
 def test_data_and_gradients_do_not_hold_each_other_up(family: Callable[[], OperatorGraph]) -> None:
     """The links from the step's device carry both, data just in time; a draft supposes that neither waits for the
     other. That is not so in 1 of 200 random drafts, by 2 %."""

@@ -48,7 +48,7 @@ HALVES = [(0, 1, 2, 3), (4, 5, 6, 7)]
 
 def test_layouts() -> None:
     assert side_by_side([2, 1, 3]) == [(4, 5), (3,), (0, 1, 2)]
-    assert copies((1, 1, 1), 2) == [(2, 5), (1, 4), (0, 3)]
+    assert copies(3, 2) == [(2, 5), (1, 4), (0, 3)]
     assert layouts([2, 1, 3]) == [side_by_side([2, 1, 3])]
     assert layouts([2, 2]) == [[(2, 3), (0, 1)], [(1, 3), (0, 2)]]
     assert layouts([1, 1]) == [[(1,), (0,)]]
@@ -91,7 +91,7 @@ def test_parallel_stages_in_other_orders() -> None:
 
 def test_equal_replicas_one_pipeline_apart_are_copies() -> None:
     problem = _problem(graphs.chain(8), 4)
-    plan, num_pipelines = realise(problem, _draft(HALVES, copies((1, 1), 2)))
+    plan, num_pipelines = realise(problem, _draft(HALVES, copies(2, 2)))
     assert num_pipelines == 2
     assert [stage.devices for stage in plan.stages] == [(1,), (0,)]
     assert [stage.micro_batch_size for stage in plan.stages] == [2, 2]
@@ -104,7 +104,7 @@ def test_equal_replicas_one_pipeline_apart_are_copies() -> None:
 )
 def test_no_copies_where_they_are_not_wanted_or_do_not_divide(options: dict[str, object], size: int) -> None:
     problem = _problem(graphs.chain(8), 4, **options)
-    draft = _draft(HALVES, copies((1, 1), 2), size)
+    draft = _draft(HALVES, copies(2, 2), size)
     plan, num_pipelines = realise(problem, draft)
     assert (num_pipelines, plan.num_devices) == (1, 4)
     assert (unreplicated(problem, draft) == (draft, 1)) == problem.replicable

@@ -9,10 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_gpp.cluster import Cluster, Device, Link, Node
-from lightning_gpp.graph import Affine
 from lightning_gpp.plan import Plan
 from lightning_gpp.schedules import Kind, compile_program
-from lightning_gpp.simulation import Collective, StageCost, StageCosts, Timeline, simulate, trace_of
+from lightning_gpp.simulation import Collective, StageCosts, Timeline, simulate
 from tests.strategies import chain, plan_of, plans
 
 DEVICE = Device(name="test", memory_bytes=1e9, peak_flops={"float32": 1e9}, peak_bytes_per_second=1e9)
@@ -66,57 +65,3 @@ def test_links_are_those_of_the_cluster() -> None:
     seconds = {(entry.src, entry.dst): entry.stop - entry.start for entry in timeline.transfers}
     assert seconds == {(2, 1): 12, (1, 0): 2, (0, 1): 100, (1, 2): 12}
     assert timeline.makespan == 6 + 12 + 2 + 100 + 12
-
-
-def test_messages_may_take_the_time_of_devices() -> None:
-    """2 s of each forward and 3 s of each backward are messages, which arrive as soon as they are sent."""
-    plan = plan_of([(0, 1)], (1, 1), 1, devices=[(1,), (0,)])
-    busy = StageCost(sending=Affine(2), returning=Affine(3), weight=Affine(0, 0.5))
-    cluster = Cluster.uniform(DEVICE, 2, Link(bytes_per_second=1e-3, overlap=False))
-    timeline = _simulated(plan, replace(StageCosts.uniform(plan), stages=(busy, busy), cluster=cluster))
-    assert [(span.start, span.stop) for span in timeline.devices[1]] == [(0, 3), (10, 14)]
-    assert [(span.start, span.stop) for span in timeline.devices[0]] == [(3, 6), (6, 10)]
-    kinds = (Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT)
-    assert [busy.seconds(kind, 1) for kind in kinds] == [3, 1, 4, 3.5, 0.5]
-
-
-def test_sums_of_gradients_may_take_the_time_of_devices() -> None:
-    """Device 0 sums the gradients of its last stage before it goes on; otherwise while it waits."""
-    plan = plan_of([(0, 1), (1, 2)], (1, 1, 1), 1, devices=[(0,), (1,), (0,)])
-    costs = replace(StageCosts.uniform(plan), all_reduce=(1.0, 2.0, 4.0))
-    makespans = [
-        _simulated(plan, replace(costs, busy_stages=frozenset(busy)), copies=2).makespan for busy in ((), (0, 1, 2))
-    ]
-    assert makespans == [9, 10]
-    last = [
-        _simulated(plan, replace(costs, busy_stages=frozenset(busy)), copies=2).devices[0][-1].start
-        for busy in ((), (2,))
-    ]
-    assert last == [5, 8]
-
-
-def test_activations_that_are_computed_again_count_during_a_backward() -> None:
-    """Inputs of two micro-batches in flight, and all activations of the one whose backward runs."""
-    plan = chain((2, 2), 8)
-    plan = replace(plan, stages=(replace(plan.stages[0], recompute=True), plan.stages[1]))
-    again = StageCost(activation_bytes=Affine(1), working_bytes=Affine(10, 3), parameter_bytes=100)
-    kept = StageCost(activation_bytes=Affine(5), parameter_bytes=100)
-    costs = StageCosts(stages=(again, kept), parameter_copies=3)
-    assert _simulated(plan, costs).peak_bytes == (300 + 10, 300 + 2 * 2 + 23)
-    assert _simulated(plan, costs, training=False).peak_bytes == (300 + 10, 300 + 2)
-
-
-def test_memory_of_replicas_that_differ() -> None:
-    plan = plan_of([], (2,), 2, devices=[(0, 1)])
-    cost = StageCost(activation_bytes=Affine(7), parameter_bytes=10)
-    other = replace(cost, activation_bytes=Affine(70))
-    costs = StageCosts(stages=(cost,), replicas={(0, 1): other}, parameter_copies=2)
-    assert _simulated(plan, costs).peak_bytes == (27, 90)
-
-
-def test_sums_in_traces() -> None:
-    plan = plan_of([(0, 1)], (2, 2), 2, devices=[(1, 2), (0,)])
-    timeline = _simulated(plan, replace(StageCosts.uniform(plan, 1, 2), all_reduce=(5.0, 0.0)))
-    events = trace_of(timeline).events
-    sums = [event for event in events if event["name"] == "reduce gradients of stage0"]
-    assert [(event["pid"], event["ts"], event["dur"]) for event in sums] == [(1, 6e6, 5e6), (2, 6e6, 5e6)]

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from lightning_gpp.cluster import Cluster, Device, Link, Node
 from lightning_gpp.graph import Affine
 from lightning_gpp.plan import STEP, Edge, Plan, Stage
-from lightning_gpp.planning.problem.stage_figures import transfer
 from lightning_gpp.schedules import compile_program
 from lightning_gpp.simulation import StageCosts, simulate
 from lightning_gpp.simulation.simulator import Bookings, book
@@ -28,9 +27,9 @@ def two_arms() -> Plan:
     return Plan(stages=tuple(stages), edges=edges, batch_size=1)
 
 
-def makespan(shared: str, *, overlap: bool = True) -> float:
+def makespan(shared: str) -> float:
     """One micro-batch, forward and backward 1 s each, links of 10 bytes/s: a transfer takes 1 s."""
-    cluster = Cluster.uniform(DEVICE, 3, Link(bytes_per_second=10, shared=shared, overlap=overlap))
+    cluster = Cluster.uniform(DEVICE, 3, Link(bytes_per_second=10, shared=shared))
     plan = two_arms()
     return simulate(compile_program(plan), replace(StageCosts.uniform(plan), cluster=cluster)).makespan
 
@@ -38,15 +37,6 @@ def makespan(shared: str, *, overlap: bool = True) -> float:
 def test_a_join_receives_one_message_after_the_other() -> None:
     assert makespan("pair") == 1 + 1 + 2 + 1 + 1
     assert makespan("device") == 1 + 2 + 2 + 2 + 1
-
-
-def test_messages_that_take_the_time_of_devices_share_ports_as_well() -> None:
-    """A step is not shorter for it: the join's messages occupy its port for 1 s each, one after the other."""
-    assert makespan("device", overlap=False) == 1 + 1 + 2 + 1 + 1
-    cluster = Cluster.uniform(DEVICE, 4, Link(bytes_per_second=10, shared="device", overlap=False))
-    found = transfer(lambda i, j: (cluster.link(i, j), cluster.ports(i, j)), (1, 2), (0,), Affine(10), 4)
-    assert (found.seconds, found.sending, found.receiving) == (0, 2, 4)
-    assert found.ports == {("out", 0, 1): 2, ("out", 0, 2): 2, ("in", 0, 0): 4}
 
 
 def test_a_network_card_is_shared_by_the_devices_of_a_node() -> None:

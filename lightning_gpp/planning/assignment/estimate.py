@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import product
 
 from lightning_gpp.cluster import Cluster, Device
 from lightning_gpp.cluster.groups import grouped
@@ -41,8 +40,8 @@ def _timed_stage(stage: Stage, index: int, costs: StageCosts) -> Stage:
     """The stage with its seconds by a micro-batch's samples; the slowest replica's share counts."""
     cost = max((costs.replica(index, device) for device in stage.devices), key=lambda entry: entry.backward.at(1))
     share = 1 if stage.round_robin else len(stage.devices)
-    forward, weight = _shared(cost.forward + cost.sending, share), _shared(cost.weight, share)
-    backward = _shared(cost.backward + cost.returning, share)
+    forward, weight = _shared(cost.forward, share), _shared(cost.weight, share)
+    backward = _shared(cost.backward, share)
     inputs = backward - weight
     figures = replace(stage.figures, forward_seconds=forward, input_seconds=inputs, weight_seconds=weight)
     return replace(stage, figures=figures)
@@ -58,9 +57,8 @@ def _edge_seconds(plan: Plan, edge: Edge, costs: StageCosts) -> Affine:
     if src == dst or edge.artificial:
         return Affine()
     link = costs.cluster.link(src, dst) if costs.cluster else costs.default_link
-    seconds = link.seconds if edge.src == SOURCE else link.hidden_seconds
-    fixed = seconds(edge.bytes.fixed)
-    return Affine(seconds(edge.bytes.at(1)) - fixed, fixed)
+    fixed = link.seconds(edge.bytes.fixed)
+    return Affine(link.seconds(edge.bytes.at(1)) - fixed, fixed)
 
 
 def _room(plan: Plan, costs: StageCosts, device: int, limit: float) -> float:
@@ -143,10 +141,6 @@ def estimate(
         for stage in range(len(plan.stages))
         for kind in set().union(*(kinds[device] for device in plan.devices_of(stage)))
     }
-    busy_stages: frozenset[int] = frozenset()
-    if not cluster.overlaps:
-        busy_stages = frozenset(stage for stage, devices in enumerate(holders) if _is_busy(cluster, devices))
-        by_kind = {key: _with_messages(cost, plan, key[0], cluster) for key, cost in by_kind.items()}
     replicas = {
         (stage, device): _slowest([by_kind[stage, kind] for kind in sorted(kinds[device])], plan.stages[stage])
         for stage in range(len(plan.stages))
@@ -157,7 +151,6 @@ def estimate(
         replicas=replicas if not cluster.homogeneous else {},
         cluster=cluster,
         all_reduce=tuple(_all_reduce(plan, stage, cluster, copies) for stage, copies in enumerate(holders)),
-        busy_stages=busy_stages,
         tied=_tied(plan, operators),
         ranks=tuple(len(stage.devices) * num_pipelines for stage in plan.stages),
         mini_batch_bytes=graph.input_bytes.at(plan.batch_size),
@@ -179,29 +172,6 @@ def _slowest(candidates: Sequence[StageCost], stage: Stage) -> StageCost:
     """The costs on the slowest pipeline's device, because pipelines wait for each other to reduce gradients."""
     share = -(-stage.micro_batch_size // len(stage.devices))
     return max(candidates, key=lambda cost: cost.forward.at(share) + cost.backward.at(share))
-
-
-def _with_messages(cost: StageCost, plan: Plan, index: int, cluster: Cluster) -> StageCost:
-    """The cost with what messages take from computing. What the loader sends is there before it is needed."""
-    edges = [edge for edge in plan.edges if index in (edge.src, edge.dst) and edge.src != SOURCE]
-    sending = [(edge, _busy_seconds(plan, edge, cluster)) for edge in edges if not edge.artificial]
-    return replace(
-        cost,
-        sending=sum((seconds for _, seconds in sending), Affine()),
-        returning=sum((seconds for edge, seconds in sending if carries_gradient(edge)), Affine()),
-    )
-
-
-def _busy_seconds(plan: Plan, edge: Edge, cluster: Cluster) -> Affine:
-    """Seconds that a message takes from either device, by its samples, on the slowest link between the two stages."""
-    src, dst = plan.devices_of(edge.src), plan.devices_of(edge.dst)
-    links = [cluster.link(*pair) for pair in product(src, dst)] if src != dst else []
-    return edge.bytes * max((link.busy_seconds(1) for link in links), default=0.0)
-
-
-def _is_busy(cluster: Cluster, devices: Sequence[int]) -> bool:
-    """True if some of these devices are joined by links that take their time."""
-    return any(not cluster.link(*pair).overlap for pair in zip(devices, devices[1:], strict=False))
 
 
 def _all_reduce(plan: Plan, stage: int, cluster: Cluster, devices: Sequence[int]) -> float:

@@ -327,7 +327,6 @@ def sliced_costs(costs: StageCosts, plan: Plan, whole: Unsliced, graph: Operator
         )
         if costs.all_reduce
         else (),
-        busy_stages=frozenset(index for index, number in enumerate(whole.numbers) if number in costs.busy_stages),
         ranks=tuple(costs.ranks[number] for number in whole.numbers) if costs.ranks else (),
     )
 

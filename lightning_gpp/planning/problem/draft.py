@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, islice
+from itertools import accumulate
 
 import networkx as nx
 
@@ -24,7 +23,6 @@ from lightning_gpp.wording import counted
 class DraftStage:
     """Units on devices; each device takes an equal share of every micro-batch of `micro_batch_size` samples.
 
-    `members`: number of adjacent devices, each of `devices` first, that share its work (tensor parallelism).
     `recompute`, `offload`, `slack`: see `plan.Stage`; `recompute` None: the problem decides about both of them
     (`Evaluator.fitted`).
     """
@@ -35,7 +33,6 @@ class DraftStage:
     recompute: Recompute | None = None
     offload: bool = False
     slack: int = 0
-    members: int = 1
 
     @property
     def share(self) -> int:
@@ -58,17 +55,12 @@ class Draft:
     sharding: str | None = None
 
     def __str__(self) -> str:
-        stages = [f"{len(stage.units)}u x{_devices(stage)}{_measures(stage)}" for stage in self.stages]
+        stages = [f"{len(stage.units)}u x{len(stage.devices)}{_measures(stage)}" for stage in self.stages]
         sizes = sorted({stage.micro_batch_size for stage in self.stages})
         notes = ", a chain" * self.chained
         notes += f", {self.sharding}" if self.sharding not in (None, "none") else ""
         number = counted(len(stages), "stage")
         return f"{number} ({', '.join(stages)}), b={'/'.join(map(str, sizes))}, {self.schedule}{notes}"
-
-
-def _devices(stage: DraftStage) -> str:
-    """The number of devices, and of the members of each if there are several."""
-    return f"{len(stage.devices)}{f'*{stage.members}' * (stage.members > 1)}"
 
 
 def _measures(stage: DraftStage) -> str:
@@ -162,36 +154,16 @@ def side_by_side(replicas: Sequence[int]) -> Devices:
     return [tuple(range(start, stop)) for start, stop in zip(starts, stops, strict=True)][::-1]
 
 
-def copies(members: Sequence[int], num_copies: int) -> Devices:
-    """Devices with pipeline replicas one after the other, so that stages that exchange tensors are neighbours.
-
-    `members`: those of each device of every stage.
-    """
-    starts = [devices[0] for devices in side_by_side(members)]
-    width = sum(members)
-    return [tuple(range(start, width * num_copies, width)) for start in starts]
-
-
-def aligned(replicas: Sequence[int], members: Sequence[int]) -> Devices:
-    """Devices with a stage's replicas side by side, the last stage on device 0; of groups of members the first ones.
-
-    Groups begin at multiples of their size, so that nodes of as many devices as the largest group has, or a multiple,
-    have all members of a group. Later stages fill the gaps.
-    """
-    taken: set[int] = set()
-    found: Devices = []
-    for count, number in zip(reversed(replicas), reversed(members), strict=True):
-        starts = (start for start in itertools.count(0, number) if taken.isdisjoint(range(start, start + number)))
-        found.append(tuple(islice(starts, count)))
-        taken.update(start + member for start in found[-1] for member in range(number))
-    return found[::-1]
+def copies(num_stages: int, num_copies: int) -> Devices:
+    """Devices with pipeline replicas one after the other, so that stages that exchange tensors are neighbours."""
+    return [tuple(range(start, num_stages * num_copies, num_stages)) for start in reversed(range(num_stages))]
 
 
 def layouts(replicas: Sequence[int]) -> list[Devices]:
     """All layouts that these numbers of replicas allow."""
     found = [side_by_side(replicas)]
     if len(set(replicas)) == 1 and replicas[0] > 1:
-        found.append(copies((1,) * len(replicas), replicas[0]))
+        found.append(copies(len(replicas), replicas[0]))
     return found
 
 
@@ -213,16 +185,17 @@ def realise(problem: Problem, draft: Draft, model: str = "") -> tuple[Plan, int]
     draft, num_pipelines = in_topological_order(problem, draft), 1
     if problem.replicable:
         draft, num_pipelines = unreplicated(problem, draft)
-    numbers, unused = _numbered(problem, draft, num_pipelines)
+    used = {device for stage in draft.stages for device in stage.devices}
+    unused = tuple(device for device in range(problem.num_devices) if device not in used)
     modules = [[path for unit in stage.units for path in problem.units.units[unit].modules] for stage in draft.stages]
     paths = compress(problem.graph, modules)
     drafts = [
         Stage(
             name=name,
             modules=paths[index],
-            devices=tuple(numbers[device] for device in stage.devices),
+            devices=stage.devices,
             micro_batch_size=stage.micro_batch_size,
-            tensor_parallel_size=stage.members * num_members(problem.cluster.devices[stage.devices[0]]),
+            tensor_parallel_size=num_members(problem.cluster.devices[stage.devices[0]]),
             recompute=_recompute(stage.recompute, STEP in paths[index]),
             offload=stage.offload,
             slack=stage.slack if draft.schedule == "1f1b" and STEP not in paths[index] else 0,
@@ -248,31 +221,9 @@ def _recompute(wanted: Recompute | None, holds_step: bool) -> Recompute:
     return False if wanted is None or (wanted is True and holds_step) else wanted
 
 
-def _numbered(problem: Problem, draft: Draft, num_pipelines: int) -> tuple[dict[int, int], tuple[int, ...]]:
-    """The number, in the plan, of every device of a pipeline that has a stage, and the numbers of the other ones.
-
-    Further members of a device have no number; unused devices have as many members as the smallest used one.
-    """
-    used = {device: stage.members for stage in draft.stages for device in stage.devices}
-    sizes = [num_members(device) for device in problem.cluster.devices]
-    least = min(members * sizes[device] for device, members in used.items())
-    further = {device + member for device, members in used.items() for member in range(1, members)}
-    numbers, unused, spare = dict[int, int](), list[int](), 0
-    for device in range(problem.num_devices // num_pipelines):
-        number = len(numbers) + len(unused)
-        if device in used:
-            numbers[device] = number
-        elif device not in further:
-            spare += sizes[device]
-        if spare >= least:
-            unused.append(number)
-            spare = 0
-    return numbers, tuple(unused)
-
-
 def unreplicated(problem: Problem, draft: Draft) -> tuple[Draft, int]:
     """The draft of one pipeline, and the number of pipeline replicas in the given draft."""
-    number, width = len(draft.stages[0].devices), sum(stage.members for stage in draft.stages)
+    number, width = len(draft.stages[0].devices), len(draft.stages)
     sizes = [problem.batch_size // problem.num_slices, *(stage.micro_batch_size for stage in draft.stages)]
     regular = all(
         stage.devices == tuple(range(stage.devices[0], width * number, width)) and stage.devices[0] < width
@@ -300,13 +251,12 @@ def _with_one_step(drafts: Sequence[Stage]) -> Iterator[Stage]:
 
 
 Complexity = tuple[int, int, int]
-"""Number of stages, of modules whose parts are in different stages, and of different numbers of replicas and members.
-"""
+"""Number of stages, of modules whose parts are in different stages, and of different numbers of replicas."""
 
 
 def complexity(problem: Problem, draft: Draft) -> Complexity:
     """A sort key, simplest first: few stages, borders between blocks instead of inside them, equal replicas."""
-    replicas = {(len(stage.devices), stage.members) for stage in draft.stages}
+    replicas = {len(stage.devices) for stage in draft.stages}
     return len(draft.stages), _divided_modules(problem, draft), len(replicas)
 
 

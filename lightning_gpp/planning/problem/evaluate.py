@@ -30,14 +30,13 @@ from lightning_gpp.planning.problem.stage_figures import (
     loaded_bytes,
     stage_figures,
     static_bytes,
-    take_time,
     weight_bytes,
 )
 from lightning_gpp.planning.problem.units import Value
 from lightning_gpp.schedules.one_f_one_b import samples_in_flight
 
-_Anywhere = tuple[tuple[int, ...], int, Recompute, bool, int, frozenset[int]]
-"""Units, samples of a share, what is recomputed, whether the rest is offloaded, members, and kinds of devices."""
+_Anywhere = tuple[tuple[int, ...], int, Recompute, bool, frozenset[int]]
+"""Units, samples of a share, what is recomputed, whether the rest is offloaded, and kinds of devices."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,18 +96,16 @@ class Evaluator:
     _anywhere: dict[_Anywhere, StageFigures] = field(default_factory=dict)
     _chosen: dict[tuple[DraftStage, StageMemory], Recompute] = field(default_factory=dict)
     _edges: tuple[list[tuple[int, ...]], dict[tuple[int, int], Flow]] = field(default_factory=lambda: ([], {}))
-    _recomputation: dict[int, Recomputation] = field(default_factory=dict)
+    _recomputation: Recomputation = field(init=False)
     _memory: list[float] = field(init=False)
     _transfers: Transfers = field(init=False)
-    _overlap: bool = field(init=False)
     _rigid_units: list[int] = field(init=False)
     _rigid_values: list[Value] = field(init=False)
 
     def __post_init__(self) -> None:
         units = self.problem.units
         self._memory = self.problem.memory_bytes.tolist()
-        self._transfers = Transfers(self.problem)
-        self._overlap = self.problem.cluster.overlaps
+        self._recomputation, self._transfers = Recomputation(self.problem), Transfers(self.problem)
         self._rigid_units = [index for index, unit in enumerate(units.units) if not unit.divisible]
         self._rigid_values = [value for value in units.values if not value.sliceable]
 
@@ -132,7 +129,7 @@ class Evaluator:
     def _of(self, draft: Draft, limit: float, *, simulated: bool) -> Evaluation:
         edges = self.edges(draft)
         order = topological(edges, len(draft.stages))
-        if not order or (simulated and not (self._placeable(draft) and self._divisible(draft))):
+        if not order or (simulated and not self._divisible(draft)):
             return Evaluation(seconds=inf)
         position = {stage: index for index, stage in enumerate(order)}
         stages = [draft.stages[index] for index in order]
@@ -144,15 +141,6 @@ class Evaluator:
 
     def _num_pipelines(self, draft: Draft) -> int:
         return unreplicated(self.problem, draft)[1] if self.problem.replicable else 1
-
-    def _placeable(self, draft: Draft) -> bool:
-        """True if the members of every device are in one node, and units with a common parameter have as many."""
-        if all(stage.members == 1 for stage in draft.stages):
-            return True
-        owner = stage_of_units(self.problem.num_units, [stage.units for stage in draft.stages])
-        return all(self.problem.placeable(stage.devices, stage.members) for stage in draft.stages) and all(
-            len({draft.stages[owner[unit]].members for unit in units}) == 1 for units in self.problem.tied
-        )
 
     def _divisible(self, draft: Draft) -> bool:
         """True if every value that has to be cut into shares can be; pipeline replicas cut none."""
@@ -278,10 +266,8 @@ class Evaluator:
         )
         key = stage, memory
         if key not in self._chosen:
-            part = self.problem.of_members(stage.members)
-            blocks = part.block_figures(stage.share, part.cluster.kind(stage.devices[0]))
-            recomputation = self._recomputation.setdefault(stage.members, Recomputation(part))
-            self._chosen[key] = recomputation.cheapest(stage.units, memory, blocks)
+            blocks = self.problem.block_figures(stage.share, self.problem.cluster.kind(stage.devices[0]))
+            self._chosen[key] = self._recomputation.cheapest(stage.units, memory, blocks)
         return replace(stage, recompute=self._chosen[key])
 
     def _in_flight(
@@ -345,13 +331,10 @@ class Evaluator:
             forward=[entry.forward for entry in figures],
             again=[entry.again for entry in figures],
             backward=[entry.backward for entry in figures],
-            data=[self._transfers.of_data(stage, copies, stages[-1].members) for stage in stages],
+            data=[self._transfers.of_data(stage, copies) for stage in stages],
             sent=sent,
             returned=returned,
         )
-        if not self._overlap:
-            take_time(forwards, pipeline.forward, direction=0)
-            take_time(backwards, pipeline.backward, direction=1)
         return pipeline, busiest
 
     def _step_apart(self, pipeline: ClockedStages, last: DraftStage) -> bool:
@@ -359,7 +342,7 @@ class Evaluator:
         flows = self.problem.bytes_to_step
         size = sum((flows[unit] for unit in last.units if unit in flows), Affine())
         ways = [(device, 0) for device in last.devices if device]
-        seconds = self._transfers.longest(ways, size.at(last.share), (last.members, last.members))
+        seconds = self._transfers.longest(ways, size.at(last.share))
         if not flows or not seconds:
             return False
         pair = len(pipeline.forward) - 1, len(pipeline.forward)
@@ -372,9 +355,8 @@ class Evaluator:
         """The costs of one replica of a stage on the slowest kind of its devices."""
         key = stage, sharding
         if key not in self._figures:
-            cluster = self.problem.of_members(stage.members).cluster
-            kinds = frozenset(map(cluster.kind, stage.devices))
-            place = stage.units, stage.share, stage.recompute or False, stage.offload, stage.members, kinds
+            kinds = frozenset(map(self.problem.cluster.kind, stage.devices))
+            place = stage.units, stage.share, stage.recompute or False, stage.offload, kinds
             if place not in self._anywhere:
                 self._anywhere[place] = stage_figures(self.problem, stage)
             self._figures[key] = replace(

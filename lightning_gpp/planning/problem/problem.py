@@ -5,7 +5,7 @@ All partitioners see the model through this one object, so that none of them cou
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import inf
@@ -15,12 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_gpp.cluster import Cluster
-from lightning_gpp.cluster.groups import fits_node, overlapping
 from lightning_gpp.costs.model import CostModel, Footprint, held_copies, rerun_seconds
 from lightning_gpp.graph import Affine, Operator, OperatorGraph
-from lightning_gpp.graph.parts import part_of
 from lightning_gpp.planning.assignment.modules import RerunBlock, blocks_of
-from lightning_gpp.planning.problem.units import UnitGraph, bytes_to_step, described
+from lightning_gpp.planning.problem.units import UnitGraph, bytes_to_step
 from lightning_gpp.simulation import WeightCopies
 
 Array = NDArray[np.float64]
@@ -83,8 +81,6 @@ class Problem:
         slack: whether stages may have more micro-batches in flight than 1F1B's rule.
         single_step: the user's step has to run on one device, so a last stage with replicas gives it to a stage of its
             own.
-        members: numbers of adjacent devices that may share the work inside a stage (tensor parallelism), ascending.
-            Drafts name the first one of each group.
         repeats: whether the seconds of an operator that several units repeat count in each of them; one stage that has
             them all runs it once, so lower bounds count it in one.
     """
@@ -110,9 +106,7 @@ class Problem:
     simplicity: float = 0.0
     slack: bool = True
     single_step: bool = True
-    members: tuple[int, ...] = (1,)
     repeats: bool = True
-    _parts: dict[int, Problem] = field(default_factory=dict, init=False)
     _seconds: dict[tuple[int, int], UnitSeconds] = field(default_factory=dict, init=False)
     _saved: dict[int, Array] = field(default_factory=dict, init=False)
     _blocks: dict[tuple[int, int], BlockFigures] = field(default_factory=dict, init=False)
@@ -139,32 +133,6 @@ class Problem:
     @property
     def num_devices(self) -> int:
         return self.cluster.num_devices
-
-    def of_members(self, number: int) -> Problem:
-        """The same question for one of `number` members of every device, for the figures of stages."""
-        if number == 1:
-            return self
-        if number not in self._parts:
-            self._parts[number] = self._of_members(number)
-        return self._parts[number]
-
-    def _of_members(self, number: int) -> Problem:
-        part = part_of(self.graph, number)
-        units = described(part, [unit.modules for unit in self.units.units])
-        return replace(self, graph=part, units=units, cluster=overlapping(self.cluster, number))
-
-    @cached_property
-    def tied(self) -> list[tuple[int, ...]]:
-        """Groups of units that use the same parameter; their devices must have the same number of members."""
-        users: dict[str, dict[int, None]] = {}
-        for index, unit in enumerate(self.units.units):
-            for name in (parameter for operator in unit.operators for parameter in self.graph[operator].parameters):
-                users.setdefault(name, {})[index] = None
-        return [tuple(units) for units in users.values() if len(units) > 1]
-
-    def placeable(self, devices: Sequence[int], number: int) -> bool:
-        """True if each of these devices, with the members that follow it, is in one node."""
-        return number == 1 or all(fits_node(self.cluster, device, number) for device in devices)
 
     def seconds(self, num_samples: int, kind: int = 0) -> UnitSeconds:
         """Seconds of every unit for `num_samples` samples on devices of a kind (an index into `cluster.kinds`)."""
@@ -296,8 +264,8 @@ def operator_seconds(graph: OperatorGraph, costs: CostModel, cluster: Cluster, n
 
 
 # -- a lower bound on the step of every plan: devices can at most be busy all the time --------------------------------
-# Every unit counts on the kind of device, and with the number of members, that take the fewest device-seconds for it.
-# Waiting, messages and memory are not part of the bound, so it holds under any schedule.
+# Every unit counts on the kind of device that takes the fewest device-seconds for it. Waiting, messages and memory are
+# not part of the bound, so it holds under any schedule.
 
 
 def busy_bound(problem: Problem) -> float:
@@ -312,9 +280,8 @@ def _largest_parts(problem: Problem) -> list[int]:
 
 
 def _bound_of_size(problem: Problem, size: int) -> float:
-    columns = [number * _fastest(problem.of_members(number), size) for number in problem.members]
-    least: Array = np.min(columns, axis=0)  # replicas that share a micro-batch take no less in total
-    return problem.batch_size / size * float(least.sum()) / _num_fastest(problem, size)
+    """Replicas that share a micro-batch take no less in total."""
+    return problem.batch_size / size * float(_fastest(problem, size).sum()) / _num_fastest(problem, size)
 
 
 def _fastest(problem: Problem, size: int) -> Array:
@@ -325,8 +292,6 @@ def _fastest(problem: Problem, size: int) -> Array:
 
 def _num_fastest(problem: Problem, size: int) -> float:
     """The most devices of which each is the fastest for every unit that the cluster is worth."""
-    if len(problem.members) > 1:
-        return problem.num_devices
     fastest = np.maximum(_fastest(problem, size), 1e-30)
     slowdowns = [max(1.0, float(np.min(seconds / fastest))) for seconds in _by_kind(problem, size)]
     return sum(1 / slowdowns[problem.cluster.kind(device)] for device in range(problem.num_devices))

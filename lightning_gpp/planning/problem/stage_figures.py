@@ -1,6 +1,6 @@
 """The figures of a draft's stages on their devices, and of the transfers between them.
 
-Figures of a stage are seconds and bytes of one member of a replica. Transfers have seconds, and ports that they share.
+Figures of a stage are seconds and bytes of one replica. Transfers have seconds, and ports that they share.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
 from lightning_gpp.cluster import Link, Port
-from lightning_gpp.cluster.groups import link_of_groups
 from lightning_gpp.graph import Affine
 from lightning_gpp.plan import share_of
 from lightning_gpp.planning.problem.draft import DraftStage
@@ -44,8 +43,8 @@ class StageFigures:
 
 
 def stage_figures(problem: Problem, stage: DraftStage) -> StageFigures:
-    """The costs of one replica of a stage, of one member of it, on the slowest kind of its devices."""
-    problem, units = problem.of_members(stage.members), list(stage.units)
+    """The costs of one replica of a stage on the slowest kind of its devices."""
+    units = list(stage.units)
     kinds = {problem.cluster.kind(device) for device in stage.devices}
     seconds = [problem.seconds(stage.share, kind) for kind in kinds]
     forward = max(float(entry.forward[units].sum()) for entry in seconds)
@@ -96,8 +95,8 @@ def static_bytes(problem: Problem, stage: DraftStage, sharding: str) -> float:
 
 
 def weight_bytes(problem: Problem, stage: DraftStage) -> float:
-    """Bytes of the weights of one member of a stage's replica."""
-    return float(problem.of_members(stage.members).parameter_bytes[list(stage.units)].sum())
+    """Bytes of the weights of a stage."""
+    return float(problem.parameter_bytes[list(stage.units)].sum())
 
 
 def loaded_bytes(problem: Problem, stage: DraftStage, num_pipelines: int) -> float:
@@ -111,8 +110,7 @@ def all_reduce_seconds(problem: Problem, stage: DraftStage) -> float:
     """Seconds of the all-reduce of a stage's gradients over its replicas."""
     if len(stage.devices) == 1 or not problem.footprint.training:
         return 0.0
-    cluster = problem.of_members(stage.members).cluster
-    return cluster.all_reduce_seconds(stage.devices, weight_bytes(problem, stage))
+    return problem.cluster.all_reduce_seconds(stage.devices, weight_bytes(problem, stage))
 
 
 def input_bytes(problem: Problem, stage: DraftStage, *, trained: bool = False) -> float:
@@ -131,52 +129,35 @@ def read_by(value: Value, units: Set[int]) -> bool:
 
 # -- transfers --------------------------------------------------------------------------------------------------------
 
-_TransferKey = tuple[tuple[int, ...], tuple[int, ...], Affine, int, tuple[int, int]]
-"""Senders, receivers, bytes, samples, and members of both."""
+_TransferKey = tuple[tuple[int, ...], tuple[int, ...], Affine, int]
+"""Senders, receivers, bytes and samples."""
 
 
 class DraftTransfer(NamedTuple):
     """One micro-batch's transfer between two stages without contention: seconds until the last replica has it, and busy
     seconds of each port.
 
-    The transfer goes from all replicas of the one stage to all replicas of the other. `sending` and `receiving`: the
-    most seconds that it takes from the computing of a sender, and of a receiver; `seconds` are without these.
+    The transfer goes from all replicas of the one stage to all replicas of the other.
     """
 
     seconds: float
     ports: dict[Port, float]
-    sending: float = 0.0
-    receiving: float = 0.0
 
 
 Route: TypeAlias = Callable[[int, int], tuple[Link, tuple[Port, ...]]]
 """The link and the ports from one device to another."""
 
 
-def transfer(
-    route: Route,
-    src: Sequence[int],
-    dst: Sequence[int],
-    size: Affine,
-    num_samples: int,
-    members: tuple[int, int] = (1, 1),
-) -> DraftTransfer:
-    """The transfer of `num_samples` samples from the replicas `src` to the replicas `dst`.
-
-    `members`: the processes of each sender, and of each receiver.
-    """
+def transfer(route: Route, src: Sequence[int], dst: Sequence[int], size: Affine, num_samples: int) -> DraftTransfer:
+    """The transfer of `num_samples` samples from the replicas `src` to the replicas `dst`."""
     seconds, ports = 0.0, dict[Port, float]()
-    busy: tuple[dict[int, float], dict[int, float]] = {}, {}
     for i, j, samples in overlaps(src, dst, num_samples):
         link, passed = route(i, j)
-        link = link_of_groups(link, *members)
         num_bytes = size.at(samples)
-        seconds = max(seconds, link.hidden_seconds(num_bytes))
-        for device, side in zip((i, j), busy, strict=True):
-            side[device] = side.get(device, 0.0) + link.busy_seconds(num_bytes)
+        seconds = max(seconds, link.seconds(num_bytes))
         for port in passed:
             ports[port] = ports.get(port, 0.0) + num_bytes / link.bytes_per_second
-    return DraftTransfer(seconds, ports, *(max(side.values(), default=0.0) for side in busy))
+    return DraftTransfer(seconds, ports)
 
 
 def overlaps(src: Sequence[int], dst: Sequence[int], num_samples: int) -> Iterator[tuple[int, int, int]]:
@@ -196,27 +177,26 @@ class Transfers:
     problem: Problem
     _between: dict[_TransferKey, DraftTransfer] = field(default_factory=dict)
     _routes: dict[tuple[int, int], tuple[Link, tuple[Port, ...]]] = field(default_factory=dict)
-    _data_seconds: dict[tuple[DraftStage, bool, int], float] = field(default_factory=dict)
+    _data_seconds: dict[tuple[DraftStage, bool], float] = field(default_factory=dict)
 
-    def longest(self, ways: Iterable[tuple[int, int]], num_bytes: float, members: tuple[int, int]) -> float:
-        """Seconds of the longest message between devices. `members`: of each sender, and of each receiver."""
-        links = (link_of_groups(self._route(*way)[0], *members) for way in ways)
-        return max((link.seconds(num_bytes) for link in links), default=0.0)
+    def longest(self, ways: Iterable[tuple[int, int]], num_bytes: float) -> float:
+        """Seconds of the longest message between devices."""
+        return max((self._route(*way)[0].seconds(num_bytes) for way in ways), default=0.0)
 
-    def of_data(self, stage: DraftStage, copies: bool, senders: int) -> float:
+    def of_data(self, stage: DraftStage, copies: bool) -> float:
         """Seconds until a micro-batch's data have come from device 0; each pipeline replica loads its own."""
-        key = stage, copies, senders
+        key = stage, copies
         if key not in self._data_seconds:
             inside = set(stage.units)
             size = sum(value.bytes.at(stage.share) for value in self.problem.units.data if read_by(value, inside))
             devices = stage.devices[:1] if copies else stage.devices
             ways = [(0, device) for device in devices if device and size]
-            self._data_seconds[key] = self.longest(ways, size, (senders, stage.members))
+            self._data_seconds[key] = self.longest(ways, size)
         return self._data_seconds[key]
 
     def between(self, src: DraftStage, dst: DraftStage, size: Affine) -> DraftTransfer:
         """The transfer of this many bytes per micro-batch from one stage to another."""
-        key = src.devices, dst.devices, size, src.micro_batch_size, (src.members, dst.members)
+        key = src.devices, dst.devices, size, src.micro_batch_size
         if key not in self._between:
             self._between[key] = transfer(self._route, *key)
         return self._between[key]
@@ -236,26 +216,13 @@ def contend(ways: Iterable[tuple[Mapping[tuple[int, int], DraftTransfer], dict[t
     total: dict[Port, float] = {}
     for direction, (transfers, seconds) in enumerate(ways):
         together: dict[tuple[int, Port], float] = {}
-        for pair, (_, ports, *_) in transfers.items():
+        for pair, (_, ports) in transfers.items():
             dst = pair[1 - direction]
             for port, busy in ports.items():
                 together[dst, port] = together.get((dst, port), 0.0) + busy
                 total[port] = total.get(port, 0.0) + busy
-        for pair, (_, ports, *_) in transfers.items():
+        for pair, (_, ports) in transfers.items():
             dst = pair[1 - direction]
             waits = [together[dst, port] - busy for port, busy in ports.items()]
             seconds[pair] += max(waits, default=0.0)
     return max(total.values(), default=0.0)
-
-
-def take_time(transfers: Mapping[tuple[int, int], DraftTransfer], seconds: list[float], *, direction: int) -> None:
-    """Add to the seconds of stages what transfers take from their computing.
-
-    Args:
-        transfers: by the sending and the receiving stage; for backward (`direction` 1) the other way round.
-        seconds: of every stage.
-        direction: 0 for forward, 1 for backward.
-    """
-    for pair, transfer in transfers.items():
-        seconds[pair[direction]] += transfer.sending
-        seconds[pair[1 - direction]] += transfer.receiving

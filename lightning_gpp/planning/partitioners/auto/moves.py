@@ -10,7 +10,6 @@ from dataclasses import replace
 from typing import Final
 
 from lightning_gpp.plan import topological
-from lightning_gpp.planning.partitioners.auto.member_moves import member_moves
 from lightning_gpp.planning.partitioners.auto.shape import SLACKENED, Shape, flat
 from lightning_gpp.planning.problem.draft import flows, stage_of_units
 from lightning_gpp.planning.problem.problem import Problem
@@ -23,7 +22,7 @@ def moves(problem: Problem, shape: Shape, loads: list[float]) -> Iterator[Shape]
     """Shapes one change away. `loads`: seconds of every stage's own work in a step.
 
     Units leave the stages that take longest, alone or with all that follow or precede them there; these stages get
-    devices of others, or idle ones, or more members; stages are merged and divided; micro-batch size and positions
+    devices of others, or idle ones; stages are merged and divided; micro-batch size and positions
     on the devices change, and micro-batches in flight; and if the problem allows it, devices become idle.
     """
     slow = sorted(range(len(loads)), key=loads.__getitem__, reverse=True)[:FOCUS]
@@ -35,8 +34,6 @@ def moves(problem: Problem, shape: Shape, loads: list[float]) -> Iterator[Shape]
     for stage in slow:
         yield from _divisions(problem, shape, stage)
     yield from _joins(problem, shape)
-    if len(problem.members) > 1:
-        yield from member_moves(problem, shape, slow, fast, _neighbouring_stages(problem, shape))
     yield from _places(problem, shape)
     yield from other_slack(problem, shape, slow)
     if problem.idle_devices:
@@ -111,21 +108,12 @@ def _device_moves(problem: Problem, shape: Shape, stage: int, fast: list[int]) -
     """The stage takes one device, or half of the devices, from another stage with several, or idle devices."""
     own = shape.replicas[stage]
     for other in fast:
-        for taken, given in _exchanged(shape, stage, other) if other != stage else ():
-            if own + taken <= problem.max_replicas:
-                yield shape.with_replicas({stage: own + taken, other: shape.replicas[other] - given})
+        for number in {1, shape.replicas[other] // 2} if other != stage and shape.replicas[other] > 1 else ():
+            if own + number <= problem.max_replicas:
+                yield shape.with_replicas({stage: own + number, other: shape.replicas[other] - number})
     for number in _idle_numbers(problem, shape):
-        taken = number // shape.all_members[stage]
-        if taken and own + taken <= problem.max_replicas:
-            yield shape.with_replicas({stage: own + taken})
-
-
-def _exchanged(shape: Shape, stage: int, other: int) -> list[tuple[int, int]]:
-    """Numbers of devices that a stage gets and another, which keeps some, gives: the fewest, and half of all."""
-    own, others = shape.all_members[stage], shape.all_members[other]
-    least, everything = max(own, others), shape.processes[other]
-    numbers = {least, everything // 2 // least * least}
-    return [(number // own, number // others) for number in numbers if 0 < number < everything]
+        if own + number <= problem.max_replicas:
+            yield shape.with_replicas({stage: own + number})
 
 
 def _idle_numbers(problem: Problem, shape: Shape) -> list[int]:
@@ -152,8 +140,7 @@ def _divisions(problem: Problem, shape: Shape, stage: int) -> Iterator[Shape]:
     if len(group) < 2:
         return
     own = {(upper, count - upper) for upper in {count // 2, 1, count - 1} if 0 < upper < count}
-    idle = (number // shape.all_members[stage] for number in _idle_numbers(problem, shape))
-    more = {(number, count) for number in idle if 0 < number <= problem.max_replicas}
+    more = {(number, count) for number in _idle_numbers(problem, shape) if number <= problem.max_replicas}
     for upper, lower in (*sorted(own), *sorted(more)):
         position = _position(problem, group, shape.size, upper, lower)
         yield shape.divided(stage, group[:position], upper, lower)
@@ -168,8 +155,7 @@ def _position(problem: Problem, group: tuple[int, ...], size: int, upper: int, l
 
 def _joins(problem: Problem, shape: Shape) -> Iterator[Shape]:
     for first, second in _neighbouring_stages(problem, shape):
-        together, rest = divmod(shape.processes[first] + shape.processes[second], shape.all_members[second])
-        if not rest and together <= problem.max_replicas:
+        if shape.replicas[first] + shape.replicas[second] <= problem.max_replicas:
             yield shape.merged(first, second)
 
 
@@ -195,7 +181,7 @@ def _places(problem: Problem, shape: Shape) -> Iterator[Shape]:
     for first in range(len(shape.groups) - 1):
         for second in range(first + 1, len(shape.groups) - 1):
             yield shape.swapped(first, second)
-    if not (shape.spread or shape.members) and problem.num_devices <= MAX_SWAPPED:
+    if not shape.spread and problem.num_devices <= MAX_SWAPPED:
         yield from _swapped_devices(problem, shape)
 
 
@@ -286,8 +272,8 @@ def _forwards_and_waits(
 ) -> tuple[list[float], list[float]]:
     """Seconds of a forward of every stage, and of a micro-batch's way through the stages behind it."""
     forward, total, behind = ([0.0] * len(shape.groups) for _ in range(3))
-    for stage, (group, count, members) in enumerate(zip(shape.groups, shape.replicas, shape.all_members, strict=True)):
-        table, units = problem.of_members(members).seconds(-(-shape.size // count)), list(group)
+    for stage, (group, count) in enumerate(zip(shape.groups, shape.replicas, strict=True)):
+        table, units = problem.seconds(-(-shape.size // count)), list(group)
         forward[stage], total[stage] = float(table.forward[units].sum()), float(table.total[units].sum())
     for stage in reversed(order):
         behind[stage] = max((total[dst] + behind[dst] for src, dst in pairs if src == stage), default=0.0)

@@ -29,7 +29,7 @@ import networkx as nx
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_gpp.planning.partitioners.auto.order_costs import ScarceMemory, furthest, message_seconds
+from lightning_gpp.planning.partitioners.auto.order_costs import ScarceMemory, furthest
 from lightning_gpp.planning.partitioners.auto.shape import Shape
 from lightning_gpp.planning.problem.problem import Array, Problem
 
@@ -156,7 +156,6 @@ class _Table:
         self.counts = [1] if cuts.equal else replica_counts(most, cuts.size // cuts.width)
         self.most_stages = min(self.num_slots, problem.num_units)
         self.seconds = [self._prefix(count * cuts.width) for count in self.counts]
-        self.messages = [self._messages(count * cuts.width) for count in self.counts]
         self.balance = self.seconds[0][-1] / self.num_slots
         self._room: dict[int, Positions] = {}
         slots = np.arange(self.num_slots + 1)[None, :] - np.array(self.counts)[:, None]
@@ -184,17 +183,10 @@ class _Table:
         each = total + problem.parameter_bytes * summing / number
         return np.concatenate([[0.0], np.cumsum(each[self.reverse])])
 
-    def _messages(self, replicas: int) -> Array | None:
-        """Seconds that messages take from a stage's computing; None if they take none."""
-        problem = self.problem
-        return (
-            None if problem.cluster.overlaps else message_seconds(problem, self.reverse, -(-self.cuts.size // replicas))
-        )
-
     def _extensions(self, limit: float) -> Positions:
         """For every number of replicas and position, where a stage that begins there must end to keep the limit."""
-        rows = zip(self.seconds, self.messages, strict=True)
-        ends = np.stack([_extended(row, sent, limit * (1 + 1e-9)) for row, sent in rows])
+        longest = limit * (1 + 1e-9)
+        ends = np.stack([np.searchsorted(row, row + longest, side="right") - 1 for row in self.seconds])
         return ends if self.borders is None else np.minimum(ends, self.borders)
 
     def _fitting(self, num_following: int) -> Positions:
@@ -275,9 +267,8 @@ class _Table:
         return lambda stage: np.minimum(extensions, fitting(stage))
 
     def _recomputing(self, limit: float, num_following: int) -> Positions:
-        (row,), (sent,) = self.seconds, self.messages
-        again = self._memory.seconds(num_following + 1)
-        ends = furthest(row, again if sent is None else again + sent, row + limit * (1 + 1e-9))[None, :]
+        (row,) = self.seconds
+        ends = furthest(row, self._memory.seconds(num_following + 1), row + limit * (1 + 1e-9))[None, :]
         return ends if self.borders is None else np.minimum(ends, self.borders)
 
     @cached_property
@@ -303,13 +294,6 @@ class _Table:
             position = int(allowed(stage)[row, position])
             ends.append(position)
         return ends, [self.counts[row] * self.cuts.width for row in reversed(rows)]
-
-
-def _extended(row: Array, messages: Array | None, limit: float) -> Positions:
-    """For every position of a row of prefix sums, the last end of a stage whose seconds are within the limit."""
-    if messages is not None:
-        return furthest(row, messages, row + limit)
-    return np.searchsorted(row, row + limit, side="right") - 1
 
 
 def slowest_kind(problem: Problem) -> int:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Final
 
-from lightning_gpp.planning.problem.draft import Devices, Draft, DraftStage, aligned, copies, side_by_side
+from lightning_gpp.planning.problem.draft import Devices, Draft, DraftStage, copies, side_by_side
 
 SLACKENED: Final = "1f1b"
 """The schedule under which slack counts."""
@@ -24,9 +24,8 @@ class Shape:
         schedule: name of the schedule.
         spread: replicas of a stage are one pipeline apart instead of side by side; requires equal numbers of replicas.
         slack: the slack of every stage; empty: none.
-        members: the members of each device of every stage (`DraftStage.members`); empty: one.
         places: the devices to use, in the order in which stages take them, device 0 among those of the last stage;
-            empty: the first devices, in ascending order. Only for replicas side by side, with one member each.
+            empty: the first devices, in ascending order. Only for replicas side by side.
     """
 
     groups: tuple[tuple[int, ...], ...]
@@ -35,7 +34,6 @@ class Shape:
     schedule: str
     spread: bool = False
     slack: tuple[int, ...] = ()
-    members: tuple[int, ...] = ()
     places: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
@@ -44,36 +42,20 @@ class Shape:
             object.__setattr__(self, "spread", False)
         if self.slack and (not any(self.slack) or self.schedule != SLACKENED):
             object.__setattr__(self, "slack", ())
-        if self.members and max(self.members) == 1:
-            object.__setattr__(self, "members", ())
-        if self.members and self.places:
-            object.__setattr__(self, "places", ())
         if self.places:
             self._normalise_places()
 
     def _normalise_places(self) -> None:
         places = () if self.spread else flat(self.devices())
         same = len(self.groups) > 1 and len(set(self.replicas)) == 1 < self.replicas[0]
-        spread = same and places == flat(copies(self.all_members, self.replicas[0]))
+        spread = same and places == flat(copies(len(self.groups), self.replicas[0]))
         object.__setattr__(self, "spread", self.spread or spread)
         object.__setattr__(self, "places", () if spread or places == tuple(range(len(places))) else places)
 
     @property
     def num_devices(self) -> int:
-        """Number of devices that have a stage, with all members; a problem may have more, which stay idle."""
-        return sum(self.processes)
-
-    @property
-    def processes(self) -> tuple[int, ...]:
-        """Number of devices of every stage, with all members."""
-        if not self.members:
-            return self.replicas
-        return tuple(count * number for count, number in zip(self.replicas, self.all_members, strict=True))
-
-    @property
-    def all_members(self) -> tuple[int, ...]:
-        """The members of each device of every stage."""
-        return self.members or (1,) * len(self.groups)
+        """Number of devices that have a stage; a problem may have more, which stay idle."""
+        return sum(self.replicas)
 
     @property
     def slacks(self) -> tuple[int, ...]:
@@ -81,11 +63,9 @@ class Shape:
         return self.slack or (0,) * len(self.groups)
 
     def devices(self) -> Devices:
-        """The devices of every stage, ascending; of groups the first ones."""
+        """The devices of every stage, ascending."""
         if self.spread:
-            return copies(self.all_members, self.replicas[0])
-        if self.members:
-            return aligned(self.replicas, self.members)
+            return copies(len(self.groups), self.replicas[0])
         positions = side_by_side(self.replicas)
         if not self.places:
             return positions
@@ -93,11 +73,11 @@ class Shape:
 
     def draft(self) -> Draft:
         """The shape as a draft, with devices; what is recomputed stays open."""
-        stages = zip(self.groups, self.devices(), self.slacks, self.all_members, strict=True)
+        stages = zip(self.groups, self.devices(), self.slacks, strict=True)
         return Draft(
             stages=tuple(
-                DraftStage(units=units, devices=where, micro_batch_size=self.size, slack=slack, members=members)
-                for units, where, slack, members in stages
+                DraftStage(units=units, devices=where, micro_batch_size=self.size, slack=slack)
+                for units, where, slack in stages
             ),
             schedule=self.schedule,
         )
@@ -113,12 +93,9 @@ class Shape:
             groups=tuple(tuple(sorted(stage.units)) for stage in stages),
             replicas=tuple(len(stage.devices) for stage in stages),
             slack=tuple(stage.slack for stage in stages),
-            members=tuple(stage.members for stage in stages),
             size=stages[0].micro_batch_size,
             schedule=draft.schedule,
         )
-        if shape.members:
-            return replace(shape, spread=_are_copies(stages))
         return replace(shape, places=flat([tuple(sorted(stage.devices)) for stage in stages]))
 
     def moved(self, units: Sequence[int], src: int, dst: int) -> Shape:
@@ -127,13 +104,6 @@ class Shape:
         groups[src] = tuple(unit for unit in groups[src] if unit not in units)
         groups[dst] = tuple(sorted((*groups[dst], *units)))
         return replace(self, groups=tuple(groups))
-
-    def with_members(self, changes: dict[int, tuple[int, int]]) -> Shape:
-        """Change the numbers of replicas, and of members of each, of some stages."""
-        replicas, members = list(self.replicas), list(self.all_members)
-        for stage, (count, number) in changes.items():
-            replicas[stage], members[stage] = count, number
-        return replace(self, replicas=tuple(replicas), members=tuple(members), places=())
 
     def with_replicas(self, changes: dict[int, int]) -> Shape:
         """Change the number of replicas of some stages. Devices no longer needed are the last ones."""
@@ -152,57 +122,37 @@ class Shape:
 
     def merged(self, first: int, second: int, num_replicas: int | None = None) -> Shape:
         """Merge two stages, at the position of the second, on the devices of both or on fewer."""
-        groups, replicas, slack, members = self._lists()
+        groups, replicas, slack = self._lists()
         groups[second] = tuple(sorted((*groups[first], *groups[second])))
-        together = (self.processes[first] + self.processes[second]) // members[second]
-        replicas[second] = num_replicas or together
-        for entries in (groups, replicas, slack, members):
-            del entries[first]
-        return self._with(groups, replicas, slack, members)
+        replicas[second] = num_replicas or replicas[first] + replicas[second]
+        del groups[first], replicas[first], slack[first]
+        return self._with(groups, replicas, slack)
 
-    def divided(
-        self, stage: int, upper: Sequence[int], num_upper: int, num_lower: int, num_members: int | None = None
-    ) -> Shape:
-        """Divide a stage: the units `upper` on `num_upper` devices, in front of the rest on `num_lower`.
-
-        `num_members`: those of each of these devices; by default as before.
-        """
-        groups, replicas, slack, members = self._lists()
+    def divided(self, stage: int, upper: Sequence[int], num_upper: int, num_lower: int) -> Shape:
+        """Divide a stage: the units `upper` on `num_upper` devices, in front of the rest on `num_lower`."""
+        groups, replicas, slack = self._lists()
         rest = tuple(unit for unit in groups[stage] if unit not in set(upper))
         groups[stage : stage + 1] = [tuple(sorted(upper)), rest]
         replicas[stage : stage + 1] = [num_upper, num_lower]
         slack[stage : stage + 1] = [slack[stage]] * 2
-        members[stage : stage + 1] = [num_members or members[stage]] * 2
-        return self._with(groups, replicas, slack, members)
+        return self._with(groups, replicas, slack)
 
-    def _lists(self) -> tuple[list[tuple[int, ...]], list[int], list[int], list[int]]:
-        return list(self.groups), list(self.replicas), list(self.slacks), list(self.all_members)
+    def _lists(self) -> tuple[list[tuple[int, ...]], list[int], list[int]]:
+        return list(self.groups), list(self.replicas), list(self.slacks)
 
-    def _with(self, groups: list[tuple[int, ...]], replicas: list[int], slack: list[int], members: list[int]) -> Shape:
-        return replace(
-            self,
-            groups=tuple(groups),
-            replicas=tuple(replicas),
-            slack=tuple(slack),
-            members=tuple(members),
-            places=self._places_for(sum(replicas)),
-        )
+    def _with(self, groups: list[tuple[int, ...]], replicas: list[int], slack: list[int]) -> Shape:
+        places = self._places_for(sum(replicas))
+        return replace(self, groups=tuple(groups), replicas=tuple(replicas), slack=tuple(slack), places=places)
 
     def swapped(self, first: int, second: int) -> Shape:
         """Swap the positions of two stages on the devices."""
-        groups, replicas, slack, members = self._lists()
+        groups, replicas, slack = self._lists()
         groups[first], groups[second] = groups[second], groups[first]
-        for entries in (replicas, slack, members):
+        for entries in (replicas, slack):
             entries[first], entries[second] = entries[second], entries[first]
-        return self._with(groups, replicas, slack, members)
+        return self._with(groups, replicas, slack)
 
 
 def flat(devices: Devices) -> tuple[int, ...]:
     """All devices, those of the last stage first."""
     return tuple(device for entry in reversed(devices) for device in entry)
-
-
-def _are_copies(stages: Sequence[DraftStage]) -> bool:
-    """True if replicas of the stages are one pipeline apart."""
-    members = [stage.members for stage in stages]
-    return [stage.devices for stage in stages] == copies(members, len(stages[0].devices))
