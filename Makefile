@@ -4,7 +4,7 @@ WORKERS ?= 2
 BIN := .venv/bin
 READY := .venv/ready
 
-.PHONY: demo test acceptance check lint types contracts format gpu pictures clean
+.PHONY: demo test acceptance check lint types contracts docs format gpu pictures clean
 
 demo: $(READY) ## train the two-tower example as a pipeline of 4 processes
 	$(BIN)/gpp-train experiment=two_tower
@@ -15,7 +15,7 @@ test: $(READY) ## all tests
 acceptance: $(READY) ## the long sweeps of which `make test` runs a sample
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m acceptance --timeout 1800
 
-check: lint types contracts test ## what continuous integration runs
+check: lint types contracts docs test ## what continuous integration runs
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -26,6 +26,9 @@ types: $(READY)
 
 contracts: $(READY)
 	$(BIN)/lint-imports
+
+docs: $(READY) ## the documentation site in build/docs; a link that leads nowhere is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
 format: $(READY)
 	$(BIN)/ruff check --fix .
@@ -40,7 +43,7 @@ pictures: $(READY) ## write docs/pictures anew
 $(READY): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,hf,examples,slurm,cli]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,docs,hf,examples,slurm,cli]"
 	touch $(READY)
 
 clean: ## remove the environment and everything that was built; run folders stay

@@ -102,8 +102,11 @@ def causal_attention(
     """Attention of every token to itself and all earlier tokens, those of earlier slices included.
 
     Args:
-        query, key, value: `[..., tokens, features]`, of the tokens that are computed.
-        dropout_p, scale: see `torch.nn.functional.scaled_dot_product_attention`.
+        query: `[..., tokens, features]`, of the tokens that are computed.
+        key: the same.
+        value: the same.
+        dropout_p: see `torch.nn.functional.scaled_dot_product_attention`.
+        scale: see there.
     """
     return _attend(query, carry(key, -2), carry(value, -2), dropout_p, scale)
 

@@ -196,6 +196,6 @@ def _why_borrowing(step: str, refused: GPPError) -> str:
     name, reason = step.replace("_", " "), sentence(getattr(refused, "reason", "") or refused)
     return (
         f"The {name} runs on the first device, to which the others send the values of their parameters for each "
-        f"mini-batch, because it can run neither on micro-batches nor as a whole (docs/reference/lightning.md). "
+        f"mini-batch, because it can run neither on micro-batches nor as a whole (docs/howto/evaluate.md). "
         f"{reason} That device needs memory for the undivided module."
     )

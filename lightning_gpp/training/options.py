@@ -224,7 +224,7 @@ class Options(SearchOptions):
         "how the training step runs: micro_batches runs it once per micro-batch, on the rank that loads the data; "
         "whole runs it once per mini-batch, on all ranks, and pipelines each of its network calls over micro-batches, "
         "so that the loss may combine all samples, and the step may run backwards and optimizers "
-        "(docs/reference/lightning.md); auto is whole for manual optimization, an overridden backward, and steps that "
+        "(docs/howto/contrastive.md); auto is whole for manual optimization, an overridden backward, and steps that "
         "cannot run on micro-batches.",
         section="Correctness",
     )

@@ -51,6 +51,7 @@ WAYS: tuple[tuple[str, Way], ...] = (
     (r"python -m gpp_examples\.finetune", Elsewhere("tests/examples/test_finetune.py", "a model of the internet")),
     (r"python -m gpp_examples\.lightning_cli", Elsewhere("tests/examples/test_lightning_cli.py", "an extra")),
     (r"python -m benchmarks\.quality", Elsewhere("tests/benchmarks/test_quality.py", "hours")),
+    (r"torchrun ", Elsewhere("tests/strategy/test_launch.py", "another launcher")),
     (r"gpp-init", Run()),
     (r"cd ", Run()),
     (r"gpp-train .*debug=", Run()),

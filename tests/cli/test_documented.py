@@ -30,7 +30,15 @@ def test_every_command_has_a_way(item: Documented) -> None:
 
 def test_other_tests_are_for_what_they_need() -> None:
     reasons = {way.reason for item in COMMANDS if isinstance(way := way_of(item), Elsewhere)}
-    assert reasons == {"SLURM", "makes an environment", "a GPU", "a model of the internet", "hours", "an extra"}
+    assert reasons == {
+        "SLURM",
+        "makes an environment",
+        "a GPU",
+        "a model of the internet",
+        "hours",
+        "an extra",
+        "another launcher",
+    }
 
 
 COMPOSED = [

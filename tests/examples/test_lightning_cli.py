@@ -11,7 +11,7 @@ from tests.interpreter import ROOT, Program
 
 pytest.importorskip("jsonargparse")
 
-PAGE = (ROOT / "docs/reference/lightning.md").read_text()
+PAGE = (ROOT / "docs/reference/commands.md").read_text()
 (LINE,) = re.findall(r"^python (-m gpp_examples\.lightning_cli .*\n.*)", PAGE, re.M)
 
 

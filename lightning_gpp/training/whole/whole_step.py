@@ -44,7 +44,7 @@ from lightning_gpp.wording import sentence
 def why_whole(refused: GPPError, step: str = TRAINING, *, alone: bool = False) -> str:
     """The message for a step that runs as a whole, because of what refused micro-batches. `alone`: on one device."""
     trains, name = step == TRAINING, step.replace("_", " ")
-    option = "strategy.step=whole, docs/reference/lightning.md" if trains else "docs/reference/lightning.md"
+    option = "strategy.step=whole, docs/howto/contrastive.md" if trains else "docs/howto/evaluate.md"
     cost = " All forwards of a call come before its backwards, so steps take longer." if trains and not alone else ""
     on = ", on all ranks, and each of its network calls is pipelined" if not alone else " on its mini-batch"
     reason = sentence(getattr(refused, "reason", "") or refused)
