@@ -6,9 +6,8 @@ from collections.abc import Iterable, Sequence
 from typing import Final
 
 from lightning_gpp.planning import Prediction
-from lightning_gpp.reports.devices import device_figures
-from lightning_gpp.reports.tables import markdown
-from lightning_gpp.reports.terminal import wrapped
+from lightning_gpp.reports.devices import devices_in_flight
+from lightning_gpp.reports.terminal import markdown, wrapped
 from lightning_gpp.reports.units import distance, duration, percent, rate, size
 
 Compared = Prediction | str
@@ -57,7 +56,7 @@ def _cells(outcome: Compared, best: float) -> list[str]:
         distance(outcome.gap),
         percent(outcome.idle),
         size(max(outcome.peak_bytes)) + (f", {size(excess)} TOO MUCH" if excess else ""),
-        str(max(entry.in_flight for entry in device_figures(outcome))),
+        str(max(devices_in_flight(outcome))),
         duration(search.seconds) if search else "-",
     ]
 

@@ -2,117 +2,71 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from typing import Final
 
+from lightning_gpp.plan import Plan
 from lightning_gpp.planning import Prediction
-from lightning_gpp.reports.tables import markdown
+from lightning_gpp.reports.terminal import markdown
 from lightning_gpp.reports.units import percent, size
-from lightning_gpp.schedules import Action, Kind, Program, compile_program
+from lightning_gpp.schedules import Action, Kind, Message, compile_program
 from lightning_gpp.schedules.actions import RELEASES
 
-
-@dataclass(frozen=True, slots=True)
-class Traffic:
-    """Messages of one mini-batch between a device and others, and their bytes."""
-
-    messages: int = 0
-    num_bytes: float = 0
-
-    def __add__(self, other: Traffic) -> Traffic:
-        return Traffic(self.messages + other.messages, self.num_bytes + other.num_bytes)
-
-    def __str__(self) -> str:
-        return f"{self.messages} ({size(self.num_bytes)})" if self.messages else "-"
+HEADER: Final = ("devices", "holds", "idle", "peak memory", "in flight", "sent", "received")
+"""Idle is the fraction of the step, or without a flush of the period; in flight are micro-batches of all stages."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeviceFigures:
-    """One device in one mini-batch.
-
-    Args:
-        device: its number in the pipeline.
-        stages: indices of the stages that it holds.
-        idle: fraction of the step, or without a flush of the period, in which it does not compute.
-        peak_bytes: peak memory; 0 if unknown.
-        memory_bytes: its memory limit; 0 if unknown.
-        in_flight: most micro-batches in flight at a time, over all its stages.
-        sent: messages to other devices.
-        received: messages from other devices.
-    """
-
-    device: int
-    stages: tuple[int, ...]
-    idle: float
-    peak_bytes: float
-    memory_bytes: float
-    in_flight: int
-    sent: Traffic
-    received: Traffic
-
-
-def device_figures(prediction: Prediction) -> tuple[DeviceFigures, ...]:
-    """The figures of every device; compiles the prediction's program."""
-    plan, drawn = prediction.plan, prediction.drawn
-    training = any(span.action.kind in RELEASES for spans in drawn.devices for span in spans)
-    program = compile_program(plan, training=training, copies=prediction.num_pipelines)
-    sent, received = _traffic(program)
-    unknown = (0.0,) * plan.num_devices
-    return tuple(
-        DeviceFigures(
-            device=device,
-            stages=plan.stages_on(device),
-            idle=prediction.idle_fractions[device],
-            peak_bytes=(prediction.peak_bytes or unknown)[device],
-            memory_bytes=(prediction.memory_bytes or unknown)[device],
-            in_flight=_in_flight(training, (span.action for span in drawn.devices[device])),
-            sent=sent[device],
-            received=received[device],
-        )
-        for device in range(plan.num_devices)
-    )
-
-
-def _traffic(program: Program) -> tuple[list[Traffic], list[Traffic]]:
-    sent, received = ([Traffic()] * len(program.devices) for _ in range(2))
+def devices_text(prediction: Prediction, width: int | None = None) -> str:
+    """A table with one row per device; neighbours that look the same share a row."""
+    plan = prediction.plan
+    program = compile_program(plan, training=_trains(prediction), copies=prediction.num_pipelines)
+    sent, received = defaultdict[int, list[Message]](list), defaultdict[int, list[Message]](list)
     for message in program.messages:
         if message.src != message.dst:
-            one = Traffic(1, program.plan.edges[message.edge].bytes.at(message.stop - message.start))
-            sent[message.src] += one
-            received[message.dst] += one
-    return sent, received
+            sent[message.src].append(message)
+            received[message.dst].append(message)
+    unknown = (0.0,) * plan.num_devices
+    peaks, limits = prediction.peak_bytes or unknown, prediction.memory_bytes or unknown
+    flights = devices_in_flight(prediction)
+    rows = [
+        [
+            str(device),
+            _stages(plan.stages_on(device)),
+            percent(prediction.idle_fractions[device]),
+            _memory(peaks[device], limits[device]),
+            str(flights[device]),
+            _traffic(plan, sent[device]),
+            _traffic(plan, received[device]),
+        ]
+        for device in range(plan.num_devices)
+    ]
+    return markdown(HEADER, [_joined(list(group)) for _, group in groupby(rows, key=lambda row: row[1:])], width)
 
 
-def _in_flight(training: bool, actions: Iterable[Action]) -> int:
+def devices_in_flight(prediction: Prediction) -> list[int]:
+    """The most micro-batches in flight at a time on every device, over all its stages."""
+    ends = RELEASES if _trains(prediction) else (Kind.FORWARD,)
+    return [_in_flight(ends, (span.action for span in spans)) for spans in prediction.drawn.devices]
+
+
+def _trains(prediction: Prediction) -> bool:
+    return any(span.action.kind in RELEASES for spans in prediction.drawn.devices for span in spans)
+
+
+def _in_flight(ends: Sequence[Kind], actions: Iterable[Action]) -> int:
     now = most = 0
     for action in actions:
         now += action.kind is Kind.FORWARD
         most = max(most, now)
-        now -= action.kind in RELEASES if training else action.kind is Kind.FORWARD
+        now -= action.kind in ends
     return most
 
 
-HEADER: Final = ("devices", "holds", "idle", "peak memory", "in flight", "sent", "received")
-
-
-def devices_text(figures: Sequence[DeviceFigures], width: int | None = None) -> str:
-    """A table with one row per device; neighbours that look the same share a row."""
-    rows = [_joined(list(group)) for _, group in groupby(map(_row, figures), key=lambda row: row[1:])]
-    return markdown(HEADER, rows, width)
-
-
-def _row(entry: DeviceFigures) -> list[str]:
-    return [
-        str(entry.device),
-        _stages(entry.stages),
-        percent(entry.idle),
-        _memory(entry.peak_bytes, entry.memory_bytes),
-        str(entry.in_flight),
-        str(entry.sent),
-        str(entry.received),
-    ]
+def _traffic(plan: Plan, messages: Sequence[Message]) -> str:
+    num_bytes = sum(plan.edges[message.edge].bytes.at(message.stop - message.start) for message in messages)
+    return f"{len(messages)} ({size(num_bytes)})" if messages else "-"
 
 
 def _memory(peak: float, limit: float) -> str:

@@ -10,9 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
 from lightning_gpp.reports import svg
-from lightning_gpp.reports.kinds import MEANINGS, PLAIN, computed_kinds, computes
 from lightning_gpp.reports.palette import HATCHED, NEUTRAL, action_color, stage_color, tint
-from lightning_gpp.reports.timeline import summary
+from lightning_gpp.reports.timeline import MEANINGS, PLAIN, computed_kinds, computes, summary
 from lightning_gpp.reports.units import duration, size, ticks
 from lightning_gpp.schedules import Kind
 from lightning_gpp.simulation import Span, Timeline

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from statistics import fmean
 from typing import Final
 
@@ -63,45 +63,24 @@ def _columns(graph: nx.DiGraph) -> list[list[GridPlace]]:
 def _ordered(columns: Sequence[Sequence[GridPlace]], links: nx.Graph) -> list[list[GridPlace]]:
     """Columns in which every node is as near as possible to its neighbours, so that few edges cross."""
     ordered = [list(nodes) for nodes in columns]
+    forwards = list(pairwise(range(len(ordered))))
+    backwards = [(after, before) for before, after in reversed(forwards)]
     for sweep in range(SWEEPS):
-        for number, neighbour in _steps(len(ordered), forwards=sweep % 2 == 0):
-            rank = {node: index for index, node in enumerate(ordered[neighbour])}
-            ordered[number] = _by_barycenter(ordered[number], rank, links)
+        for fixed, moved in backwards if sweep % 2 else forwards:
+            rank = {node: index for index, node in enumerate(ordered[fixed])}
+            near = {node: [rank[other] for other in links[node] if other in rank] for node in ordered[moved]}
+            centers = {node: fmean(near[node] or [index]) for index, node in enumerate(ordered[moved])}
+            ordered[moved].sort(key=centers.__getitem__)
     return ordered
-
-
-def _steps(number: int, *, forwards: bool) -> list[tuple[int, int]]:
-    """Columns with the neighbour that each is ordered by."""
-    pairs = list(pairwise(range(number)))
-    return [(after, before) for before, after in pairs] if forwards else pairs[::-1]
-
-
-def _by_barycenter(nodes: Sequence[GridPlace], rank: Mapping[GridPlace, int], links: nx.Graph) -> list[GridPlace]:
-    own = {node: index for index, node in enumerate(nodes)}
-
-    def center(node: GridPlace) -> float:
-        near = [rank[other] for other in links[node] if other in rank]
-        return fmean(near) if near else own[node]
-
-    return sorted(nodes, key=lambda node: (center(node), own[node]))
 
 
 def _heights(columns: Sequence[Sequence[GridPlace]]) -> dict[GridPlace, float]:
     """Centres of all nodes. The stages of a column lie around the same middle, so that chains are straight lines."""
     heights: dict[GridPlace, float] = {}
     for nodes in columns:
-        centers = dict(zip(nodes, _packed(nodes), strict=True))
+        sizes = [1.0 if isinstance(node, int) else PASSAGE for node in nodes]
+        centers = {node: end - size / 2 for node, size, end in zip(nodes, sizes, accumulate(sizes), strict=True)}
         middle = fmean(center for node, center in centers.items() if isinstance(node, int))
         heights.update({node: center - middle for node, center in centers.items()})
     top = min(heights.values(), default=0.0)
     return {node: height - top for node, height in heights.items()}
-
-
-def _packed(nodes: Sequence[GridPlace]) -> list[float]:
-    """Centres of the nodes of a column if they are packed."""
-    offsets, bottom = [], 0.0
-    for node in nodes:
-        size = 1.0 if isinstance(node, int) else PASSAGE
-        offsets.append(bottom + size / 2)
-        bottom += size
-    return offsets

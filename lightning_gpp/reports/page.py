@@ -11,7 +11,7 @@ from lightning_gpp.planning import Prediction
 from lightning_gpp.reports import svg
 from lightning_gpp.reports.gantt import timeline_picture
 from lightning_gpp.reports.graph import graph_picture
-from lightning_gpp.reports.measured import compare_timelines, comparison_text
+from lightning_gpp.reports.measured import comparison_text
 from lightning_gpp.reports.palette import DARK, LIGHT
 from lightning_gpp.reports.text import figures_text
 from lightning_gpp.simulation import Timeline
@@ -29,10 +29,11 @@ def report_html(
         notes: texts about the plan, the model and the run.
     """
     timelines = {"simulated": prediction.timeline, "measured": measured[-1]} if measured else prediction.drawn
+    compared = [comparison_text(prediction.timeline, measured)] if measured else []
     sections = [
         _section("Stages", graph_picture(prediction.plan)),
         _section("Timeline", timeline_picture(timelines)),
-        *([_section("Simulated and measured", _text(_compared(prediction, measured)))] if measured else ()),
+        *(_section("Simulated and measured", _text(text)) for text in compared),
         _section("Figures", _text(figures_text(prediction))),
         *([_section("Notes", *map(_text, notes))] if notes else ()),
     ]
@@ -45,10 +46,6 @@ def report_html(
         definitions=svg.DEFINITIONS,
         sections="\n".join(sections),
     )
-
-
-def _compared(prediction: Prediction, measured: Sequence[Timeline]) -> str:
-    return comparison_text(compare_timelines(prediction.timeline, measured))
 
 
 def _section(heading: str, *content: str) -> str:

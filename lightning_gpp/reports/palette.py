@@ -14,7 +14,6 @@ NEUTRAL: Final = "#8b949e"
 
 LIGHT: Final = {
     "page": "#ffffff",
-    "panel": "#f6f8fa",
     "text": "#1f2328",
     "muted": "#59636e",
     "line": "#d1d9e0",
@@ -23,7 +22,6 @@ LIGHT: Final = {
 
 DARK: Final = {
     "page": "#0d1117",
-    "panel": "#161b22",
     "text": "#e6edf3",
     "muted": "#9198a1",
     "line": "#30363d",

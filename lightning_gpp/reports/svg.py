@@ -18,7 +18,7 @@ LETTER: Final = 6.6
 
 def _rules(colors: Mapping[str, str]) -> str:
     return (
-        f".page{{fill:{colors['page']}}}.panel{{fill:{colors['panel']};stroke:{colors['line']}}}"
+        f".page{{fill:{colors['page']}}}"
         f"text{{fill:{colors['text']}}}text.halo{{stroke:{colors['page']}}}text.muted{{fill:{colors['muted']}}}"
         f".grid{{stroke:{colors['line']}}}.arrow{{stroke:{colors['arrow']};fill:none}}"
         f".head{{fill:{colors['arrow']}}}.area{{fill:{colors['arrow']};fill-opacity:0.5}}"
@@ -59,13 +59,9 @@ def inline(width: float, height: float, elements: Iterable[str], *, label: str =
     )
 
 
-def rectangle(
-    x: float, y: float, width: float, height: float, fill: str = "", title: str = "", *, classes: str = ""
-) -> str:
-    """A box that shows `title` under the mouse, filled by a colour or by its classes."""
-    paint = f' fill="{fill}"' if fill else ""
-    named = f' class="{classes}"' if classes else ""
-    shape = f'<rect{named} x="{x:.2f}" y="{y:.2f}" width="{width:.2f}" height="{height:.2f}" rx="2"{paint}'
+def rectangle(x: float, y: float, width: float, height: float, fill: str, title: str = "") -> str:
+    """A box that shows `title` under the mouse."""
+    shape = f'<rect x="{x:.2f}" y="{y:.2f}" width="{width:.2f}" height="{height:.2f}" rx="2" fill="{fill}"'
     return f"{shape}><title>{escape(title)}</title></rect>" if title else f"{shape}/>"
 
 

@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from lightning_gpp.plan import Plan, Stage
-from lightning_gpp.reports.tables import markdown
-from lightning_gpp.reports.terminal import wrapped
+from lightning_gpp.reports.terminal import markdown, wrapped
 from lightning_gpp.reports.units import count, size
 from lightning_gpp.schedules import in_flight
 from lightning_gpp.wording import counted

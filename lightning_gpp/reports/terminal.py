@@ -1,15 +1,26 @@
-"""The width of the terminal, and lines that fit it."""
+"""Lines and tables that fit the terminal."""
 
 from __future__ import annotations
 
+import io
 import shutil
 import textwrap
+from collections.abc import Sequence
 from typing import Final
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
 
 PIPE: Final = 100
 """Characters of a line if there is no terminal, and COLUMNS is not set."""
 
 NARROWEST: Final = 60
+
+TEXT: Final = ("stage", "modules", "partitioner", "schedule", "action", "holds")
+"""Columns that begin at the left; all others are figures."""
+
+ENDLESS: Final = 100_000
 
 _JOINT: Final = "\N{NO-BREAK SPACE}"
 
@@ -29,3 +40,18 @@ def wrapped(line: str, width: int, indent: int = 4) -> str:
     line = line.replace(" %", f"{_JOINT}%")
     lines = textwrap.fill(line, width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
     return lines.replace(_JOINT, " ")
+
+
+def markdown(header: Sequence[str], rows: Sequence[Sequence[str]], width: int | None = None) -> str:
+    """The table, in Markdown; in a terminal of `width` characters long cells are broken."""
+    table = Table(box=box.MARKDOWN)
+    for name in header:
+        table.add_column(name, justify="left" if name in TEXT else "right", overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    plain = Console(
+        file=io.StringIO(), width=width or ENDLESS, color_system=None, markup=False, emoji=False, highlight=False
+    )
+    with plain.capture() as capture:
+        plain.print(table)
+    return "\n".join(line.rstrip() for line in capture.get().splitlines() if line.strip())

@@ -3,18 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 from lightning_gpp.errors import ConfigError
-from lightning_gpp.reports.kinds import MEANINGS, PLAIN, computed_kinds, computes
 from lightning_gpp.reports.terminal import together, wrapped
 from lightning_gpp.reports.units import duration, percent, size
 from lightning_gpp.schedules import Action, Kind
+from lightning_gpp.schedules.actions import COLLECTIVES, COPIES
 from lightning_gpp.simulation import Span, Timeline
 
 IDLE = "."
 
 WIDTH, MIN_WIDTH = 110, 40
 """Characters of a line by default, and at least."""
+
+MEANINGS: Final = {
+    Kind.DATA: "user's step up to the network",
+    Kind.FORWARD: "forward",
+    Kind.RECOMPUTE: "forward again",
+    Kind.BACKWARD: "backward",
+    Kind.INPUT: "input gradients",
+    Kind.WEIGHT: "weight gradients",
+}
+
+PLAIN: Final = (Kind.DATA, Kind.FORWARD, Kind.BACKWARD)
+"""Kinds that need no legend."""
 
 
 def timeline_text(timeline: Timeline, width: int = WIDTH) -> str:
@@ -103,3 +116,14 @@ def _label(action: Action, width: int, several: bool) -> str:
         if len(text) <= width:
             return text.ljust(width, "=")
     return ""
+
+
+def computes(action: Action) -> bool:
+    """True if an action occupies its device; collectives and copies do not."""
+    return action.kind not in (*COLLECTIVES, *COPIES)
+
+
+def computed_kinds(timeline: Timeline) -> list[Kind]:
+    """The kinds of actions that the timeline's devices compute."""
+    kinds = {span.action.kind for device in timeline.devices for span in device}
+    return [kind for kind in MEANINGS if kind in kinds]

@@ -8,7 +8,6 @@ import pytest
 
 from lightning_gpp.planning import Prediction
 from lightning_gpp.reports import prediction_text
-from lightning_gpp.reports.devices import device_figures
 from lightning_gpp.reports.page import report_html
 from lightning_gpp.schedules import compile_program
 from lightning_gpp.simulation import StageCosts, simulate, simulate_period
@@ -28,7 +27,7 @@ def prediction() -> Prediction:
 def test_idle_time_is_that_of_the_period(prediction: Prediction) -> None:
     assert prediction.timeline.bubble_fraction > 0.4
     assert prediction.idle == pytest.approx(0)
-    assert [entry.idle for entry in device_figures(prediction)] == pytest.approx([0] * 4)
+    assert prediction.idle_fractions == pytest.approx([0] * 4)
     assert "Without a flush: 12 s per mini-batch" in report_html(prediction, title="a plan")
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final, TypeAlias
 
 from lightning_gpp.errors import GPPError
-from lightning_gpp.reports import compare_timelines, comparison_text, timeline_text
+from lightning_gpp.reports import comparison_text, timeline_text
 from lightning_gpp.schedules import Action, Program
 from lightning_gpp.simulation import Span, StageCosts, Timeline, TraceEvents
 from lightning_gpp.simulation.simulator import held_bytes
@@ -107,7 +107,7 @@ class TraceFile:
         plan = engine.plan
         try:
             expected = simulated(plan, engine.graph, engine.machine(), self.control.num_pipelines)
-            table = comparison_text(compare_timelines(expected, self.measured))
+            table = comparison_text(expected, self.measured)
         except GPPError as error:
             engine.job.host.inform(f"Simulated and measured times are not compared: {error}")
             return
