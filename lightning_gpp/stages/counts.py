@@ -20,7 +20,7 @@ from lightning_gpp.errors import ConfigError, did_you_mean
 IGNORED: Final = -100
 """The label that losses of torch and transformers ignore by default."""
 
-_FORM: Final = re.compile(r"(?P<path>[^\[\]!=]+?)(?P<later>\[:, ?1:\])?(?: ?!= ?(?P<ignored>-?\d+))?")
+_FORM: Final = re.compile(r"(?P<path>[^:]+)(?P<shifted>:shifted)?(?::except(?P<ignored>-?\d+))?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,26 +29,26 @@ class Counted:
 
     Args:
         path: the path of the tensor in the mini-batch, as in `batch_dims`.
-        later: without the first entries of its second dimension, as where the labels of a language model are shifted.
+        shifted: without the first entry of each sample, as where a language model predicts the next token.
         ignored: the value of entries that do not count. Numbers with a fraction count by their value.
     """
 
     path: str
-    later: bool = False
+    shifted: bool = False
     ignored: int = IGNORED
 
     @classmethod
     def parsed(cls, text: str) -> Counted | None:
-        """The entries that an option names, as `labels`, `labels[:,1:]` or `mask!=0`; None for another form."""
+        """The entries that an option names, as `labels`, `labels:shifted` or `mask:except0`; None for another form."""
         found = _FORM.fullmatch(text)
         if found is None:
             return None
         ignored = found["ignored"]
-        return cls(found["path"].strip(), found["later"] is not None, IGNORED if ignored is None else int(ignored))
+        return cls(found["path"], found["shifted"] is not None, IGNORED if ignored is None else int(ignored))
 
     def __str__(self) -> str:
-        ignored = "" if self.ignored == IGNORED else f"!={self.ignored}"
-        return f"{self.path}{'[:,1:]' if self.later else ''}{ignored}"
+        ignored = "" if self.ignored == IGNORED else f":except{self.ignored}"
+        return f"{self.path}{':shifted' if self.shifted else ''}{ignored}"
 
     def of_samples(self, batch: Any, total: int, dims: BatchDims) -> list[float] | None:
         """The entries of each sample; None if the mini-batch has no such tensor with one row for each."""
@@ -56,7 +56,7 @@ class Counted:
         return None if found is None else self._of_rows(found)
 
     def _of_rows(self, rows: Tensor) -> list[float]:
-        rows = rows[:, 1:] if self.later and rows.dim() > 1 else rows
+        rows = rows[:, 1:] if self.shifted and rows.dim() > 1 else rows
         counts = rows if rows.is_floating_point() else rows != self.ignored
         entries: list[float] = counts.reshape(len(rows), -1).to(torch.float64).sum(1).tolist()
         return entries
@@ -80,7 +80,7 @@ def reduction(value: object) -> str:
         return value
     raise ConfigError(
         f"strategy.loss_reduction is {value!r}; it must be 'mean', 'sum', or the tensor of the mini-batch whose "
-        "entries the loss averages, such as 'labels' (those that are not -100), 'labels[:,1:]' or 'mask!=0'."
+        "entries the loss averages, such as 'labels' (those that are not -100), 'labels:shifted' or 'mask:except0'."
     )
 
 
@@ -94,8 +94,8 @@ def candidates(batch: Any, total: int, dims: BatchDims) -> Iterator[Counted]:
     for name, rows in named_tensors(batch, total, dims):
         whole_numbers = not rows.is_floating_point() and not rows.is_complex()
         for ignored in (IGNORED, 0) if whole_numbers and rows.dim() > 0 else ():
-            for later in (False, True)[: rows.dim()]:
-                found = Counted(name, later, ignored)
+            for shifted in (False, True)[: rows.dim()]:
+                found = Counted(name, shifted, ignored)
                 if bool((rows == ignored).any()):
                     yield found
 

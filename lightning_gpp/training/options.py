@@ -238,9 +238,9 @@ class Options(SearchOptions):
     loss_reduction: Converted[str, str] = option(
         "mean",
         "how the loss combines over samples: mean, sum, or the tensor of the mini-batch over whose entries it is a "
-        "mean, for example labels (those that are not -100), labels[:,1:] (without the first of each sample, as "
-        "language models shift them) or mask!=0. Then micro-batches count by these entries, also in what the step "
-        "logs.",
+        "mean, for example labels (those that are not -100), labels:shifted (without the first of each sample, as "
+        "language models shift them) or mask:except0. Then micro-batches count by these entries, also in what the "
+        "step logs.",
         convert=reduction,
     )
     on_nonfinite: Literal["stop", "skip", "ignore"] | None = option(
