@@ -215,6 +215,7 @@ class Routed(pl.LightningModule):
 KINDS["Routed"] = Routed  # type: ignore[assignment]
 
 
+@pytest.mark.acceptance
 def test_a_step_as_a_whole_is_not_named_for_a_model_that_refuses_it() -> None:
     (found, _) = harness.run(2, divided, "Routed", {"stages": None, "num_pipelines": 1})
     (text,) = found["warned"]
