@@ -326,6 +326,13 @@ def known_to_pytree(batch: Any) -> Any:
     return batch
 
 
+def dataclasses_known_to_pytree(output: Any) -> None:
+    """Let pytree look into dataclasses that a module returns."""
+    for leaf in pytree.tree_leaves(output):
+        if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            torch.export.register_dataclass(type(leaf))
+
+
 def _make_known(node: Any) -> None:
     """Let pytree look into mappings such as `BatchEncoding`, dataclasses, and objects with a method `to`."""
     kind = type(node)

@@ -18,13 +18,14 @@ import networkx as nx
 import torch
 from torch import Tensor, nn
 
-from lightning_gpp._compat.torch import FakeTensor, fake_mode, pytree
+from lightning_gpp._compat.torch import FakeTensor, pytree
 from lightning_gpp.capture.batch import map_samples, samples_in
-from lightning_gpp.capture.captured import Capture, Changes, attempted, capture_step
+from lightning_gpp.capture.captured import Capture, capture_step
+from lightning_gpp.capture.changes import Changes, attempted
 from lightning_gpp.capture.differentiated import refuse_cut_graphs
 from lightning_gpp.capture.isolate import tensor_named
 from lightning_gpp.capture.items import are_plain
-from lightning_gpp.capture.record import RunTime, record
+from lightning_gpp.capture.record import RunTime, Subject, record
 from lightning_gpp.capture.recorder import Recorder
 from lightning_gpp.capture.recording import CallArguments, ModuleCall, ModuleRef, Recording, Ref, StateRef
 from lightning_gpp.capture.refusal import escaped, no_network, refusal
@@ -77,22 +78,10 @@ def find_calls(
         for name, value in stand_ins(replica).items():
             object.__setattr__(replica, name, value)
 
+    subject = Subject(module=module, batch=batch, step=step, context=context, device=device)
+
     def attempt(changes: Changes) -> Recording:
-        total = samples_in(batch)
-        return record(
-            module,
-            batch,
-            step=step,
-            total=total,
-            num_samples=total,
-            run_time=RunTime(),
-            context=context,
-            device=device,
-            mode=fake_mode(),
-            uncut=changes.uncut,
-            refuted=changes.refuted,
-            prepare=prepare,
-        )[0]
+        return record(subject, changes, num_samples=samples_in(batch), run_time=RunTime(), prepare=prepare)[0]
 
     recording = attempted(module, attempt, opens=False)
     if not recording.network_calls():

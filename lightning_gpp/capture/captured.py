@@ -7,14 +7,14 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
 
 from lightning_gpp._compat.lightning_module import trainer_of
-from lightning_gpp._compat.torch import fake_mode
 from lightning_gpp.capture.batch import GUESSED, BatchDims, batch_size_of, cut_note, cut_of
+from lightning_gpp.capture.changes import Changes, attempted
 from lightning_gpp.capture.isolate import add_sizes
 from lightning_gpp.capture.known_values import is_present
 from lightning_gpp.capture.loss import loss_of, trained_loss
@@ -22,7 +22,7 @@ from lightning_gpp.capture.merge import input_specs, merge
 from lightning_gpp.capture.mixing import mark_mixing
 from lightning_gpp.capture.network import Network, extract
 from lightning_gpp.capture.reads import decisive
-from lightning_gpp.capture.record import RunTime, StepFunction, record, step_arguments
+from lightning_gpp.capture.record import RunTime, StepFunction, Subject, record, step_arguments
 from lightning_gpp.capture.recording import Recorded, Ref
 from lightning_gpp.capture.shared_memory import sharing_memory
 from lightning_gpp.capture.uniform import uniform_values
@@ -30,8 +30,6 @@ from lightning_gpp.errors import CaptureError
 from lightning_gpp.graph import Operator, OperatorGraph, TensorSpec
 from lightning_gpp.plan import STEP
 from lightning_gpp.wording import counted, named, sentence, some
-
-T = TypeVar("T")
 
 SIZES = (4, 6)
 """Numbers of samples of the recordings; even, because some losses pair samples."""
@@ -145,10 +143,21 @@ def capture_step(
     """
     if function is None:
         _check_module(module, step)
-    where, known = torch.device(device), dims or GUESSED
-    attempt = partial(_capture, module, batch, step, batch_idx, context, where, known, function)
-    captured = lambda known: attempted(module, partial(attempt, known), opens=function is None, uncut=uncut)  # noqa: E731
-    uniform = {} if general or function is not None or not is_present(where) else uniform_values(batch)
+    subject = Subject(
+        module=module,
+        batch=batch,
+        step=step,
+        batch_idx=batch_idx,
+        context=context,
+        device=torch.device(device),
+        dims=dims or GUESSED,
+        function=function,
+    )
+
+    def captured(known: Mapping[int, int]) -> Capture:
+        return attempted(module, partial(_capture, subject, known), opens=function is None, uncut=uncut)
+
+    uniform = {} if general or function is not None or not is_present(subject.device) else uniform_values(batch)
     return _captured_for(uniform, captured)
 
 
@@ -171,102 +180,13 @@ def _cut_alike(one: Capture, other: Capture) -> bool:
     return one.uncut.keys() == other.uncut.keys() and one.opened.keys() == other.opened.keys()
 
 
-def attempted(
-    module: nn.Module, attempt: Callable[[Changes], T], opens: bool = True, uncut: Mapping[str, str] = {}
-) -> T:
-    """The result of `attempt(changes)`, with changes for what cannot be recorded. `opens`, `uncut`: see `Changes`."""
-    changes = Changes(opens, dict(uncut))
-    while True:
-        try:
-            return attempt(changes)
-        except CaptureError as error:
-            if not changes.answer(error, module):
-                raise (changes.opened_for[0] if changes.opened_for else error) from error.__cause__
-
-
-@dataclass(slots=True)
-class Changes:
-    """Parts that are recorded in another way, because they were refused.
-
-    `uncut` and `opened` are those of `Capture`, `refuted` are those of `Recorder`.
-
-    Args:
-        opens: whether forwards may run as parts of the step.
-    """
-
-    opens: bool = True
-    uncut: dict[str, str] = field(default_factory=dict)
-    opened: dict[str, str] = field(default_factory=dict)
-    refuted: set[int] = field(default_factory=set)
-    opened_for: list[CaptureError] = field(default_factory=list)
-    """The refusals that modules were opened for; the user's reason if that does not help."""
-    compared: bool = False
-    """True if recordings were compared before."""
-
-    def answer(self, error: CaptureError, module: nn.Module) -> bool:
-        """Note what to do about a refusal; false if nothing can be done."""
-        path = next((path for path in error.modules if path not in self.uncut), None)
-        if error.refuted is not None:
-            self.refuted.add(error.refuted)
-        elif path is None and self._opens_criterion(error, module):
-            self.opened[error.modules[-1]] = self.uncut.pop(error.modules[-1])
-        elif path is None or (_holds_all(module, path) and not self.opens):
-            return False
-        elif _holds_all(module, path):
-            self.refuted.clear()
-            self.opened_for.append(error)
-            self.opened.update(dict.fromkeys(error.modules[error.modules.index(path) :], error.reason))
-        else:
-            for inner in [inner for inner in self.uncut if inner.startswith(f"{path}.")]:
-                del self.uncut[inner]
-            self.uncut[path] = error.reason
-        return True
-
-    def _opens_criterion(self, error: CaptureError, module: nn.Module) -> bool:
-        """True if the step calls a module with buffers alone, such as a loss with weights of classes, in vain."""
-        if not (error.modules and self.opens) or error.modules[-1] not in self.uncut:
-            return False
-        return next(module.get_submodule(error.modules[-1]).parameters(), None) is None
-
-
-def _holds_all(module: nn.Module, path: str) -> bool:
-    """True if a submodule has all parameters: what is in one piece needs no pipeline."""
-    return len({*module.parameters()} - {*module.get_submodule(path).parameters()}) == 0
-
-
-def _capture(
-    module: nn.Module,
-    batch: Any,
-    step: str,
-    batch_idx: int,
-    context: Callable[[], AbstractContextManager[Any]],
-    device: torch.device,
-    dims: BatchDims,
-    function: StepFunction | None,
-    uniform: Mapping[int, int],
-    changes: Changes,
-) -> Capture:
-    total = batch_size_of(batch, dims)
+def _capture(subject: Subject, uniform: Mapping[int, int], changes: Changes) -> Capture:
+    module, batch, step = subject.module, subject.batch, subject.step
+    total = batch_size_of(batch, subject.dims)
 
     def run(num_samples: int, run_time: RunTime) -> Network:
-        recording, recorder = record(
-            module,
-            batch,
-            step=step,
-            total=total,
-            dims=dims,
-            num_samples=num_samples,
-            run_time=run_time,
-            context=context,
-            device=device,
-            mode=fake_mode(),
-            uncut=changes.uncut,
-            opened=changes.opened,
-            refuted=changes.refuted,
-            uniform=uniform,
-            function=function,
-        )
-        if step == "training_step" and function is None and recording.complete:
+        recording, recorder = record(subject, changes, num_samples=num_samples, run_time=run_time, uniform=uniform)
+        if step == "training_step" and subject.function is None and recording.complete:
             trains = any(parameter.requires_grad for parameter in module.parameters())
             check = trained_loss if trains else loss_of  # a callback may unfreeze a module that is frozen as a whole
             check(recording.returned, num_samples)
@@ -276,7 +196,7 @@ def _capture(
     def runs() -> tuple[Network, Network, Network]:
         return run(SIZES[0], now), run(SIZES[0], _other_run_time(module, step)), run(SIZES[1], now)
 
-    now = RunTime(batch_idx=batch_idx)
+    now = RunTime(batch_idx=subject.batch_idx)
     base, other_run, other_size = runs()
     try:
         network, specs = merge(base, other_run, other_size)
@@ -300,10 +220,10 @@ def _capture(
         batch_size=total,
         uncut=changes.uncut,
         opened=changes.opened,
-        cut=cut_of(batch, dims),
+        cut=cut_of(batch, subject.dims),
         decided={leaf: uniform[leaf] for leaf in base.recording.decided_by() | other_size.recording.decided_by()},
-        dims=dims,
-        function=function,
+        dims=subject.dims,
+        function=subject.function,
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
+import networkx as nx
 import torch
 from torch import Tensor
 
@@ -65,31 +66,20 @@ def _modules_around(recording: Recording, call: Recorded) -> Iterator[str]:
 
 def _first_between(recording: Recording, call: Recorded) -> int:
     """The number of the first call between what is differentiated, and that with respect to which it is."""
-    before = _before(recording, call.args[0])
-    return min((each for each in _behind(recording, _wanted(call)) if each in before), default=call.index)
+    graph = nx.DiGraph()
+    for each in recording.calls:
+        sources = [*(ref.call for ref in each.refs()), *map(StateRef, each.states())]
+        if any(needs_gradient for _, _, needs_gradient in each.outputs):
+            graph.add_edges_from((source, each.index) for source in sources)
+    outputs = {leaf.call for leaf in pytree.tree_leaves(call.args[0]) if isinstance(leaf, Ref)}
+    before = outputs.union(*(nx.ancestors(graph, output) for output in outputs if output in graph))
+    wanted = _wanted(call) & set(graph)
+    behind = set[Any]().union(*(nx.descendants(graph, each) for each in wanted)) if wanted else set(graph)
+    return min((each for each in before & behind if isinstance(each, int)), default=call.index)
 
 
-def _wanted(call: Recorded) -> set[Ref | StateRef]:
-    """The values that get a gradient; none if all leaves of the graph do."""
+def _wanted(call: Recorded) -> set[int | StateRef]:
+    """What gets a gradient, as calls and states; nothing if all leaves of the graph do."""
     inputs = pytree.tree_leaves(call.kwargs.get("inputs", call.args[1:2]))
-    return {leaf for leaf in inputs if isinstance(leaf, Ref | StateRef)}
-
-
-def _before(recording: Recording, outputs: Any) -> set[int]:
-    """Numbers of the calls that some values depend on."""
-    found = {leaf.call for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Ref)}
-    for call in reversed(recording.calls):
-        if call.index in found:
-            found.update(ref.call for ref in call.refs())
-    return found
-
-
-def _behind(recording: Recording, wanted: set[Ref | StateRef]) -> set[int]:
-    """Numbers of the calls that need a gradient and depend on what gets one."""
-    found = set[int]()
-    for call in recording.calls:
-        sources = {*call.refs(), *map(StateRef, call.states())}
-        reads = not wanted or not wanted.isdisjoint(sources) or any(ref.call in found for ref in call.refs())
-        if reads and any(needs_gradient for _, _, needs_gradient in call.outputs):
-            found.add(call.index)
-    return found
+    refs = (leaf for leaf in inputs if isinstance(leaf, Ref | StateRef))
+    return {leaf.call if isinstance(leaf, Ref) else leaf for leaf in refs}

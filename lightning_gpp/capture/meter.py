@@ -64,9 +64,9 @@ class Meter(TorchDispatchMode):
         """
         recorder = self._recorder
         call, storage = recorder.current, storage_id(tensor)
-        if call is not None and call.checkpoint is None and storage not in recorder.state_storages:
-            recorder.keep(tensor)
-            holder = _holder(tensor, recorder.sources.get(storage, ()))
+        if call is not None and call.checkpoint is None and not recorder.tensors.states_in([tensor]):
+            recorder.tensors.keep(tensor)
+            holder = _holder(tensor, recorder.tensors.sources.get(storage, ()))
             if holder is None:
                 call.saved[storage] = tensor.untyped_storage().nbytes()
             else:

@@ -10,7 +10,7 @@ import itertools
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 from weakref import WeakKeyDictionary
 
@@ -22,11 +22,13 @@ from lightning_gpp._compat.torch import (
     FakeTensorMode,
     autograd_function_calls,
     checkpoint_regions,
+    fake_mode,
     pytree,
     version,
 )
 from lightning_gpp.capture.attributes import originals
-from lightning_gpp.capture.batch import GUESSED, BatchDims, map_samples
+from lightning_gpp.capture.batch import BatchDims, map_samples, samples_in
+from lightning_gpp.capture.changes import Changes
 from lightning_gpp.capture.isolate import isolated_copy, names_of
 from lightning_gpp.capture.items import are_plain, watched
 from lightning_gpp.capture.made_buffers import buffers_in, refuse_made_buffers
@@ -35,7 +37,7 @@ from lightning_gpp.capture.metrics import metrics_of
 from lightning_gpp.capture.reads import AttributeReads, observe
 from lightning_gpp.capture.recorder import Recorder
 from lightning_gpp.capture.recording import Recording
-from lightning_gpp.capture.refusal import refusal
+from lightning_gpp.capture.refusal import refusal, remedy_for
 from lightning_gpp.capture.switches import Switches
 from lightning_gpp.capture.uncut import keep_uncut
 from lightning_gpp.errors import CaptureError
@@ -82,52 +84,77 @@ class _ObservedTrainer:
         return getattr(self._trainer, name)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """What is recorded: a step of a module on a mini-batch, or a function of both.
+
+    Args:
+        module: a LightningModule.
+        batch: one example batch.
+        step: the name of the method.
+        batch_idx: the number of the batch.
+        context: entered around the step, for example autocast.
+        device: the device that the step believes it runs on.
+        dims: the dimension of parts of the batch that counts samples, see `batch_dims` in the options.
+        function: called with the module and the batch instead of the step.
+    """
+
+    module: nn.Module
+    batch: Any
+    step: str = "training_step"
+    batch_idx: int = 0
+    context: Callable[[], AbstractContextManager[Any]] = nullcontext
+    device: torch.device = torch.device("cpu")
+    dims: BatchDims = field(default_factory=dict)
+    function: StepFunction | None = None
+
+    def called_on(self, replica: nn.Module, run_time: RunTime) -> Callable[[Any], Any]:
+        """The step of a copy of the module, as a function of the batch alone."""
+        if self.function is not None:
+            return functools.partial(self.function, replica)
+        method = getattr(replica, self.step)
+        arguments = step_arguments(method, run_time.batch_idx, run_time.dataloader_idx)
+        return lambda batch: method(batch, *arguments)
+
+
 def record(
-    module: nn.Module,
-    batch: Any,
+    subject: Subject,
+    changes: Changes,
     *,
-    step: str,
-    total: int,
     num_samples: int,
     run_time: RunTime,
-    context: Callable[[], AbstractContextManager[Any]],
-    device: torch.device,
-    mode: FakeTensorMode,
-    uncut: Mapping[str, str],
-    opened: Mapping[str, str] = {},
-    refuted: Collection[int] = (),
     uniform: Collection[int] = (),
-    dims: BatchDims = GUESSED,
-    function: StepFunction | None = None,
     prepare: Callable[[nn.Module, Recorder], None] = lambda replica, recorder: None,
 ) -> tuple[Recording, Recorder]:
-    """Record `module.<step>(batch, batch_idx)` with the batch resized from `total` to `num_samples` samples.
+    """Record a step, with its batch resized to a number of samples.
 
-    `mode`: for the fake tensors. `uncut`: paths of modules that are recorded as one call; `opened`: of modules whose
-    forward counts as a part of the step. `refuted`: see `Recorder`. `uniform`: numbers of the leaves of the batch whose
-    values the recording knows, because all elements are the same. `function`: called with the module and the batch
-    instead of the step. `prepare`: called with the copy that is recorded, before it runs.
+    Args:
+        subject: the step.
+        changes: what is recorded in another way.
+        num_samples: samples of the batch.
+        run_time: what the step reads from Python.
+        uniform: numbers of the leaves of the batch whose values the recording knows, because all elements are the same.
+        prepare: called with the copy that is recorded, before it runs.
 
     Raises:
         CaptureError: the network part of the step cannot be recorded.
     """
+    module, trains, mode = subject.module, subject.step == "training_step", fake_mode()
     _refuse_scripted(module)
     with _quiet():
-        replica = isolated_copy(module, mode, device)
-    if step != "training_step":
+        replica = isolated_copy(module, mode, subject.device)
+    if not trains:
         replica.eval()
-    with torch.set_grad_enabled(step == "training_step"), context():
-        recorder = Recorder(num_samples, opened, refuted, number=2 if run_time.global_step else 1)
+    with torch.set_grad_enabled(trains), subject.context():
+        recorder = Recorder(num_samples, changes, number=2 if run_time.global_step else 1)
         recorder.watch(replica)
-        keep_uncut(replica, module, uncut, recorder)
-        reads = AttributeReads(recorder, uncut)
+        keep_uncut(replica, module, changes.uncut, recorder)
+        reads = AttributeReads(recorder, changes.uncut)
         observe(replica, reads)
         _observe(replica, trainer_of(module), run_time, recorder)
-        recorder.runs_rest = function is None
+        recorder.runs_rest = subject.function is None
         prepare(replica, recorder)
-        fake, recorder.examples = _fake_batch(
-            batch, total, num_samples, dims, mode, device, recorder.refuse_read_items, uniform
-        )
+        fake, recorder.examples = _fake_batch(subject, num_samples, mode, recorder.refuse_read_items, uniform)
         with _recording(recorder, mode):
             seed_streams(run_time.global_step)
             for number, leaf in enumerate(pytree.tree_leaves(fake)):
@@ -135,15 +162,13 @@ def record(
                     recorder.batch_tensor(leaf, number if type(leaf) is torch.Tensor else None)
             buffers, versions, switches = buffers_in(replica), _versions(fake), Switches(replica)
             attributes = {path: dict(vars(part)) for path, part in replica.named_modules()}
-            _run(replica, _called(replica, step, run_time, function), fake, recorder, reads)
-            refuse_made_buffers(replica, buffers, recorder, uncut)
+            _run(replica, subject.called_on(replica, run_time), fake, recorder, reads)
+            refuse_made_buffers(replica, buffers, recorder, changes.uncut)
             recorder.recording.touched |= _changed(replica, attributes)
     recording = recorder.recording
     recording.changes_batch = _versions(fake) != versions
     if not recorder.reads_between_calls:
-        switches.refuse(step, recording)
-    if step != "training_step":
-        _refuse_shared_buffers(recording)
+        switches.refuse(subject.step, recording)
     recording.attributes = {scope: originals(module, read) for scope, read in recording.attributes.items()}
     return recording, recorder
 
@@ -172,15 +197,6 @@ def _versions(batch: Any) -> list[int]:
     return [version(leaf) for leaf in pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
 
 
-def _called(replica: nn.Module, step: str, run_time: RunTime, function: StepFunction | None) -> Callable[[Any], Any]:
-    """The recorded step as a function of the batch alone."""
-    if function is not None:
-        return functools.partial(function, replica)
-    method = getattr(replica, step)
-    arguments = step_arguments(method, run_time.batch_idx, run_time.dataloader_idx)
-    return lambda batch: method(batch, *arguments)
-
-
 def _run(
     replica: nn.Module, called: Callable[[Any], Any], batch: Any, recorder: Recorder, reads: AttributeReads
 ) -> None:
@@ -203,50 +219,9 @@ def _run(
         if recorder.scope != -1 or refuted is not None or not _ends_here(replica, recorder):
             modules = recording.called(recorder.scope)
             reason = f"{type(error).__name__}: {error}"
-            refused = refusal(line_of(error), reason, _remedy(error, in_step=recorder.scope == -1), modules)
+            refused = refusal(line_of(error), reason, remedy_for(error, in_step=recorder.scope == -1), modules)
             refused.refuted = refuted
             raise refused from error
-
-
-def _refuse_shared_buffers(recording: Recording) -> None:
-    """Refuse an evaluation in which both the step and forwards change a buffer, such as a cache that begins anew."""
-    of_step = {change.name for change in recording.state_changes if change.scope == -1}
-    for change in recording.state_changes:
-        if change.scope != -1 and change.name in of_step:
-            call = recording.modules[change.scope]
-            raise refusal(
-                call.line,
-                f"both the step and the forward of {named(call.path)} change {change.name!r}, for all samples together",
-                "let one module's forward do both",
-            )
-
-
-_TRANSFORMS: Final = ("BatchedTensor", "torch.func", "functorch", "vmap")
-"""Parts of the messages of torch's function transforms, whose tensors have no storage."""
-
-
-def _remedy(error: Exception, in_step: bool) -> str:
-    if isinstance(error, AttributeError):
-        return (
-            "the step is captured at set-up, before hooks such as on_train_start: create the attribute in __init__ or "
-            "setup()"
-        )
-    if any(name in str(error) for name in _TRANSFORMS):
-        return (
-            "put the transform (torch.vmap, torch.func.grad) and the modules that it calls into the forward of a "
-            "module of their own, which is then never cut"
-        )
-    if type(error).__module__ == "builtins":  # and not torch's, for what it cannot do without values
-        return "correct this line, if the step fails on one device as well; otherwise write it in another way"
-    if in_step:
-        return (
-            "move this line behind the step's last call of a module, where it runs as plain Python; or put it and the "
-            "modules that read its result into the forward of a module of their own, which is then never cut"
-        )
-    return (
-        "put this line and the modules that read its result into the forward of a module of their own, which is then "
-        "never cut"
-    )
 
 
 def step_arguments(function: Callable[..., Any], batch_idx: int, dataloader_idx: int = 0) -> list[int]:
@@ -330,12 +305,9 @@ def _note_uses(metric: nn.Module, place: str, recorder: Recorder) -> None:
 
 
 def _fake_batch(
-    batch: Any,
-    total: int,
+    subject: Subject,
     num_samples: int,
-    dims: BatchDims,
     mode: FakeTensorMode,
-    device: torch.device,
     on_read: Callable[[], None],
     uniform: Collection[int],
 ) -> tuple[Any, dict[int, torch.Tensor]]:
@@ -359,15 +331,16 @@ def _fake_batch(
         if not isinstance(leaf, torch.Tensor):
             return leaf
         with nullcontext() if number in uniform else mode, torch.enable_grad():
-            made = torch.empty(leaf.shape, dtype=leaf.dtype, device=device, requires_grad=leaf.requires_grad)
+            made = torch.empty(leaf.shape, dtype=leaf.dtype, device=subject.device, requires_grad=leaf.requires_grad)
             made = made.clone() if leaf.requires_grad else made  # which modules may change in place, unlike a leaf
         if number in uniform:
             made.copy_(leaf)
         values[id(made)] = leaf
         return made
 
-    resized = map_samples(batch, total, sized, listed, dims)
-    if len(pytree.tree_leaves(resized)) != len(pytree.tree_leaves(batch)):
+    total = samples_in(subject.batch, subject.dims)
+    resized = map_samples(subject.batch, total, sized, listed, subject.dims)
+    if len(pytree.tree_leaves(resized)) != len(pytree.tree_leaves(subject.batch)):
         uniform = ()  # with another number of samples in lists, leaves have other numbers
     return pytree.tree_map(fake, resized), values
 

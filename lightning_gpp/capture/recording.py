@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
+import torch
 from torch.nn.attention import SDPBackend
 
 from lightning_gpp._compat.torch import pytree
@@ -54,6 +55,20 @@ class CallModes:
     """(device type, enabled, dtype)"""
     attention: tuple[SDPBackend, ...]
     """The kernels that may compute attention."""
+
+    @staticmethod
+    def current() -> CallModes:
+        """The modes of the code that runs now."""
+        cast = tuple((d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda"))
+        return CallModes(torch.is_grad_enabled(), cast, tuple(kernel for kernel, allowed in _ATTENTION if allowed()))
+
+
+_ATTENTION: Final[tuple[tuple[SDPBackend, Callable[[], bool]], ...]] = (
+    (SDPBackend.FLASH_ATTENTION, torch.backends.cuda.flash_sdp_enabled),
+    (SDPBackend.EFFICIENT_ATTENTION, torch.backends.cuda.mem_efficient_sdp_enabled),
+    (SDPBackend.MATH, torch.backends.cuda.math_sdp_enabled),
+    (SDPBackend.CUDNN_ATTENTION, torch.backends.cuda.cudnn_sdp_enabled),
+)
 
 
 @dataclass(slots=True)
@@ -193,6 +208,15 @@ class Recording:
         last = self._last_network_call()
         return self.read_at.get((path, name.partition(".")[0]), last + 1) <= last
 
+    def note_decision(self, scope: int, read: Any) -> None:
+        """Note from which uniform tensors of the batch the values come that are being read: a tree with references."""
+        wanted = {ref.call for ref in pytree.tree_leaves(read) if isinstance(ref, Ref)} if self.uniform else set()
+        for call in reversed(self.calls) if wanted else ():
+            if call.index in wanted:
+                wanted.update(ref.call for ref in call.refs())
+        leaves = {leaf for index, leaf in self.uniform.items() if index in wanted}
+        self.decisions += [(leaf, scope, len(self.modules)) for leaf in leaves]
+
     def decided_by(self) -> set[int]:
         """Numbers of the leaves of the batch by whose values forwards decide, and the step before its network ends."""
         last = self._last_network_call()
@@ -217,3 +241,24 @@ class Recording:
 
     def network_calls(self) -> list[ModuleCall]:
         return [call for call in self.modules if call.parent == -1]
+
+
+@dataclass(frozen=True)
+class FunctionApply:
+    """A custom autograd function as a callable, so that a replay keeps its backward."""
+
+    function: type[torch.autograd.Function]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function.apply(*args, **kwargs)
+
+
+def target_of(func: Callable[..., Any], name: str) -> str:
+    if name in ("__get__", "__set__"):
+        return f"Tensor.{getattr(func.__self__, '__name__', '')}.{name}"  # type: ignore[attr-defined]
+    return name
+
+
+def target_of_apply(cls: type) -> str:
+    """The target of a call of a custom autograd function."""
+    return f"{cls.__name__}.apply"

@@ -17,9 +17,10 @@ from torch import Tensor, nn
 
 from lightning_gpp._compat.torch import pytree, without_saved_hooks
 from lightning_gpp.capture.attributes import CONTAINERS, OF_EVERY_MODULE, Attribute
+from lightning_gpp.capture.batch import dataclasses_known_to_pytree
 from lightning_gpp.capture.isolate import private_copy
 from lightning_gpp.capture.known_values import for_real
-from lightning_gpp.capture.recorder import Recorder, register_dataclasses
+from lightning_gpp.capture.recorder import Recorder
 from lightning_gpp.capture.refusal import refusal
 from lightning_gpp.errors import CaptureError
 from lightning_gpp.runtime.random import seed_streams, undisturbed
@@ -56,12 +57,12 @@ class _Uncut:
         if self._recorder.paused:
             return self._forward(*args, **kwargs)
         run = lambda: self._result(args, kwargs)  # noqa: E731
-        held = self._recorder.states_of(self._part)
+        held = self._recorder.tensors.states_of(self._part)
         target, kept = type(self._part).__name__, _kept_tensors(self._part)
         result = self._recorder.record(UncutCall(self._path), target, args, kwargs, run, held=held)
         returned = _ids(result)
         leaves = pytree.tree_leaves(list(_newly_kept(self._part, kept).values()))
-        self._recorder.hide(leaf for leaf in leaves if isinstance(leaf, Tensor) and id(leaf) not in returned)
+        self._recorder.tensors.hide(leaf for leaf in leaves if isinstance(leaf, Tensor) and id(leaf) not in returned)
         return result
 
     def _result(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -70,7 +71,7 @@ class _Uncut:
                 result = self._forward(*args, **kwargs)
             if failed:
                 result = self._real(args, kwargs)
-        register_dataclasses(result)
+        dataclasses_known_to_pytree(result)
         self._check(result)
         return result
 
@@ -81,11 +82,11 @@ class _Uncut:
         with for_real():
             seed_streams(0)  # shapes may depend on values, and have to be the same in every capture
             module = _with_values(self._original, _existing(device)).train(self._part.training)
-            self._recorder.add_states(module)
+            self._recorder.tensors.add_states(module)
             real_args, real_kwargs = pytree.tree_map(lambda leaf: self._value(leaf, _existing(device)), (args, kwargs))
             kept = _kept_tensors(module)
             result = _run(lambda: module(*real_args, **real_kwargs))
-        register_dataclasses(result)
+        dataclasses_known_to_pytree(result)
         fakes: dict[int, Any] = {}
 
         def fake(leaf: Any) -> Any:

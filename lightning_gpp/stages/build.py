@@ -22,7 +22,8 @@ from lightning_gpp.runtime.stage import DataSource, MicroBatch, Slot, StageModul
 from lightning_gpp.slices import unsliced
 from lightning_gpp.stages.code import StageCode, variable
 from lightning_gpp.stages.slices import Slicer, repeated
-from lightning_gpp.stages.step import StepRunner, UserStep, slots_of
+from lightning_gpp.stages.step import StepRunner
+from lightning_gpp.stages.user_step import UserStep, slots_of
 
 
 @dataclass(slots=True)

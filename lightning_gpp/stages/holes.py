@@ -11,7 +11,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from lightning_gpp._compat.torch import autograd_function_calls, pytree, version
-from lightning_gpp.capture.recorder import target_of, target_of_apply
+from lightning_gpp.capture.recording import target_of, target_of_apply
 
 
 class Holes(TorchFunctionMode):

@@ -22,7 +22,7 @@ from lightning_gpp.graph import Affine, TensorSpec
 from lightning_gpp.runtime.stage import Slot, StageModule
 from lightning_gpp.stages.build import CapturedStage, Pipeline
 from lightning_gpp.stages.code import Shaped, compiled
-from lightning_gpp.stages.step import UserStep, is_frozen
+from lightning_gpp.stages.user_step import UserStep, is_frozen
 
 _LITERAL: Final = re.compile(r"(?<![\w.'\"])\d+(?![\w.'\"])")
 """A whole number in the source of a stage; those in names and texts are none."""

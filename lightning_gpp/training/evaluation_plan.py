@@ -22,8 +22,8 @@ from lightning_gpp.planning.assignment.assign import (
 )
 from lightning_gpp.planning.assignment.complete import separated
 from lightning_gpp.slices import unsliced
-from lightning_gpp.stages.step import UserStep
 from lightning_gpp.stages.undivided import Captured, Undivided
+from lightning_gpp.stages.user_step import UserStep
 from lightning_gpp.training.tensors.other_modules import NOWHERE, Held, with_others
 
 

@@ -15,8 +15,8 @@ from lightning_gpp.errors import CaptureError, NoNetworkError, ScheduleError, Sh
 from lightning_gpp.plan import Plan
 from lightning_gpp.runtime.transport import Transport
 from lightning_gpp.schedules.continuous import check_continuous
-from lightning_gpp.stages.step import UserStep
 from lightning_gpp.stages.undivided import Captured, Undivided, undivided
+from lightning_gpp.stages.user_step import UserStep
 from lightning_gpp.training.asynchronous import Asynchronous
 from lightning_gpp.training.data.batches import outline
 from lightning_gpp.training.data.incoming import Incoming

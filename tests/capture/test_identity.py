@@ -7,13 +7,14 @@ import gc
 import torch
 from torch import Tensor, nn
 
+from lightning_gpp.capture.changes import Changes
 from lightning_gpp.capture.recorder import Recorder
 from lightning_gpp.capture.recording import StateRef
 
 
 def test_replaced_buffers_stay_known() -> None:
     module = nn.BatchNorm1d(2)
-    recorder = Recorder(num_samples=4)
+    recorder = Recorder(4, Changes())
     recorder.watch(module)
     known = id(module.running_mean)
     module.running_mean = torch.ones(2)
