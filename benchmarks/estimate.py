@@ -4,8 +4,7 @@
 
 First table: step time (all forwards and backwards of a mini-batch, without the optimizer), simulated and executed by
 real processes. Second table: actions of the fastest traced step, means over the micro-batches, to separate errors of
-the costs from errors of the simulation. Third table: peak bytes of activations, simulated and as kept by autograd (see
-`SavedBytes`).
+the costs from errors of the simulation.
 
 "roofline, preset" knows only that this machine has CPUs; "roofline, calibrated" measured its arithmetic, memory and
 cost of calling an operator; "measured" timed every block of the model, alone in one process.
@@ -17,9 +16,8 @@ import argparse
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import Any
 
 import lightning as L
@@ -27,7 +25,6 @@ import torch
 import torch.distributed as dist
 from examples_by_name import EXAMPLES, model_and_batch
 from processes import load, run
-from saved_bytes import SavedBytes
 
 from lightning_gpp.capture import Capture, capture_step
 from lightning_gpp.cluster import Cluster, Device, preset_cluster
@@ -59,7 +56,6 @@ class Prediction:
     costs: str
     seconds: float
     actions: dict[tuple[int, Kind], float]
-    peak_bytes: tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,11 +69,10 @@ class Case:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """Measurements: seconds of steps, of actions in the fastest step, peaks of saved bytes of devices."""
+    """Measurements: seconds of steps, and of actions in the fastest step."""
 
     steps: list[float]
     actions: dict[tuple[int, Kind], float]
-    peak_bytes: tuple[float, ...]
 
 
 # -- predictions ------------------------------------------------------------------------------------------------------
@@ -101,19 +96,15 @@ def case_of(name: str, machine: Device) -> Case:
     return Case(name=name, plan=plan, predictions=predictions)
 
 
-def plan_of(name: str, captured: Capture, first: Mapping[str, Any] = MappingProxyType({})) -> Plan:
-    """The example's plan, with further keys of its first stage."""
-    modules, others = PLACEMENTS[name]
-    placement = [{"modules": modules, **first}, {"modules": others}]
+def plan_of(name: str, captured: Capture) -> Plan:
+    placement = [{"modules": modules} for modules in PLACEMENTS[name]]
     return manual(captured.graph, placement, batch_size=captured.batch_size, num_micro_batches=NUM_MICRO_BATCHES)
 
 
 def predicted(label: str, captured: Capture, plan: Plan, cluster: Cluster, costs: CostModel) -> Prediction:
-    stage_costs = replace(estimate(captured.graph, plan, cluster, costs), parameter_copies=0, mini_batch_bytes=0)
+    stage_costs = estimate(captured.graph, plan, cluster, costs)
     timeline = simulate(compile_program(plan), stage_costs)
-    return Prediction(
-        costs=label, seconds=timeline.makespan, actions=actions_of(plan, stage_costs), peak_bytes=timeline.peak_bytes
-    )
+    return Prediction(costs=label, seconds=timeline.makespan, actions=actions_of(plan, stage_costs))
 
 
 def actions_of(plan: Plan, costs: StageCosts) -> dict[tuple[int, Kind], float]:
@@ -128,16 +119,13 @@ def actions_of(plan: Plan, costs: StageCosts) -> dict[tuple[int, Kind], float]:
 
 
 class Runner:
-    """Runs one example's plan on this rank.
+    """Runs one example's plan on this rank."""
 
-    `first` has further keys of its first stage, `settings` arguments of `model_and_batch`.
-    """
-
-    def __init__(self, rank: int, name: str, first: Mapping[str, Any] = MappingProxyType({}), **settings: Any) -> None:
+    def __init__(self, rank: int, name: str) -> None:
         self.rank = rank
-        self.model, self.batch = model_and_batch(name, **settings)
+        self.model, self.batch = model_and_batch(name)
         captured = capture_step(self.model, self.batch)
-        self.plan, self.batch_size = plan_of(name, captured, first), captured.batch_size
+        self.plan, self.batch_size = plan_of(name, captured), captured.batch_size
         silence(self.model)
         self.pipeline: Pipeline = build(captured, self.plan, self.model)
         self.transport = DistributedTransport(Mesh(self.plan.num_devices, 1, rank), pairs_of(self.plan))
@@ -185,10 +173,7 @@ def measure(rank: int, cases: Sequence[Case], rounds: int) -> None:
             seconds = [runner.step(plain[index]) for _ in range(STEPS_PER_ROUND)]
             steps[index] += seconds if number else []  # the first round warms up
             best[index] = min(best[index], traced_step(runner, traced[index]), key=lambda pair: pair[0])
-    measured = [
-        Measured(steps=steps[index], actions=gathered(best[index][1]), peak_bytes=peaks(runner))
-        for index, runner in enumerate(runners)
-    ]
+    measured = [Measured(steps=steps[index], actions=gathered(best[index][1])) for index in range(len(cases))]
     if rank == 0:
         report(cases, measured)
 
@@ -202,22 +187,11 @@ def traced_step(runner: Runner, executor: Executor) -> tuple[float, Actions]:
     return seconds, dict(actions)
 
 
-def peaks(runner: Runner) -> tuple[float, ...]:
-    counter = SavedBytes(runner.model)
-    with torch.autograd.graph.saved_tensors_hooks(counter.pack, lambda held: held.tensor):
-        runner.step(runner.executor())
-    return tuple(each[0] for each in exchanged((counter.peak,)))
-
-
 def gathered(mine: Actions) -> dict[tuple[int, Kind], float]:
     """Means over the micro-batches of all ranks."""
-    return {key: statistics.mean(values) for actions in exchanged(mine) for key, values in actions.items()}
-
-
-def exchanged(value: Any) -> list[Any]:
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
+    everybody: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everybody, mine)
+    return {key: statistics.mean(values) for actions in everybody for key, values in actions.items()}
 
 
 # -- tables -----------------------------------------------------------------------------------------------------------
@@ -232,10 +206,6 @@ def report(cases: Sequence[Case], measured: Sequence[Measured]) -> None:
     print_table(
         "model | stage | action | executed, ms | " + " | ".join(f"{label}, ms | error" for label in labels),
         [row for pair in zip(cases, measured, strict=True) for row in action_rows(*pair)],
-    )
-    print_table(
-        "model | stage | activations predicted, KB | kept by autograd, KB | error",
-        [row for pair in zip(cases, measured, strict=True) for row in memory_rows(*pair)],
     )
 
 
@@ -258,16 +228,6 @@ def action_rows(case: Case, measured: Measured) -> list[list[str]]:
             cells += [ms(prediction.actions[stage, kind]), error(prediction.actions[stage, kind], seconds)]
         rows.append(cells)
     return rows
-
-
-def memory_rows(case: Case, measured: Measured) -> list[list[str]]:
-    peaks = case.predictions[0].peak_bytes
-    return [
-        [case.name, stage.name, f"{peaks[device] / 1e3:.0f}", f"{measured.peak_bytes[device] / 1e3:.0f}"]
-        + [error(peaks[device], measured.peak_bytes[device])]
-        for stage in case.plan.stages
-        for device in stage.devices
-    ]
 
 
 def ms(seconds: float) -> str:

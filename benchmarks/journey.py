@@ -7,7 +7,7 @@ micro-batches of the two-tower example, with each tower on a device of its own. 
 `auto` for the same model and number of devices, after the capture.
 
 A file counts if one of its functions runs. A change of file is a call or return of one of the package's functions that
-follows one in another file. `--all` lists which file follows which, and how often.
+follows one in another file.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import logging
 import os
 import sys
 import warnings
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
@@ -73,13 +72,9 @@ class Journey:
         if event in ("call", "return") and code.co_filename.startswith(ROOT):
             self.passed.append(code.co_filename.removeprefix(ROOT))
 
-    @property
-    def changes(self) -> Counter[tuple[str, str]]:
-        """Number of times that a file follows another one."""
-        return Counter((before, after) for before, after in pairwise(self.passed) if before != after)
-
     def row(self, name: str) -> str:
-        return f"| {name} | {len(set(self.passed))} | {self.changes.total()} |"
+        changes = sum(before != after for before, after in pairwise(self.passed))
+        return f"| {name} | {len(set(self.passed))} | {changes} |"
 
 
 class Steady(L.Callback):
@@ -96,7 +91,7 @@ class Steady(L.Callback):
         self.journey.stop()
 
 
-def step(rank: int, port: int, show_all: bool) -> None:
+def step(rank: int, port: int) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
@@ -118,10 +113,10 @@ def step(rank: int, port: int, show_all: bool) -> None:
     )
     trainer.fit(TwoTower(), CaptionedDigits(batch_size=16))
     if rank == 0:
-        report("a training step", steady.journey, show_all)
+        print(steady.journey.row("a training step"))
 
 
-def plan(show_all: bool) -> None:
+def plan() -> None:
     data = CaptionedDigits(batch_size=16)
     data.setup("fit")
     captured = capture_step(TwoTower(), next(iter(data.train_dataloader())))
@@ -129,25 +124,18 @@ def plan(show_all: bool) -> None:
     journey = Journey()
     with journey.counted():
         best_plan("auto", captured.graph, request)
-    report("a plan", journey, show_all)
-
-
-def report(name: str, journey: Journey, show_all: bool) -> None:
-    print(journey.row(name))
-    if show_all:
-        print("\n".join(f"{count:6} {before} -> {after}" for (before, after), count in journey.changes.most_common()))
+    print(journey.row("a plan"))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("journey", choices=("step", "plan", "both"), nargs="?", default="both")
-    parser.add_argument("--all", action="store_true", help="which file follows which")
     arguments = parser.parse_args()
     print("| | files | changes of file |\n|---|---|---|", flush=True)
     if arguments.journey != "plan":
-        multiprocessing.spawn(step, (find_free_network_port(), arguments.all), nprocs=NUM_RANKS)
+        multiprocessing.spawn(step, (find_free_network_port(),), nprocs=NUM_RANKS)
     if arguments.journey != "step":
-        plan(arguments.all)
+        plan()
 
 
 if __name__ == "__main__":

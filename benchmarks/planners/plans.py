@@ -1,8 +1,4 @@
-"""Step times of the plans of many requests, for comparisons between two versions of the planner.
-
-    python -m benchmarks.planners.plans [examples] [paper] [random] [--output now.json] [--against before.json]
-
-`tests/planning/step_times.json` has the step times of an earlier version (`--against`).
+"""Many requests for plans, for comparisons between two versions of the planner, or with a part of it switched off.
 
 The requests are the three examples on clusters of CPUs and GPUs, the GraphPipe paper's workloads on its machine, and
 200 random ones, with schedules of all layouts. Searches are limited by evaluations instead of seconds, so a version
@@ -11,17 +7,13 @@ finds the same plans on every machine. Requests without a plan have no step time
 
 from __future__ import annotations
 
-import argparse
-import json
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from math import inf
-from pathlib import Path
 from random import Random
 from typing import Final
 
 from benchmarks.examples_by_name import EXAMPLES, model_and_batch
-from benchmarks.planners.common import table, without_data
+from benchmarks.planners.common import without_data
 from benchmarks.planners.paper import BATCH_SIZES, HARDWARE, NUM_DEVICES
 from benchmarks.workloads import graph
 from lightning_gpp.capture import capture_step
@@ -30,7 +22,6 @@ from lightning_gpp.costs.model import Footprint, Roofline
 from lightning_gpp.errors import GPPError
 from lightning_gpp.graph import OperatorGraph
 from lightning_gpp.planning import Request, best_plan
-from lightning_gpp.planning.problem import partitioner
 from lightning_gpp.schedules import schedule_names
 from tests.planning.graphs import Builder
 
@@ -141,52 +132,8 @@ GROUPS: Final[dict[str, Callable[[], Iterator[tuple[str, Case]]]]] = {
 }
 
 
-def recorded(names: list[str]) -> tuple[dict[str, float | None], dict[str, float]]:
-    """The step time of every request, and the CPU seconds of all searches of every group."""
-    partitioner.EVALUATIONS_PER_SECOND = EVALUATIONS / SECONDS
-    steps: dict[str, float | None] = {}
-    cpu_seconds = dict.fromkeys(names, 0.0)
-    for group in names:
-        for label, case in GROUPS[group]():
-            began = time.process_time()
-            steps[label] = step_seconds(case)
-            cpu_seconds[group] += time.process_time() - began
-    return steps, cpu_seconds
-
-
-def compared(before: Mapping[str, float | None], now: Mapping[str, float | None]) -> Iterator[str]:
-    """Numbers of steps that are shorter, equal or longer, and the longer ones."""
-    ratios = {label: ratio(before[label], now[label]) for label in now if label in before}
-    shorter = sum(value < 1 - 1e-5 for value in ratios.values())
-    longer = {label: value for label, value in ratios.items() if value > 1 + 1e-5}
-    counts = [len(ratios), shorter, len(ratios) - shorter - len(longer), len(longer)]
-    header = ["requests", "shorter steps", "the same", "longer", "least ratio", "largest ratio"]
-    yield table(header, [[*counts, f"{min(ratios.values()):.4f}", f"{max(ratios.values()):.4f}"]])
-    for label, value in sorted(longer.items(), key=lambda entry: -entry[1]):
-        yield f"longer: {label}, {value:.4f}"
-
-
 def ratio(before: float | None, now: float | None) -> float:
     """The ratio of two step times; no plan counts as an infinite one."""
     if before is None or now is None:
         return 1.0 if before is now else (0.0 if before is None else inf)
     return now / before
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("groups", nargs="*", default=list(GROUPS), help=f"of {', '.join(GROUPS)}")
-    parser.add_argument("--output", type=Path, help="JSON file for the step times")
-    parser.add_argument("--against", type=Path, help="JSON file of another version")
-    options = parser.parse_args()
-    steps, cpu_seconds = recorded(options.groups)
-    if options.output:
-        rounded = {label: None if step is None else float(f"{step:.6g}") for label, step in steps.items()}
-        options.output.write_text(json.dumps(rounded, indent=0) + "\n")
-    if options.against:
-        print(*compared(json.loads(options.against.read_text()), steps), sep="\n")
-    print(", ".join(f"{group}: {seconds:.0f} s of CPU time" for group, seconds in cpu_seconds.items()))
-
-
-if __name__ == "__main__":
-    main()

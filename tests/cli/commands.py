@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from collections.abc import Iterator, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import pytest
 from hydra import compose, initialize_config_dir
+from hydra.core.hydra_config import HydraConfig
 from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
 
@@ -20,7 +24,7 @@ from tests import interpreter
 from tests.distributed import PATIENCE
 from tests.interpreter import ROOT
 
-__all__ = ["ROOT", "check_targets", "command", "commands", "composed", "make_plan"]
+__all__ = ["ROOT", "called", "check_targets", "command", "commands", "composed", "make_plan"]
 
 
 def composed(*overrides: str, name: str = "train") -> DictConfig:
@@ -35,6 +39,23 @@ def command(
     module = f"lightning_gpp.cli.{name}"
     given = {**os.environ, **environment}
     return interpreter.run("-m", module, *arguments, cwd=cwd, timeout=timeout, environment=given)
+
+
+def called(patch: pytest.MonkeyPatch, name: str, *arguments: str, cwd: Path) -> int | str | None:
+    """Run `gpp-<name>` in this process, and return its exit code; what it changes in the process is undone."""
+    patch.chdir(cwd)
+    patch.setattr(sys, "argv", [f"gpp-{name}", *arguments])
+    patch.setattr(sys, "path", [*sys.path])
+    patch.setenv("HYDRA_FULL_ERROR", "1")
+    for module in ("app", "plan"):
+        patch.setattr(f"lightning_gpp.cli.{module}.end_with_reader", lambda: None)
+    try:
+        import_module(f"lightning_gpp.cli.{name}").main()
+    except SystemExit as ended:
+        return ended.code
+    finally:
+        HydraConfig.instance().cfg = None
+    return 0
 
 
 def commands(lines: Sequence[Sequence[str]], *, cwd: Path, timeout: float = PATIENCE) -> list[tuple[int, str, str]]:
