@@ -17,8 +17,7 @@ from torch import nn
 
 from lightning_gpp._compat.torch import FakeTensorMode, hooks_of, replace_call, uncompiled, wraps_compiled
 from lightning_gpp.capture.attributes import FRAMEWORKS, MOST_NUMBERS
-from lightning_gpp.capture.generators import RandomSource
-from lightning_gpp.capture.kept import is_plain_object
+from lightning_gpp.capture.kept import RandomSource, is_plain_object
 from lightning_gpp.capture.metrics import metrics_of
 from lightning_gpp.errors import CaptureError
 from lightning_gpp.graph import OperatorGraph

@@ -7,6 +7,7 @@ A copy of a module has its own, and a run that does not count leaves them as the
 from __future__ import annotations
 
 import functools
+import random
 import types
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,14 +17,17 @@ from operator import is_
 from typing import Any, Final
 from weakref import WeakKeyDictionary
 
+import numpy as np
+import torch
 from torch import Tensor, nn
 
 from lightning_gpp.capture.attributes import NAMESPACES, OF_EVERY_MODULE, is_users
-from lightning_gpp.capture.generators import RandomSource
 from lightning_gpp.user_code import own_attributes
 
 Holder = dict[Any, Any] | list[Any] | set[Any] | deque[Any]
 """A container, or the attributes of an object."""
+RandomSource = torch.Generator | np.random.Generator | np.random.RandomState | random.Random
+"""A random generator of the user's own."""
 
 _DICTS: Final = (dict, OrderedDict, defaultdict, Counter)
 _SEQUENCES: Final = (list, tuple, set, frozenset, deque)
@@ -156,3 +160,29 @@ def _differs(holder: Holder, known: Any) -> bool:
     if isinstance(now, dict):
         return list(now) != list(known) or not all(map(is_, now.values(), known.values()))
     return len(now) != len(known) or not all(map(is_, now, known))
+
+
+def _state_of(generator: RandomSource) -> Any:
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator.state
+    return generator.getstate() if isinstance(generator, random.Random) else generator.get_state()
+
+
+def _set_state(generator: RandomSource, state: Any) -> None:
+    if isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    elif isinstance(generator, random.Random):
+        generator.setstate(state)
+    else:
+        generator.set_state(state)
+
+
+@contextmanager
+def unmoved(generators: Sequence[RandomSource]) -> Iterator[None]:
+    """Restore generators afterwards."""
+    before = list(map(_state_of, generators))
+    try:
+        yield
+    finally:
+        for generator, state in zip(generators, before, strict=True):
+            _set_state(generator, state)

@@ -168,7 +168,7 @@ def record(
     recording = recorder.recording
     recording.changes_batch = _versions(fake) != versions
     if not recorder.reads_between_calls:
-        switches.refuse(subject.step, recording)
+        switches.refuse(subject.step)
     recording.attributes = {scope: originals(module, read) for scope, read in recording.attributes.items()}
     return recording, recorder
 

@@ -12,7 +12,7 @@ from torchmetrics import Metric
 from lightning_gpp._compat.torch import buffers_of
 from lightning_gpp.capture.attributes import MOST_ITEMS, OF_EVERY_MODULE
 from lightning_gpp.capture.isolate import tensor_named
-from lightning_gpp.capture.kept import CHANGING, Holder, kept_by, unchanged
+from lightning_gpp.capture.kept import CHANGING, Holder, Kept, unchanged, unmoved
 
 
 def modules_of_step(module: nn.Module, called: Collection[str], touched: Collection[str] = ()) -> list[nn.Module]:
@@ -34,11 +34,6 @@ def modules_of_step(module: nn.Module, called: Collection[str], touched: Collect
     return [module, *(part for path, part in module.named_modules() if path and counts(path, part))]
 
 
-def holders_in(modules: Sequence[nn.Module]) -> list[Holder]:
-    """The contents of containers and plain objects of attributes; they are looked for once per mini-batch."""
-    return kept_by(modules).holders
-
-
 def _containers(attributes: dict[str, Any]) -> Iterator[Holder]:
     for name, value in attributes.items():
         if type(value) in CHANGING and name not in OF_EVERY_MODULE:
@@ -46,25 +41,24 @@ def _containers(attributes: dict[str, Any]) -> Iterator[Holder]:
 
 
 @contextmanager
-def without_effects(
-    modules: Sequence[nn.Module], changed: Collection[str] = (), inside: Sequence[Holder] = ()
-) -> Iterator[None]:
-    """Restore what modules keep when the context ends: attributes, buffers, and containers and plain objects in them.
+def without_effects(modules: Sequence[nn.Module], changed: Collection[str], inside: Kept) -> Iterator[None]:
+    """Restore what modules keep when the context ends: attributes, buffers, random generators, and containers and plain
+    objects in them.
 
     Of containers with many items only lists that grew are restored.
 
     Args:
         modules: their attributes are restored. The first is the root.
         changed: names of parameters and buffers of the root that change in place.
-        inside: what is in containers and plain objects of their attributes (`holders_in`).
+        inside: what their attributes keep; it is looked for once per mini-batch.
     """
     states = [tensor_named(modules[0], name) for name in changed]
     values = [(tensor, tensor.detach().clone()) for tensor in states]
     before = [(module, dict(vars(module)), buffers_of(module).copy()) for module in modules]
-    holders = {id(each): each for each in inside}
+    holders = {id(each): each for each in inside.holders}
     holders |= {id(value): value for _, own, _ in before for value in _containers(own)}
     try:
-        with unchanged(list(holders.values()), most=MOST_ITEMS):
+        with unchanged(list(holders.values()), most=MOST_ITEMS), unmoved(inside.generators):
             yield
     finally:
         for module, attributes, buffers in before:

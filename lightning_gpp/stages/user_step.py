@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from lightning_gpp._compat.torch import pytree, version
-from lightning_gpp.capture.kept import Holder
+from lightning_gpp.capture.kept import kept_by
 from lightning_gpp.capture.network import InputKey, Network
 from lightning_gpp.capture.recording import ModuleCall, Recorded, Ref, StateRef
 from lightning_gpp.capture.refusal import refusal
@@ -21,7 +21,7 @@ from lightning_gpp.graph import TensorSpec
 from lightning_gpp.runtime.stage import MicroBatch
 from lightning_gpp.stages.answers import answered
 from lightning_gpp.stages.code import variable
-from lightning_gpp.stages.effects import holders_in, modules_of_step, without_effects
+from lightning_gpp.stages.effects import modules_of_step, without_effects
 from lightning_gpp.stages.holes import Holes
 from lightning_gpp.stages.step import Invocation, StepRunner
 from lightning_gpp.wording import named
@@ -50,7 +50,7 @@ class UserStep(StepRunner):
         self._changed = self.network.recording.changed_before_the_end()
         self._glue = {call.step_number: call for call in self.network.calls if call.scope == -1}
         self._of_step = modules_of_step(self.module, self._modules, self.network.recording.touched)
-        self._inside: list[Holder] = []
+        self._inside = kept_by(())
         self._reads_states = any(call.states() for call in self._glue.values())
         self.results = {id(call): pytree.tree_flatten(call.result) for call in self._calls}
         known: list[ModuleCall | Recorded] = [*self._calls, *self._glue.values()]
@@ -61,8 +61,9 @@ class UserStep(StepRunner):
         leaves = (leaf for call in self._calls for leaf in pytree.tree_leaves(call.result))
         self._names = {leaf: variable(leaf) for leaf in leaves if isinstance(leaf, Ref)}
         self._forms: dict[int, dict[str, tuple[tuple[int, ...], torch.dtype]]] = {}
-        self._first: dict[tuple[int, int], dict[str, tuple[torch.Tensor, int]]] | None = {}
-        """Inputs of the first micro-batches, with their versions; None when the step has given them again."""
+        self._first: dict[tuple[int, int], dict[str, tuple[torch.Tensor, int]]] | None = None
+        """Inputs of the micro-batches of the first mini-batch, with their versions."""
+        self._is_new = True
 
     def resized(
         self,
@@ -74,13 +75,14 @@ class UserStep(StepRunner):
         """The same step for mini-batches of other sizes, see `stages/sizes.py`."""
         other = copy(self)
         other.specs, other.input_specs, other.arguments, other.results = specs, input_specs, arguments, results
-        other._open, other._forms, other._inside, other._lists = {}, {}, [], {}
-        other._users_streams, other._first = ExitStack(), None if self._first is None else {}
+        other._open, other._forms, other._lists = {}, {}, {}
+        other._users_streams, other._first = ExitStack(), None
         return other
 
     def open(self, lane: int, batch: Any, invocation: Invocation, seed: int, total: int | None = None) -> None:
         """Take another mini-batch; see `StepRunner`. One that was in this lane is over."""
-        self._inside = holders_in(self._of_step)
+        self._inside = kept_by(self._of_step)
+        self._first, self._is_new = ({} if self._is_new else None), False
         super().open(lane, batch, invocation, seed, total)
 
     # --- source
@@ -256,7 +258,6 @@ class UserStep(StepRunner):
         self.start_streams(micro_batch)
         with answered(self._modules, answer), holes or nullcontext():
             output = self.call(micro_batch)
-        self._first = self._first or (None if first else self._first)
         return self.finish(micro_batch, output)
 
     def _check_again(
@@ -269,9 +270,10 @@ class UserStep(StepRunner):
                 raise refusal(
                     call.line,
                     f"the step runs once for the inputs of its modules and once for its loss, and the second time it "
-                    f"gave {named(call.path)} other inputs: they depend on something outside of the module that the "
-                    "step changes (a global variable, a class, a random generator)",
-                    "keep that in an attribute of the module; or let the step run as a whole (strategy.step=whole)",
+                    f"gave {named(call.path)} other inputs: they depend on a random generator of yours, or on "
+                    "something outside of the module that the step changes (a global variable, a class)",
+                    "draw by torch without a generator (torch.rand, which strategy.seed starts), and keep all else in "
+                    "attributes of the module; or let the step run as a whole (strategy.step=whole)",
                 )
 
     @property

@@ -13,8 +13,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_gpp.capture.generators import unmoved
-from lightning_gpp.capture.kept import Kept, unchanged
+from lightning_gpp.capture.kept import Kept, unchanged, unmoved
 from lightning_gpp.errors import ConfigError
 from lightning_gpp.reports.units import size
 from lightning_gpp.training.control import Control

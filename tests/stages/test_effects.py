@@ -10,9 +10,12 @@ import torch
 from torch import nn
 
 from lightning_gpp.capture import capture_step
+from lightning_gpp.capture.kept import kept_by
 from lightning_gpp.errors import CaptureError
+from lightning_gpp.runtime.stage import MicroBatch
+from lightning_gpp.stages import build
 from lightning_gpp.stages.answers import answered
-from lightning_gpp.stages.effects import holders_in, without_effects
+from lightning_gpp.stages.effects import without_effects
 from tests.stages.inprocess import chain_of, split_gradients
 
 
@@ -34,7 +37,7 @@ class Scaling(nn.Module):
     def __init__(self, scale: Callable[[Scaling], float]) -> None:
         super().__init__()
         self.body, self.head, self.scale = nn.Linear(2, 2), nn.Linear(2, 1), scale
-        self.kept = SimpleNamespace(calls=[])
+        self.kept, self.generator = SimpleNamespace(calls=[]), torch.Generator().manual_seed(0)
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
         return self.head(self.body(batch * self.scale(self))).square().mean()
@@ -48,6 +51,10 @@ def of_all_calls(module: Scaling) -> float:
 def of_calls(module: Scaling) -> float:
     module.kept.calls.append(1)
     return float(len(module.kept.calls))
+
+
+def drawn(module: Scaling) -> float:
+    return 1.0 + torch.rand(2, generator=module.generator)[0].item()
 
 
 def trained(scale: Callable[[Scaling], float]) -> float:
@@ -65,13 +72,26 @@ def test_the_second_run_for_a_micro_batch_repeats_the_first() -> None:
 
 
 def test_inputs_that_depend_on_what_the_step_changes_outside_of_the_module_are_refused() -> None:
-    with pytest.raises(CaptureError, match=r"(?s)time it gave 'body' other inputs.*an attribute of the module"):
+    with pytest.raises(CaptureError, match=r"(?s)time it gave 'body' other inputs.*attributes of the module"):
         trained(of_all_calls)
+
+
+def test_inputs_drawn_for_several_micro_batches_in_turn_are_refused() -> None:
+    batch, module = torch.randn(8, 2), Scaling(drawn)
+    captured = capture_step(module, batch)
+    step = build(captured, chain_of(captured, [["body"], ["head"]], 4), module).step
+    step.begin(batch, lambda part: module.training_step(part, 0), 0)
+    parts = [MicroBatch(0, 0, 4, 8), MicroBatch(1, 4, 8, 8)]
+    for part in parts:
+        step.inputs(part)
+    step.run(parts[0], {})
+    with pytest.raises(CaptureError, match="(?s)time it gave 'body' other inputs.*torch.rand"):
+        step.run(parts[1], {})
 
 
 def test_attributes_lists_and_buffers_are_as_before() -> None:
     module = Keeping()
-    with without_effects([module], ["count"], holders_in([module])):
+    with without_effects([module], ["count"], kept_by([module])):
         module.count.add_(1)
         module.count.data.add_(1)
         module.mean = module.mean + 1
@@ -88,7 +108,7 @@ def test_attributes_lists_and_buffers_are_as_before() -> None:
 def test_a_graph_that_has_saved_a_buffer_stays_valid() -> None:
     module, weight = Keeping(), torch.ones(3, requires_grad=True)
     result = (weight * module.count).sum()
-    with without_effects([module], ["count"], holders_in([module])):
+    with without_effects([module], ["count"], kept_by([module])):
         pass
     result.backward()
 

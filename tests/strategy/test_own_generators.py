@@ -11,9 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_gpp.capture import capture_step
-from lightning_gpp.capture.generators import unmoved
-from lightning_gpp.errors import CaptureError
+from lightning_gpp.capture.kept import unmoved
 from tests.strategy import harness
 from tests.strategy.harness import TwoTowers
 
@@ -62,12 +60,6 @@ def test_steps_draw_what_they_draw_on_one_device() -> None:
     for found in harness.run(2, drawn_in_stages):
         for losses, others in zip(expected, found, strict=True):
             assert others == pytest.approx(losses, rel=1e-12)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_draws_in_front_of_the_network_are_for_a_step_as_a_whole(kind: type[Behind]) -> None:
-    with pytest.raises(CaptureError, match=r"(?s)a random generator that the module keeps.*strategy.step=whole"):
-        capture_step(kind().double(), next(iter(harness.loader())))
 
 
 def test_generators_are_restored() -> None:
