@@ -7,6 +7,7 @@ signatures and docstrings of the names in their headings. MkDocs calls `on_page_
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Iterator
@@ -34,19 +35,19 @@ REGISTRIES: dict[str, Registry[Any]] = {
 
 INTERFACE = "reference/python.md"
 WITHOUT_DOCSTRING = {"STEP", "SOURCE", "sequence", "__version__"}
-HIDDEN = {"show_signature": False, "show_docstring_parameters": False}
-"""Signatures that only the library calls, or whose arguments are the options."""
-FURTHER: dict[str, dict[str, bool]] = {
-    "GPPStrategy": HIDDEN,
-    "GPPFabricStrategy": HIDDEN,
-    "Options": HIDDEN,
-    "Engine": HIDDEN | {"members": True},
-    **dict.fromkeys(
-        ("Capture", "OperatorGraph", "Cluster", "Plan", "Timeline", "Schedule", "SearchControl", "Evaluator"),
-        {"members": True},
-    ),
+HIDDEN = {"show_signature": False, "show_docstring_parameters": False, "separate_signature": False}
+BY_THE_LIBRARY = {"GPPStrategy", "GPPFabricStrategy", "Options", "Engine"}
+"""Classes whose arguments are the options, or that only the library makes."""
+MEMBERS = {
+    "GPPStrategy": "plan timeline report grad_norm optimizer_state",
+    "Engine": "train_step evaluate feed clip_grad_norm grad_norm state_dict load_state_dict optimizer_state_dict "
+    "load_optimizer_state_dict pipeline_state_dict load_pipeline_state_dict",
+    "Plan": "load save intervals",
+    "Cluster": "of_nodes uniform subset",
+    "Timeline": "makespan bubble_fraction",
+    "Schedule": "parse",
 }
-"""What mkdocstrings shows of single names, beside or instead of their docstring."""
+"""Members that users call."""
 
 
 def on_page_markdown(markdown: str, page: Any, **_: object) -> str:
@@ -62,12 +63,18 @@ def interface(markdown: str) -> str:
 
 
 def directives(section: str) -> Iterator[str]:
-    for name in re.findall(r"`(\w+)`", section.splitlines()[0]):
+    names = re.findall(r"`(\w+)`", section.splitlines()[0])
+    for name in names:
         if name not in WITHOUT_DOCSTRING:
-            further = yaml.safe_dump(FURTHER.get(name, {}), default_flow_style=True)
-            yield f"::: lightning_gpp.{name}\n    options: {further}\n"
-    for name in ("carry", "positions", "causal_attention") if "`sequence`" in section.splitlines()[0] else ():
-        yield f"::: lightning_gpp.sequence.{name}\n\n"
+            yield directive(name, **(HIDDEN if name in BY_THE_LIBRARY else {}))
+        for member in MEMBERS.get(name, "").split():
+            yield directive(f"{name}.{member}", heading_level=5)
+    for name in ("carry", "positions", "causal_attention") if "sequence" in names else ():
+        yield directive(f"sequence.{name}")
+
+
+def directive(name: str, **further: Any) -> str:
+    return f"::: lightning_gpp.{name}\n    options: {json.dumps(further)}\n\n"
 
 
 def expanded(markdown: str, path: str) -> str:
