@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from lightning_gpp.errors import CheckpointError, ConfigError
+from lightning_gpp.wording import some
 
 _ATTRIBUTE: Final = "_gpp_pretrained"
 """The attribute of a parameter without memory that says where its value is."""
@@ -192,12 +193,8 @@ def _renamed(
 def _check_names(module: nn.Module, path: object, absent: Iterable[str], unexpected: Iterable[str]) -> None:
     kinds = {"are not in the files": list(absent), "are only in the files": list(unexpected)}
     if any(kinds.values()):
-        told = "; ".join(f"{len(names)} {kind} ({_shown(names)})" for kind, names in kinds.items() if names)
+        told = "; ".join(f"{len(names)} {kind} ({some(names, _SHOWN)})" for kind, names in kinds.items() if names)
         raise CheckpointError(
             f"The tensors in {path} are not those of {type(module).__name__}: {told}. Give the part of the model that "
             "the files are for, names for their keys (rename), or strict=False to take those that fit."
         )
-
-
-def _shown(names: list[str]) -> str:
-    return ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")

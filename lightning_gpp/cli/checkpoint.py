@@ -60,7 +60,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _show(given: argparse.Namespace) -> None:
-    from lightning_gpp.checkpoints.contents import contents  # takes a second to load, for which --help need not wait
+    from lightning_gpp.checkpoints.convert import contents  # takes a second to load, for which --help need not wait
     from lightning_gpp.reports.terminal import terminal_width, wrapped
 
     _check_there(given.path)

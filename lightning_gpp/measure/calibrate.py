@@ -22,7 +22,7 @@ COPIED_BYTES: Final = 128 * 2**20  # larger than the caches
 OPERATORS_PER_LOOP: Final = 200
 
 
-def calibrate(device: torch.device, dtype: torch.dtype = torch.float32, num_threads: int = 1) -> Device:
+def calibrate(device: torch.device, dtype: torch.dtype = torch.float32) -> Device:
     """Measure arithmetic, memory and the cost of calling an operator; takes less than 3 seconds on an idle device.
 
     The peaks of the result are the measured figures, so that its efficiencies are 1. FLOP/s are those of large matrix
@@ -32,7 +32,6 @@ def calibrate(device: torch.device, dtype: torch.dtype = torch.float32, num_thre
     Args:
         device: a device of this machine, "cpu" or "cuda:0".
         dtype: type of the matrices; a floating-point type.
-        num_threads: threads of a CPU; processes of a pipeline use 1. The previous number is restored.
 
     Raises:
         ConfigError: the data type is not floating-point, or the device is neither a CPU nor a CUDA device.
@@ -41,7 +40,7 @@ def calibrate(device: torch.device, dtype: torch.dtype = torch.float32, num_thre
         raise ConfigError(
             f"calibrate(device={device}, dtype={dtype}): give a CPU or CUDA device and a floating-point type."
         )
-    with _threads(num_threads) if device.type == "cpu" else nullcontext():
+    with one_thread() if device.type == "cpu" else nullcontext():
         return Device(
             name=_name(device),
             memory_bytes=memory_bytes(device),
@@ -55,9 +54,10 @@ def calibrate(device: torch.device, dtype: torch.dtype = torch.float32, num_thre
 
 
 @contextmanager
-def _threads(num_threads: int) -> Iterator[None]:
+def one_thread() -> Iterator[None]:
+    """Inside, a CPU computes with one thread, as in a process of a pipeline."""
     before = torch.get_num_threads()
-    torch.set_num_threads(num_threads)
+    torch.set_num_threads(1)
     try:
         yield
     finally:

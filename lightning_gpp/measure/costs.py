@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Final
 
 import torch
@@ -17,6 +17,7 @@ from lightning_gpp.costs.measured import BlockSeconds, MeasuredCosts, spread
 from lightning_gpp.costs.model import Roofline, Seconds
 from lightning_gpp.errors import ConfigError
 from lightning_gpp.measure.blocks import Block, Blocks, find_blocks
+from lightning_gpp.measure.calibrate import one_thread
 from lightning_gpp.measure.replica import filled, hollow_copy, random_like
 from lightning_gpp.measure.timing import BlockTimer
 from lightning_gpp.plan import SOURCE
@@ -136,16 +137,9 @@ def _checked_sizes(sizes: Sequence[int], batch: Any) -> list[int]:
 
 @contextmanager
 def _prepared(device: torch.device) -> Iterator[None]:
-    """Use one thread, as a pipeline's process does; restore their number, and the random streams, at the end."""
-    before = torch.get_num_threads()
-    with ExitStack() as stack:
-        stack.enter_context(undisturbed())
-        stack.enter_context(torch.enable_grad())
-        if device.type == "cuda":
-            stack.enter_context(torch.random.fork_rng([device]))
-        else:
-            stack.callback(torch.set_num_threads, before)
-            torch.set_num_threads(1)
+    """Use one thread; restore the random streams at the end."""
+    forked = torch.random.fork_rng([device]) if device.type == "cuda" else one_thread()
+    with undisturbed(), torch.enable_grad(), forked:
         yield
 
 

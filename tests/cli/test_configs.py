@@ -7,7 +7,7 @@ import re
 
 import pytest
 from hydra.core.global_hydra import GlobalHydra
-from hydra.errors import ConfigCompositionException, HydraException
+from hydra.errors import ConfigCompositionException
 from omegaconf import OmegaConf
 
 from lightning_gpp.cli.configured import built, check_settings
@@ -33,10 +33,6 @@ def test_every_file_composes_and_names_things_that_exist(file: str) -> None:
     assert not GlobalHydra.instance().is_initialized()
 
 
-def test_the_plan_command_composes() -> None:
-    assert composed("experiment=two_tower", name="plan").output is None
-
-
 def test_the_strategy_file_is_written_from_the_options() -> None:
     text = (config_folder() / "strategy" / "gpp.yaml").read_text()
     assert text == strategy_yaml(), "python -m lightning_gpp.cli.strategy_file writes it again"
@@ -49,17 +45,6 @@ def test_defaults_are_those_of_the_strategy() -> None:
     parameters = inspect.signature(GPPStrategy).parameters
     given = {key: value for key, value in OmegaConf.to_container(config).items() if not str(key).startswith("_")}
     assert given == {key: parameters[str(key)].default for key in given}
-
-
-@pytest.mark.parametrize("group", ["experiment", "strategy", "data", "trainer", "debug"])
-def test_a_file_that_does_not_exist_is_answered_with_those_that_do(group: str) -> None:
-    with pytest.raises(HydraException, match="Available options in"):
-        composed("experiment=two_tower", f"{group}=nothing")
-
-
-def test_without_data_the_choices_are_listed() -> None:
-    with pytest.raises(ConfigCompositionException, match=r"(?s)You must specify '(data|model)'.*gpt_text"):
-        composed()
 
 
 @pytest.mark.parametrize(

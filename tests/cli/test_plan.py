@@ -13,7 +13,7 @@ from omegaconf import DictConfig
 from lightning_gpp.cli.planning import show
 from lightning_gpp.cli.task import num_processes
 from lightning_gpp.errors import ConfigError, PlanError
-from lightning_gpp.plan import STEP, Plan
+from lightning_gpp.plan import Plan
 from lightning_gpp.schedules import schedule_names
 from tests.cli import commands
 from tests.cli.commands import make_plan
@@ -37,16 +37,6 @@ def test_the_examples_are_planned(
     assert "device 0 |" in text
     assert "| devices | holds " in text
     assert not dist.is_initialized()
-
-
-def test_the_towers_of_an_example_wait_for_nothing() -> None:
-    plan, _ = make_plan(composed("experiment=feature_towers"))
-    assert plan.depth == 2
-    assert [stage.modules for stage in plan.stages if plan.depths()[plan.stages.index(stage)] == 2] == [
-        ("mean_tower",),
-        ("error_tower",),
-        ("worst_tower",),
-    ]
 
 
 def test_what_it_writes_can_be_read(tmp_path: Path) -> None:
@@ -76,17 +66,6 @@ def test_the_planner_may_choose_the_schedule(capsys: pytest.CaptureFixture[str])
     assert re.search(r"runners-up.*, gpipe$", capsys.readouterr().out, re.DOTALL | re.MULTILINE)
 
 
-def test_stages_declared_by_hand() -> None:
-    stages = "{mean_tower: 0, error_tower: 0, worst_tower: 1, trunk: 2}"
-    config = composed("experiment=feature_towers", "trainer.devices=3", f"strategy.stages={stages}")
-    plan, _ = make_plan(config)
-    assert [stage.modules for stage in plan.stages] == [
-        ("mean_tower", "error_tower"),
-        ("worst_tower",),
-        ("trunk", STEP),
-    ]
-
-
 def test_a_stage_declared_with_two_replicas() -> None:
     stages = (
         "[{name: image, modules: [image_tower], devices: [1]}, {name: text, modules: [text_tower], devices: [2, 3]}, "
@@ -108,15 +87,6 @@ def test_a_plan_whose_step_is_not_on_device_0_is_refused_as_in_training(tmp_path
 def test_pipelines_divide_the_devices() -> None:
     config = composed("experiment=gpt_text", "trainer.devices=8", "strategy.num_pipelines=4")
     assert make_plan(config)[0].num_devices == 2
-
-
-def test_the_chain_has_the_same_stages_and_more_depth(tmp_path: Path) -> None:
-    graph, _ = make_plan(composed("experiment=feature_towers"))
-    graph.save(tmp_path / "plan.yaml")
-    same = ("strategy.chain_baseline=true", f"strategy.plan={tmp_path / 'plan.yaml'}")
-    chain, _ = make_plan(composed("experiment=feature_towers", *same))
-    assert [stage.modules for stage in chain.stages] == [stage.modules for stage in graph.stages]
-    assert (graph.depth, chain.depth) == (2, 4)
 
 
 def test_the_number_of_devices_is_configured_not_found() -> None:

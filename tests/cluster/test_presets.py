@@ -38,23 +38,6 @@ def test_links_within_a_node_are_better_than_between_nodes(name: str) -> None:
     assert inside.latency < between.latency
 
 
-@pytest.mark.parametrize(
-    ("name", "count", "inside", "between"),
-    [
-        ("summit", 4, 50e9, 12.5e9),
-        ("dgx_a100", 8, 300e9, 25e9),
-        ("dgx_h100", 8, 450e9, 50e9),
-        ("dgx_h200", 8, 450e9, 50e9),
-        ("t4_box", 4, 15.75e9, 1.25e9),
-    ],
-)
-def test_bandwidths_of_one_direction(name: str, count: int, inside: float, between: float) -> None:
-    cluster = preset_cluster(name, num_nodes=2)
-    assert cluster.num_devices == 2 * count
-    assert cluster.link(0, 1).bytes_per_second == inside
-    assert cluster.link(0, count).bytes_per_second == between
-
-
 def test_only_the_first_devices() -> None:
     cluster = preset_cluster("dgx_h100", num_nodes=2, num_devices=10)
     assert [cluster.node_of(device) for device in range(10)] == [0] * 8 + [1] * 2

@@ -31,19 +31,6 @@ def test_gantt_in_text() -> None:
     ]
 
 
-def test_gantt_of_another_order() -> None:
-    assert timeline_text(timeline_of(chain_plan("1f1b")), width=69).splitlines()[:2] == [
-        "device 0 |...F0==B0=====F1=B1=====F2=B2=====.......| idle 25 %, 1 B",
-        "device 1 |F0=F1==.......B0====F2==B1=====...B2=====| idle 25 %, 2 B",
-    ]
-
-
-@pytest.mark.parametrize("width", [40, 80, 200])
-def test_lines_fit_the_width(width: int) -> None:
-    rows = timeline_text(timeline_of(chain_plan("1f1b")), width=width).splitlines()[:3]
-    assert all(len(row) <= width for row in rows)
-
-
 def test_stages_that_share_a_device_are_told_apart() -> None:
     placement = [{"modules": ["blocks.0"], "devices": [0]}, {"modules": ["blocks.1"], "devices": [0]}]
     plan = manual(graphs.chain(2), placement, batch_size=2, micro_batch_size=1)
