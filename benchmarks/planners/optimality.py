@@ -18,7 +18,7 @@ from benchmarks.planners.common import search, table, verdict
 from lightning_gpp.planning import Evaluation, Evaluator
 from lightning_gpp.planning.partitioners.graphpipe.search import PRECISION
 from lightning_gpp.schedules.one_f_one_b import samples_in_flight
-from tests.planning.every_shape import best_of_all
+from tests.planning.brute_force import best_of_all
 from tests.planning.problems import random_problem
 from tests.planning.test_graphpipe import Judge, trees_of
 from tests.planning.test_graphpipe import random_problem as random_series_parallel

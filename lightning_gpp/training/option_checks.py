@@ -10,7 +10,7 @@ from typing import Any
 from lightning_gpp.errors import ConfigError
 from lightning_gpp.option import Problems, refuse_beside
 from lightning_gpp.planning.assignment.complete import check_one_given, check_sharded_slices
-from lightning_gpp.planning.assignment.stages_spec import read
+from lightning_gpp.planning.assignment.manual import read
 from lightning_gpp.planning.request import check_replicas
 from lightning_gpp.schedules.registry import method_of
 from lightning_gpp.training.option_values import AUTO, SYNCHRONOUS, check_policy

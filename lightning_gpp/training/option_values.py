@@ -13,7 +13,7 @@ from lightning_gpp.errors import ConfigError, did_you_mean
 from lightning_gpp.option import refusal
 from lightning_gpp.plan import Plan
 from lightning_gpp.planning import partitioner_names
-from lightning_gpp.planning.assignment.stages_spec import StagesSpec, read
+from lightning_gpp.planning.assignment.manual import StagesSpec, read
 from lightning_gpp.schedules.registry import schedule_names
 from lightning_gpp.simulation import WeightCopies
 

@@ -20,8 +20,8 @@ from lightning_gpp.cluster import Cluster
 from lightning_gpp.errors import ConfigError
 from lightning_gpp.option import Converted, option, settle
 from lightning_gpp.plan import Plan
+from lightning_gpp.planning.assignment.manual import StagesSpec
 from lightning_gpp.planning.assignment.slices import Slicing
-from lightning_gpp.planning.assignment.stages_spec import StagesSpec
 from lightning_gpp.planning.request import Count, SearchOptions
 from lightning_gpp.schedules.registry import schedule_names
 from lightning_gpp.stages.counts import reduction

@@ -19,8 +19,8 @@ from lightning_gpp.plan import STEP, Plan
 from lightning_gpp.planning import Prediction, Request, best_order, best_plan, check_model, manual
 from lightning_gpp.planning.assignment.complete import check_blocks, completed, rebuilt, slice_again, slicing_of
 from lightning_gpp.planning.assignment.layout import lay_out_by_hand
+from lightning_gpp.planning.assignment.manual import read
 from lightning_gpp.planning.assignment.slices import kept_together
-from lightning_gpp.planning.assignment.stages_spec import read
 from lightning_gpp.planning.problem.partitioner import Progress
 from lightning_gpp.planning.request import SEARCHED, STANDARD, SearchOptions
 from lightning_gpp.schedules.registry import method_of

@@ -18,7 +18,7 @@ import networkx as nx
 from lightning_gpp.cluster import Cluster, Device, Link, Node
 from lightning_gpp.errors import GPPError
 from lightning_gpp.graph import OperatorGraph
-from lightning_gpp.planning import Draft, DraftStage, Problem, Request
+from lightning_gpp.planning import Draft, DraftStage, Evaluation, Evaluator, Problem, Request
 from lightning_gpp.planning.problem.prediction import simulated
 from tests.planning.graphs import Builder
 
@@ -105,6 +105,17 @@ def optimum(problem: Problem) -> Optimum:
             if prediction.fits and prediction.samples_per_second > best:
                 best, draft = prediction.samples_per_second, slackened
     return Optimum(best, draft, number)
+
+
+def best_of_all(problem: Problem) -> Evaluation:
+    """The evaluation of the draft with the shortest estimate of all that fit the memory, on all devices."""
+    evaluate = Evaluator(problem)
+    whole = (draft for draft in drafts(problem) if _num_devices(draft) == problem.num_devices)
+    return min(map(evaluate, whole), key=lambda evaluation: evaluation.rank)
+
+
+def _num_devices(draft: Draft) -> int:
+    return sum(len(stage.devices) for stage in draft.stages)
 
 
 def with_slack(problem: Problem, draft: Draft) -> Iterator[Draft]:

@@ -22,8 +22,8 @@ from lightning_gpp.planning.partitioners.auto.search import auto
 from lightning_gpp.planning.problem.problem import busy_bound
 from lightning_gpp.schedules import compile_program, verify
 from tests.planning import graphs
+from tests.planning.brute_force import best_of_all
 from tests.planning.drafts import DEVICE, simulated
-from tests.planning.every_shape import best_of_all
 from tests.planning.problems import random_problem
 
 FAMILIES = {

@@ -11,7 +11,7 @@ from lightning_gpp.cluster import Cluster
 from lightning_gpp.planning import Problem, Request, best_plan
 from lightning_gpp.planning.problem.problem import busy_bound
 from tests.planning import graphs
-from tests.planning.every_shape import best_of_all
+from tests.planning.brute_force import best_of_all
 from tests.planning.problems import DEVICE, random_problem
 
 

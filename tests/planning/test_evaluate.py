@@ -16,8 +16,8 @@ from lightning_gpp.planning.problem import pipeline_clock
 from lightning_gpp.planning.problem.pipeline_clock import ClockedStages, end_times
 from lightning_gpp.planning.problem.units import UnitGraph
 from tests.planning import graphs
+from tests.planning.brute_force import drafts as drafts_of
 from tests.planning.drafts import DEVICE, random_case, simulated
-from tests.planning.every_shape import shapes
 from tests.planning.problems import random_problem
 
 FAMILIES = {
@@ -135,7 +135,7 @@ def test_values_that_cannot_be_cut_go_only_between_equal_shares() -> None:
 def test_a_limit_gives_a_lower_bound(seed: int) -> None:
     problem = replace(random_problem(seed), schedules=("1f1b", "gpipe"))
     evaluate = Evaluator(problem)
-    drafts = [shape.draft() for shape in islice(shapes(problem), 0, 400, 7)]
+    drafts = list(islice(drafts_of(problem), 0, 400, 7))
     drafts += [replace(draft, chained=True) for draft in drafts[:10]]
     for draft in drafts:
         whole = evaluate(draft)

@@ -442,19 +442,6 @@ def test_other_graphs_are_converted() -> None:
     assert answer.objective <= 4.5 * 3  # nine layers on four devices are never perfectly balanced
 
 
-def test_broadcasts_are_placed_after_the_search() -> None:
-    """A mask that all layers of both towers read, from a unit without parameters that costs next to nothing."""
-    problem = crossed()
-    shifted = [replace(v, src=v.src + 1, dsts=tuple(dst + 1 for dst in v.dsts)) for v in problem.units.values]
-    mask = Value(src=0, dsts=tuple(range(1, 10)), bytes=Affine(1.0), num_directions=1)
-    problem = problem_of([mask, *shifted], [(1e-4, 0.0, 0)] + [(1.0, 1.0, 10)] * 9, cluster_of(4, 1e9), 2)
-    answer = graphpipe(problem, SearchControl())
-    assert answer.draft is not None
-    assert sorted(unit for stage in answer.draft.stages for unit in stage.units) == list(range(10))
-    assert any("1 units of negligible cost" in note for note in answer.notes)
-    assert Evaluator(problem)(answer.draft).fits
-
-
 # Choices.
 
 

@@ -9,11 +9,11 @@ from lightning_gpp.planning.assignment.modules import around, stage_names
         ([["", "@step"]], ["model"]),
         ([["image_tower"], ["text_tower"], ["head", "@step"]], ["image_tower", "text_tower", "head"]),
         ([["blocks.0", "blocks.1", "blocks.2"], ["blocks.3"]], ["blocks.0-2", "blocks.3"]),
-        ([["blocks.0", "blocks.2", "blocks.3"], ["head"]], ["blocks.0,2-3", "head"]),
+        ([["blocks.0", "blocks.2", "blocks.3"], ["head"]], ["blocks.0+2+3", "head"]),
         ([["embed", "blocks.0"], ["blocks.1", "head"]], ["embed+blocks.0", "blocks.1+head"]),
-        ([["embed", "blocks.0", "x.y"], ["head"]], ["embed..x", "head"]),
+        ([["embed", "blocks.0", "x.y"], ["head"]], ["embed+blocks.0+x.y", "head"]),
         ([["model.h.0"], ["model.lm_head"]], ["h.0", "lm_head"]),
-        ([["net.conv", "net.norm"], ["net.pool", "net.fc", "net.head"]], ["conv+norm", "pool..head"]),
+        ([["net.conv", "net.norm"], ["net.pool", "net.fc", "net.head"]], ["conv+norm", "pool+fc+head"]),
         ([["a"], ["@step"]], ["a", "step"]),
         ([["a.b"], ["c"], ["a.b.d", "a.b.e"], ["a.b.f", "a.b.e"]], ["a.b", "c", "a.b.d+e", "a.b.f+e"]),
         (
@@ -30,7 +30,7 @@ from lightning_gpp.planning.assignment.modules import around, stage_names
                 ["t.0.down", "t.1.norm", "t.2.up"],
                 ["t.2.down", "t.3", "head"],
             ],
-            ["t.0/1", "t/1", "t+head"],
+            ["t/1", "t/2", "t.2.down+t.3+head"],
         ),
     ],
 )

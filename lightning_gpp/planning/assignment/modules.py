@@ -69,7 +69,7 @@ def around(paths: Iterable[str]) -> set[str]:
     return {path[:end] for path in paths for end, letter in enumerate(path) if letter == "."} | {""}
 
 
-LONGEST_NAME = 20
+LONGEST_NAME: Final = 20
 """Characters; a stage whose modules take more is named as a numbered part of what contains them."""
 
 
@@ -80,16 +80,13 @@ def stage_names(stage_modules: Sequence[Sequence[str]]) -> list[str]:
     """
     paths = [[module for module in modules if module != STEP] for modules in stage_modules]
     start = _common_start([path for listed in paths for path in listed])
-    shown = [_listed([path[start:] for path in listed]) for listed in paths]
-    roots = [shown[index] or _root([path[start:] for path in listed]) for index, listed in enumerate(paths)]
-    counts = Counter(roots)
-    numbers: Counter[str] = Counter()
-    names = []
-    for root, is_listed in zip(roots, map(bool, shown), strict=True):
-        numbers[root] += 1
-        is_part = counts[root] > 1 or not (is_listed or "+" in root or ".." in root)
-        names.append(f"{root}/{numbers[root]}" if is_part else root)
-    return names
+    names = [_name([path[start:] for path in listed]) for listed in paths]
+    counts, numbers, found = Counter(names), Counter[str](), list[str]()
+    for name in names:
+        numbers[name] += 1
+        is_part = name.endswith("/") or counts[name] > 1
+        found.append(f"{name.removesuffix('/')}/{numbers[name]}" if is_part else name)
+    return found
 
 
 def _common_start(paths: Sequence[str]) -> int:
@@ -100,50 +97,26 @@ def _common_start(paths: Sequence[str]) -> int:
     return start if all(rest and not rest[0].isdecimal() for rest in rests) else 0
 
 
-def _listed(paths: Sequence[str]) -> str:
-    """All modules of a stage, if that is short; otherwise empty."""
+def _name(paths: Sequence[str]) -> str:
+    """All modules of a stage if that is short, or else the modules that contain them, with a slash if it is one."""
     if not paths or paths == [""]:
         return "model" if paths else "step"
-    labels = [_label(parent, names) for parent, names in _by_parent(paths).items()]
-    name = "+".join(labels)
-    return name if len(labels) <= 2 and len(name) <= LONGEST_NAME else ""
-
-
-def _root(paths: Sequence[str]) -> str:
-    """The modules that contain those of a stage: `text_tower`, `branches.0`, `text_tower+head`, `vision..language`."""
-    roots = list(dict.fromkeys(path.partition(".")[0] for path in paths))
-    if len(roots) == 1:
-        seconds = {path.partition(".")[2].partition(".")[0] for path in paths}
-        return f"{roots[0]}.{seconds.pop()}" if len(seconds) == 1 and min(seconds).isdecimal() else roots[0]
-    name = "+".join(roots)
-    return name if len(roots) == 2 and len(name) <= LONGEST_NAME else f"{roots[0]}..{roots[-1]}"
-
-
-def _by_parent(paths: Iterable[str]) -> dict[str, list[str]]:
-    groups: dict[str, list[str]] = {}
+    parents: dict[str, list[str]] = {}
     for path in paths:
         parent, _, name = path.rpartition(".")
-        groups.setdefault(parent, []).append(name)
-    return groups
+        parents.setdefault(f"{parent}." if parent else "", []).append(name)
+    name = "+".join(parent + _joined(names) for parent, names in parents.items())
+    roots = list(dict.fromkeys(path.partition(".")[0] for path in paths))
+    if len(name) <= LONGEST_NAME or len(paths) == 1:
+        return name
+    return f"{roots[0]}/" if len(roots) == 1 else f"{roots[0]}..{roots[-1]}"
 
 
-def _label(parent: str, names: list[str]) -> str:
-    prefix = f"{parent}." if parent else ""
-    if len(names) == 1:
-        return prefix + names[0]
-    if all(name.isdecimal() for name in names):
-        return prefix + _ranges(sorted(map(int, names)))
-    return prefix + names[0] + ("+" if len(names) == 2 else "..") + names[-1]
-
-
-def _ranges(numbers: list[int]) -> str:
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    return ",".join(f"{first}-{last}" if last > first else f"{first}" for first, last in runs)
+def _joined(names: Sequence[str]) -> str:
+    """Consecutive numbers as a range."""
+    first = int(names[0]) if names[0].isdecimal() else 0
+    is_range = len(names) > 1 and list(names) == [str(first + index) for index in range(len(names))]
+    return f"{names[0]}-{names[-1]}" if is_range else "+".join(names)
 
 
 # -- blocks -----------------------------------------------------------------------------------------------------------

@@ -297,10 +297,8 @@ def orders_of(problem: Problem, line: Line) -> Iterator[Line]:
 
 
 def converted(problem: Problem) -> Conversion:
-    """The units in series-parallel order, with the least delay found. Units with parameters are not repeated."""
-    seconds = problem.seconds(problem.sizes[-1]).total
-    keep = [unit for unit, num_bytes in enumerate(problem.parameter_bytes) if num_bytes]
-    return make_series_parallel(problem.order, seconds.tolist(), keep=[*keep, problem.num_units - 1])
+    """The units in series-parallel order."""
+    return make_series_parallel(problem.order, problem.seconds(problem.sizes[-1]).total.tolist())
 
 
 def head_member(shape: LineShape, end: LineCut) -> int:

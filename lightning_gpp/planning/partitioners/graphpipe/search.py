@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import inf, sqrt
 from typing import TypeAlias
 
@@ -71,7 +71,7 @@ def graphpipe(problem: Problem, control: SearchControl) -> Answer:
     found: list[_Size] = []
     states = 0
     for line in orders_of(problem, conversion.line):
-        search = _GraphPipeSearch(problem=problem, control=control, line=line, inlined=conversion.inlined)
+        search = _GraphPipeSearch(problem=problem, control=control, line=line)
         found = sorted([*found, *search.run(found[0].seconds if found else inf)], key=lambda entry: entry.seconds)
         states += search.states
     best = found[0] if found else None
@@ -90,7 +90,6 @@ class _GraphPipeSearch:
     problem: Problem
     control: SearchControl
     line: Line
-    inlined: tuple[int, ...]
     states: int = 0
     stopped: bool = False
     likely: float = 1.0
@@ -173,7 +172,7 @@ class _GraphPipeSearch:
     def _drafts(self, entry: _Size) -> Iterator[Draft]:
         """Drafts of the strategy. The stage of the user's step comes last, which is where layouts put device 0."""
         step = self.problem.num_units - 1
-        pieces = sorted(with_inlined(self.problem, entry.pieces, self.inlined), key=lambda piece: step in piece.units)
+        pieces = sorted(entry.pieces, key=lambda piece: step in piece.units)
         for devices in layouts_of([piece.replicas for piece in pieces], self.problem.replicable):
             stages = tuple(
                 DraftStage(
@@ -198,24 +197,12 @@ def layouts_of(replicas: Sequence[int], copies: bool) -> Iterator[Devices]:
         yield [place for _, place in sorted(zip([*order, last], places, strict=True))]
 
 
-def with_inlined(problem: Problem, pieces: Sequence[Piece], inlined: Sequence[int]) -> list[Piece]:
-    """Put units that the tree lacks into the first stage that reads them, so that all edges lead forward."""
-    stage_of = {unit: index for index, piece in enumerate(pieces) for unit in piece.units}
-    added: dict[int, list[int]] = {}
-    for unit in reversed(inlined):
-        stage_of[unit] = min(stage_of[reader] for reader in problem.order.successors(unit))
-        added.setdefault(stage_of[unit], []).append(unit)
-    return [replace(piece, units=piece.units + tuple(added.get(index, ()))) for index, piece in enumerate(pieces)]
-
-
 def _notes(conversion: Conversion, search: _GraphPipeSearch, found: bool) -> Iterator[str]:
     if conversion.price > 1:
         yield (
             "The order of the units is not series-parallel; with more order, which it is, the longest path is "
             f"{conversion.price - 1:.2%} longer."
         )
-    if conversion.inlined:
-        yield f"{len(conversion.inlined)} units of negligible cost that many others read were placed after the search."
     if search.stopped:
         yield "The search stopped before its end; the bottleneck may be improved."
     if not found:

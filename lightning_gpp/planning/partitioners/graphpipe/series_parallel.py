@@ -7,7 +7,7 @@ others: a chain with residual or skip connections, the skips of a U-Net included
 
 A connected part that is not series-parallel becomes so only by a cut: into a first half, which holds all that its units
 need, and the rest, which then waits for all of the first half. The critical path is at least the sum of both halves'
-critical paths, the bound of the cut. Of small parts all cuts of low bounds are tried, of others one.
+critical paths, the bound of the cut. The cut with the lowest bound is taken, and of these one that adds least order.
 
 Units are numbered in a topological order. Sets of units are the bits of integers.
 """
@@ -17,18 +17,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
-from typing import Final, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import networkx as nx
-
-NEGLIGIBLE: Final = 0.01
-"""Below this share of the mean weight of all units, a unit costs nothing."""
-
-SMALL: Final = 32
-"""Units of the largest part of which several cuts are tried."""
-
-NUM_TRIALS: Final = 500
-"""Number of cuts to try besides the first one of every part."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,48 +55,23 @@ def units_of(part: LinePart) -> tuple[int, ...]:
 class Conversion:
     """A series-parallel order that contains the order of a graph.
 
-    Args:
-        line: all units that were not inlined.
-        price: the line's critical path divided by the graph's; 1 if nothing was added.
-        inlined: units that each of their readers may compute again, in topological order.
+    `price`: the line's critical path divided by the graph's; 1 if nothing was added.
     """
 
     line: Line
     price: float = 1.0
-    inlined: tuple[int, ...] = ()
 
 
-def make_series_parallel(graph: nx.DiGraph, weights: Sequence[float], keep: Sequence[int] = ()) -> Conversion:
-    """The graph's own order if it is series-parallel; otherwise that without broadcasts, with order added as needed.
+def make_series_parallel(graph: nx.DiGraph, weights: Sequence[float]) -> Conversion:
+    """The graph's own order if it is series-parallel; otherwise with order added as needed.
 
     Args:
         graph: units, numbered in a topological order.
         weights: seconds of all units, not negative.
-        keep: units never to inline, such as those with parameters.
     """
-    divided = _Divided(graph, weights)
-    line = divided.line(tuple(graph))
-    if not divided.num_cuts:
-        return Conversion(line=line)
-    inlined = broadcasts(graph, weights, keep)
-    divided = _Divided(graph.subgraph(set(graph) - set(inlined)), weights)
-    line = divided.line(tuple(sorted(divided.graph)))
-    before, after = max(_longest(divided.graph, sorted(divided.graph), weights).values()), critical_path(line, weights)
-    return Conversion(line=line, price=max(1.0, after / before) if before else 1.0, inlined=inlined)
-
-
-def broadcasts(graph: nx.DiGraph, weights: Sequence[float], keep: Sequence[int] = ()) -> tuple[int, ...]:
-    """Groups of units that cost next to nothing and need no others, but are read by several: masks, constants."""
-    limit = NEGLIGIBLE * sum(weights[unit] for unit in graph) / len(graph)
-    light: set[int] = set()
-    for unit in sorted(graph):
-        if weights[unit] < limit and unit not in keep and light.issuperset(graph.pred[unit]):
-            light.add(unit)
-    found: set[int] = set()
-    for group in nx.weakly_connected_components(graph.subgraph(light)):
-        if len({reader for unit in group for reader in graph.succ[unit]} - group) > 1:
-            found |= group
-    return tuple(sorted(found))
+    line = _Divided(graph, weights).line(tuple(graph))
+    before, after = max(_longest(graph, sorted(graph), weights).values()), critical_path(line, weights)
+    return Conversion(line=line, price=max(1.0, round(after / before, 9)) if before else 1.0)
 
 
 def critical_path(line: Line, weights: Sequence[float]) -> float:
@@ -114,13 +80,6 @@ def critical_path(line: Line, weights: Sequence[float]) -> float:
         weights[part] if isinstance(part, int) else max(critical_path(branch, weights) for branch in part.lines)
         for part in line.parts
     )
-
-
-def num_ordered(line: Line) -> int:
-    """Number of pairs of units that the line orders; the fewer, the more units can run at the same time."""
-    sizes = [len(units_of(part)) for part in line.parts]
-    inside = sum(num_ordered(branch) for part in line.parts if isinstance(part, Fork) for branch in part.lines)
-    return inside + (sum(sizes) ** 2 - sum(size**2 for size in sizes)) // 2
 
 
 Part: TypeAlias = tuple[int, ...]
@@ -141,15 +100,13 @@ class _Divided:
 
     def __init__(self, graph: nx.DiGraph, weights: Sequence[float]) -> None:
         total = sum(weights[unit] for unit in graph) or 1.0
-        self.graph, self.num_cuts = graph, 0
+        self.graph = graph
         self.weights = [round(weight / total * 2**40) for weight in weights]  # sums without rounding errors
         self.before, self.after = dict[int, int](), dict[int, int]()
         for unit in sorted(graph):
             self.before[unit] = _union(self.before[other] | 1 << other for other in graph.pred[unit])
         for unit in sorted(graph, reverse=True):
             self.after[unit] = _union(self.after[other] | 1 << other for other in graph.succ[unit])
-        self._known: dict[Part, Line] = {}
-        self._trials = NUM_TRIALS
 
     def line(self, part: Part) -> Line:
         """A part as a line."""
@@ -159,7 +116,10 @@ class _Divided:
         if len(pieces) > 1:
             return Line((Fork(tuple(self.line(piece) for piece in pieces)),))
         pieces = self._consecutive(part)
-        return _joined([self.line(piece) for piece in pieces]) if len(pieces) > 1 else self._prime(part)
+        if len(pieces) == 1:
+            cut = min(self._cuts(part))
+            pieces = [cut.first, cut.second]
+        return _joined([self.line(piece) for piece in pieces])
 
     def _components(self, part: Part) -> list[Part]:
         """The parts without any order between them, by their first unit."""
@@ -190,26 +150,6 @@ class _Divided:
         """Number of ordered pairs across the border behind each position of a topological order of a part."""
         mask = bits_of(ordered)
         return accumulate((self.after[u] & mask).bit_count() - (self.before[u] & mask).bit_count() for u in ordered)
-
-    def _prime(self, part: Part) -> Line:
-        """The lightest line found for a part that has to be cut."""
-        if part not in self._known:
-            self.num_cuts += 1
-            first, *others = sorted(self._cuts(part))
-            best = self._after(first)
-            for cut in others if len(part) <= SMALL else ():
-                if cut.bound > critical_path(best, self.weights) or self._trials <= 0:
-                    break
-                self._trials -= 1
-                best = min(best, self._after(cut), key=self._rank)
-            self._known[part] = best
-        return self._known[part]
-
-    def _rank(self, line: Line) -> tuple[float, int]:
-        return critical_path(line, self.weights), num_ordered(line)
-
-    def _after(self, cut: _Cut) -> Line:
-        return _joined([self.line(cut.first), self.line(cut.second)])
 
     def _cuts(self, part: Part) -> Iterator[_Cut]:
         """The cuts after each position of two orders: by earliest end and by latest start, so that none has a lower
