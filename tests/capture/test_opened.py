@@ -194,13 +194,6 @@ class Unread(Base):
         return self(batch["x"], batch["mask"]).square().mean()
 
 
-def test_an_argument_of_which_only_the_shape_is_read() -> None:
-    torch.manual_seed(0)
-    module = Unread().double()
-    captured = capture_step(module, zoo.batch())
-    assert_transparent(module, captured, chain_of(captured, module.stages), zoo.batch())
-
-
 class Written(Base):
     """Between its module calls the step writes results into a tensor, and asks for their device."""
 
@@ -211,13 +204,6 @@ class Written(Base):
         h = torch.zeros_like(x)
         h[:, :4] = self.a(x)[:, :4]
         return F.mse_loss(self.b(h + torch.ones(1, 8, device=h.device, dtype=h.dtype)), batch["y"])
-
-
-def test_results_that_the_step_writes_into_a_tensor() -> None:
-    torch.manual_seed(0)
-    module = Written().double()
-    captured = capture_step(module, zoo.batch())
-    assert_transparent(module, captured, chain_of(captured, module.stages), zoo.batch())
 
 
 class RequiresGrad(Base):
@@ -232,9 +218,10 @@ class RequiresGrad(Base):
         return F.mse_loss(self(batch["x"]), batch["x"])
 
 
-def test_an_input_that_the_model_lets_require_a_gradient() -> None:
+@pytest.mark.parametrize("kind", [Unread, Written, RequiresGrad])
+def test_what_happens_between_modules(kind: type[Base]) -> None:
     torch.manual_seed(0)
-    module = RequiresGrad().double()
+    module = kind().double()
     captured = capture_step(module, zoo.batch())
     assert_transparent(module, captured, chain_of(captured, module.stages), zoo.batch())
 

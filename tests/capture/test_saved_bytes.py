@@ -85,15 +85,6 @@ class Model(L.LightningModule):
         return result.sum() if self.loss is None else self.loss(result, batch[1])
 
 
-class WithMetric(Model):
-    """A number of the log has a graph of its own, which ends with the step."""
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        result = self.network(batch[0])
-        self.log("sharpness", result.exp().square().mean())
-        return F.cross_entropy(result, batch[1])
-
-
 def mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(5, 9), nn.GELU(), nn.Dropout(0.5), nn.Linear(9, 4), nn.Sigmoid())
 
@@ -126,16 +117,10 @@ def token_loss(result: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(result.flatten(0, 1), labels.flatten())
 
 
-def weighted_loss(result: Tensor, labels: Tensor) -> Tensor:
-    chances = result.log_softmax(-1)
-    return -(chances.gather(1, labels[:, None]).squeeze(1) * result.detach().amax(-1)).mean()
-
-
 LOSSES: dict[str, tuple[Callable[[], L.LightningModule], Callable[[int], Tensor], Callable[[int], Tensor]]] = {
     "cross entropy": (lambda: Model(nn.Linear(5, 7), F.cross_entropy), numbers(5), classes(7)),
     "of tokens": (lambda: Model(nn.Linear(5, 7), token_loss), numbers(6, 5), classes(7, 6)),
     "squares": (lambda: Model(nn.Linear(5, 7), F.mse_loss), numbers(5), numbers(7)),
-    "by hand": (lambda: Model(nn.Linear(5, 7), weighted_loss), numbers(5), classes(7)),
     "of a kept result": (lambda: Model(nn.Sequential(nn.Linear(5, 7), nn.Tanh()), F.mse_loss), numbers(5), numbers(7)),
 }
 
@@ -189,14 +174,6 @@ def test_losses(name: str) -> None:
     for num_samples in (1, 2, 5, 16):
         expected = really_kept(model, (inputs(num_samples), labels(num_samples)))
         assert said_kept(captured, num_samples) == expected, num_samples
-
-
-def test_a_metric_keeps_nothing() -> None:
-    plain, logging = Model(nn.Linear(5, 7), F.cross_entropy), WithMetric(nn.Linear(5, 7))
-    batch = numbers(5)(8), classes(7)(8)
-    captured = capture_step(logging, batch)
-    assert captured.graph["step"].saved_bytes == capture_step(plain, batch).graph["step"].saved_bytes
-    assert said_kept(captured, 8) == really_kept(logging, batch)
 
 
 def test_parts_of_one_projection_count_as_the_projection() -> None:
