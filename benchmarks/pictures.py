@@ -5,6 +5,7 @@ python -m benchmarks.pictures
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -16,7 +17,8 @@ from benchmarks.planners.case_study import draft_of
 from benchmarks.workloads.layers import Block, Trained
 from lightning_gpp.capture import capture_step
 from lightning_gpp.cluster.presets import preset_cluster
-from lightning_gpp.plan import STEP
+from lightning_gpp.graph import Affine
+from lightning_gpp.plan import SOURCE, STEP, Edge, Plan, Stage
 from lightning_gpp.planning import Prediction, Request
 from lightning_gpp.planning.problem.prediction import simulated
 from lightning_gpp.reports import svg
@@ -24,6 +26,8 @@ from lightning_gpp.reports.gantt import Chart
 from lightning_gpp.reports.graph import GraphPicture
 from lightning_gpp.reports.timeline import summary
 from lightning_gpp.reports.units import duration, percent, size
+from lightning_gpp.schedules import compile_program
+from lightning_gpp.simulation import StageCost, StageCosts, simulate
 
 FOLDER: Final = Path(__file__).parents[1] / "docs" / "pictures"
 
@@ -34,6 +38,8 @@ MARGIN: Final = 16
 """Width of the picture, and of its edge."""
 
 MODALITIES: Final = ("vision", "video", "audio", "text")
+
+SCHEDULES: Final = ("gpipe", "1f1b", "zb_h1")
 
 
 class MultiModal(Trained):
@@ -99,9 +105,35 @@ def above_each_other(predictions: dict[str, Prediction]) -> str:
     return svg.document(PIXELS, top, elements, label=label)
 
 
+def schedules() -> str:
+    """Three schedules of a chain of four equal stages and eight micro-batches, on axes of the same length."""
+    stages = tuple(
+        Stage(name=f"stage{k}", modules=(f"{k}",) if k < 3 else ("3", STEP), devices=(3 - k,), micro_batch_size=1)
+        for k in range(4)
+    )
+    edges = (Edge(src=SOURCE, dst=0), *(Edge(src=k, dst=k + 1) for k in range(3)))
+    plan = Plan(stages=stages, edges=edges, batch_size=8)
+    cost = StageCost(forward=Affine(1), backward=Affine(2), weight=Affine(1), activation_bytes=Affine(2**30))
+    costs = StageCosts(stages=(cost,) * len(stages))
+    timelines = {name: simulate(compile_program(replace(plan, schedule=name)), costs) for name in SCHEDULES}
+    longest, top, elements = max(each.makespan for each in timelines.values()), MARGIN, list[str]()
+    for name, timeline in timelines.items():
+        chart = Chart(timeline, PIXELS, longest)
+        held = max(timeline.peak_in_flight.values())
+        figures = f"idle {percent(timeline.bubble_fraction)}, up to {held} micro-batches in flight"
+        elements += [
+            svg.text(MARGIN, top + 12, name, classes="title"),
+            svg.text(PIXELS - MARGIN, top + 12, figures, "end", "strong"),
+            f'<g transform="translate(0 {top + 12})">{"".join(chart.rows())}</g>',
+        ]
+        top += chart.bottom + 3 * MARGIN
+    return svg.document(PIXELS, top, elements, label=", ".join(timelines))
+
+
 def main() -> None:
     FOLDER.mkdir(exist_ok=True)
     (FOLDER / "chain_and_graph.svg").write_text(chain_and_graph())
+    (FOLDER / "schedules.svg").write_text(schedules())
 
 
 if __name__ == "__main__":
