@@ -88,8 +88,7 @@ def find_calls(
         raise no_network()
     if divided:
         _check_gradients(recording)
-        _check_escaped(recording)
-        _check_kept(recording, trains=step == "training_step")
+        _check_left(recording, trains=step == "training_step")
     return _found(module, recording)
 
 
@@ -100,28 +99,22 @@ def _check_gradients(recording: Recording) -> None:
             raise refusal(call.line, *NO_SECOND_ORDER)
 
 
-def _check_escaped(recording: Recording) -> None:
-    """Values from inside of modules are on the ranks that compute them, and only results come to all."""
-    answers = {leaf for call in recording.network_calls() for leaf in pytree.tree_leaves(call.result)}
-    for call in (call for call in recording.calls if call.scope == -1):
-        for ref in call.refs():
-            if recording.calls[ref.call].scope != -1 and ref not in answers:
-                raise escaped(recording.calls[ref.call].line)
-
-
-def _check_kept(recording: Recording, trains: bool) -> None:
-    """Refuse what a network call leaves to a later one: each is captured by itself, and runs on micro-batches.
+def _check_left(recording: Recording, trains: bool) -> None:
+    """Refuse what network calls leave to the step or to later ones, besides results: each is captured by itself, on the
+    ranks that compute it, and runs on micro-batches.
 
     Statistics of layers that normalise change in training alone.
     """
-    answers = {leaf for call in recording.network_calls() for leaf in pytree.tree_leaves(call.result)}
+    network, answers = recording.network, recording.results()
     changes = () if trains else (each for each in recording.state_changes if each.scope != -1)
-    changed = {each.name: recording.network(each.scope) for each in changes}
-    for call in (call for call in recording.calls if call.scope != -1):
-        own = recording.network(call.scope)
-        origins = [recording.network(recording.calls[ref.call].scope) for ref in call.refs() if ref not in answers]
-        kept = any(origin not in (-1, own) for origin in origins)
-        if kept or any(changed.get(name, own) != own for name in call.states()):
+    changed = {each.name: network(each.scope) for each in changes}
+    for call in recording.calls:
+        own = network(call.scope)
+        makers = [recording.calls[ref.call] for ref in call.refs() if ref not in answers]
+        left = [maker for maker in makers if network(maker.scope) not in (-1, own)]
+        if left and own == -1:
+            raise escaped(left[0].line)
+        if left or (own != -1 and any(changed.get(name, own) != own for name in call.states())):
             raise refusal(
                 call.line,
                 f"{named(recording.modules[own].path)} reads a tensor that an earlier network call of the step has "

@@ -15,20 +15,16 @@ from torch import nn
 from lightning_gpp._compat.lightning_module import trainer_of
 from lightning_gpp.capture.batch import GUESSED, BatchDims, batch_size_of, cut_note, cut_of
 from lightning_gpp.capture.changes import Changes, attempted
-from lightning_gpp.capture.isolate import add_sizes
 from lightning_gpp.capture.known_values import is_present
 from lightning_gpp.capture.loss import loss_of, trained_loss
 from lightning_gpp.capture.merge import input_specs, merge
-from lightning_gpp.capture.mixing import mark_mixing
 from lightning_gpp.capture.network import Network, extract
+from lightning_gpp.capture.operators import graph_of, mark_mixing
 from lightning_gpp.capture.reads import decisive
 from lightning_gpp.capture.record import RunTime, StepFunction, Subject, record, step_arguments
-from lightning_gpp.capture.recording import Recorded, Ref
-from lightning_gpp.capture.shared_memory import sharing_memory
 from lightning_gpp.capture.uniform import uniform_values
 from lightning_gpp.errors import CaptureError
-from lightning_gpp.graph import Operator, OperatorGraph, TensorSpec
-from lightning_gpp.plan import STEP
+from lightning_gpp.graph import OperatorGraph, TensorSpec
 from lightning_gpp.wording import counted, named, sentence, some
 
 SIZES = (4, 6)
@@ -210,7 +206,7 @@ def _capture(subject: Subject, uniform: Mapping[int, int], changes: Changes) -> 
     base.recording.decisive = decisive(base)
     inputs = input_specs(base, other_size)
     specs = mark_mixing(network, specs, inputs)
-    graph = _graph(module, network, specs, inputs)
+    graph = graph_of(module, network, specs, inputs)
     return Capture(
         graph,
         network,
@@ -237,74 +233,3 @@ def _other_run_time(module: nn.Module, step: str) -> RunTime:
 def _check_module(module: nn.Module, step: str) -> None:
     if not callable(getattr(module, step, None)):
         raise CaptureError(f"{type(module).__name__} has no method {step!r}; a LightningModule must define it.")
-
-
-def name_of(call: int, network: Network) -> str:
-    """The name of the operator of a recorded call; inputs have negative numbers."""
-    if call < 0:
-        return f"input{-1 - call}"
-    return f"{call:04d}_{network.calls[call].target}"
-
-
-def _graph(
-    module: nn.Module, network: Network, specs: list[list[TensorSpec]], inputs: list[TensorSpec]
-) -> OperatorGraph:
-    graph = OperatorGraph(uncalled=_uncalled({call.path for call in network.modules}))
-    for number, spec in enumerate(inputs):
-        graph.add(Operator(name=f"input{number}", target="input", module="@source", outputs=(spec,)))
-    names, groups = {name for name, _ in module.named_parameters()}, sharing_memory(network.calls)
-    for call, outputs in zip(network.calls, specs, strict=True):
-        states = list(dict.fromkeys(call.states()))
-        path = network.modules[call.scope].path if call.scope != -1 else ""
-        graph.add(
-            Operator(
-                name=name_of(call.index, network),
-                target=call.target,
-                module=path,
-                parameters=tuple(name for name in states if name in names),
-                buffers=tuple(name for name in states if name not in names),
-                outputs=tuple(outputs),
-                flops=call.flops,  # type: ignore[arg-type]
-                saved_bytes=call.saved_bytes,  # type: ignore[arg-type]
-                random=call.random,
-                cluster=_cluster(call, groups),
-                line=call.line,
-            )
-        )
-        _connect(graph, network, call.refs(), name_of(call.index, network))
-    _add_step(graph, network, names)
-    add_sizes(graph, module)
-    return graph
-
-
-def _cluster(call: Recorded, groups: Mapping[int, int]) -> str:
-    """The name of the calls that have to be in one stage with this one; empty if it may be alone."""
-    if call.checkpoint is not None:
-        return f"checkpoint{call.checkpoint}"
-    return f"memory{groups[call.index]}" if call.index in groups else ""
-
-
-def _uncalled(called: set[str]) -> frozenset[str]:
-    """Paths around called modules that are never called."""
-    around = {path[:end] for path in called for end, letter in enumerate(path) if letter == "."}
-    return frozenset(around - called)
-
-
-def _connect(graph: OperatorGraph, network: Network, refs: list[Ref], target: str) -> None:
-    for ref in refs:
-        graph.connect(name_of(ref.call, network), target, ref.output)
-
-
-def _add_step(graph: OperatorGraph, network: Network, names: set[str]) -> None:
-    graph.add(
-        Operator(
-            name="step",
-            target="step",
-            module=STEP,
-            parameters=tuple(name for name in network.step_states if name in names),
-            buffers=tuple(name for name in network.step_states if name not in names),
-            flops=network.step_flops,
-            saved_bytes=network.step_saved_bytes,
-        )
-    )
-    _connect(graph, network, network.needed, "step")

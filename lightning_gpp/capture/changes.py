@@ -1,4 +1,4 @@
-"""What is recorded in another way because it was refused: modules that are called whole, forwards of the step's own."""
+"""Changes with which a refused recording goes on: modules that are called whole, forwards that belong to the step."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ def _first_between(recording: Recording, call: Recorded) -> int:
 
 
 def _wanted(call: Recorded) -> set[int | StateRef]:
-    """What gets a gradient, as calls and states; nothing if all leaves of the graph do."""
+    """The calls and states that get a gradient; none if all leaves of the graph do."""
     inputs = pytree.tree_leaves(call.kwargs.get("inputs", call.args[1:2]))
     refs = (leaf for leaf in inputs if isinstance(leaf, Ref | StateRef))
     return {leaf.call if isinstance(leaf, Ref) else leaf for leaf in refs}

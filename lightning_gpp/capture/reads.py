@@ -54,7 +54,7 @@ class AttributeReads:
         self._by_step = dict[Attribute, str]()
         """The lines at which the step sets attributes of parts."""
         self._left = dict[tuple[Attribute, int, int], str]()
-        """What one module call, or the step, leaves in an attribute to another, or to its next: (attribute, scope that
+        """Attributes that one module call, or the step, leaves to another, or to its next: (attribute, scope that
         sets it, scope that reads it), with the line."""
 
     @property

@@ -86,7 +86,7 @@ class _ObservedTrainer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
-    """What is recorded: a step of a module on a mini-batch, or a function of both.
+    """The subject of a recording: a step of a module on a mini-batch, or a function of both.
 
     Args:
         module: a LightningModule.

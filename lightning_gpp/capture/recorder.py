@@ -306,7 +306,7 @@ class Recorder(TorchFunctionMode):
 
     def use_kept(self, modules: Iterable[torch.nn.Module]) -> None:
         """Note values of the network that the step has put into buffers and attributes of these modules."""
-        answers = {ref for call in self.recording.network_calls() for ref in pytree.tree_leaves(call.result)}
+        answers = self.recording.results()
         for module in modules:
             own = {name: value for name, value in vars(module).items() if name not in OF_EVERY_MODULE}
             kept = [value for value in own.values() if isinstance(value, torch.Tensor | list | tuple | dict)]

@@ -240,7 +240,12 @@ class Recording:
         return scope
 
     def network_calls(self) -> list[ModuleCall]:
+        """The calls of modules by the step itself."""
         return [call for call in self.modules if call.parent == -1]
+
+    def results(self) -> set[Any]:
+        """References to the results of these calls."""
+        return {leaf for call in self.network_calls() for leaf in pytree.tree_leaves(call.result)}
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from lightning_gpp.capture.attributes import Attribute
-from lightning_gpp.capture.captured import Capture, name_of
+from lightning_gpp.capture.captured import Capture
+from lightning_gpp.capture.operators import name_of
 from lightning_gpp.capture.recording import Ref
 from lightning_gpp.errors import PlanError
 from lightning_gpp.graph import TensorSpec
