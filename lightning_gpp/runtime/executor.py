@@ -14,7 +14,6 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -196,7 +195,6 @@ class Executor:
         step: int = 0,
         first: int | None = None,
         last: int | None = None,
-        filling: AbstractContextManager[None] | None = None,
     ) -> None:
         """Run this device's part for one mini-batch; gradients are added to the parameters' `.grad`.
 
@@ -210,7 +208,6 @@ class Executor:
             step: number of the mini-batch, also for the random streams.
             first: the mini-batch with which the pipeline filled; by default `step`.
             last: the mini-batch after the last one; by default `step` + 1.
-            filling: context of the fill at the first mini-batch.
 
         Raises:
             ShapeError: a stage returned a tensor of an unexpected shape or dtype.
@@ -223,7 +220,8 @@ class Executor:
             with torch.set_grad_enabled(self.program.training):
                 self._enter(step, first, last, loss_weight * grad_scale)
                 if step == first:
-                    self._fill(first, last, filling or nullcontext())
+                    for period in range(first - self._own_lead, first):  # the pipeline fills
+                        self._run_period(period, first, last)
                 self._run_period(step, first, last)
                 if step + 1 == last:
                     self._finish_sends()
@@ -264,18 +262,6 @@ class Executor:
             lane = self._lanes[batch % len(self._lanes)]
             lane.state.begin(weight, batch)
             lane.link.transport = self._routes.next()
-
-    def _fill(self, first: int, last: int, context: AbstractContextManager[None]) -> None:
-        """Run the periods before the first mini-batch's own."""
-        with context:
-            for period in range(first - self._own_lead, first):
-                self._enter_period(period)
-                self._run_period(period, first, last)
-        self._enter_period(first)
-
-    def _enter_period(self, period: int) -> None:
-        if self._weights is not None:
-            self._weights.enter_period(period)
 
     def _run_period(self, period: int, first: int, last: int) -> None:
         operations = self._periods[period % len(self._lanes)]

@@ -66,8 +66,6 @@ class Asynchronous:
         if options.delayed_devices:
             self.gradients = DeviceGradients(lambda: self.policy.weights.parameters)
         self._segments = Segments(num_steps)
-        self._filled = num_steps
-        self._resumed: int | None = None
         self._since_update, self._accumulated = 0, 1
         self._preserved: list[AbstractContextManager[None]] = []
         before = [optimizer.register_step_pre_hook(self._before_step) for optimizer in optimizers]
@@ -142,25 +140,18 @@ class Asynchronous:
 
     def _begin(self, first: int, accumulated: int, weights: Weights) -> None:
         done, since = self.policy.updates, self._since_update
-        self._filled, self._resumed = first if self._resumed is None else self._resumed, None
         synchronous = first < self._options.synchronous_steps or self._options.flush_every == 1
         self.policy.weights = replace(
             weights,
             delays={} if synchronous else weights.delays,
             accumulated=accumulated,
-            resumable=self._options.checkpoints == "exact",
         )
-        self.policy.begin(lambda batch: done + (batch - first + since) // accumulated, self._filled)
+        self.policy.begin(lambda batch: done + (batch - first + since) // accumulated, first)
 
     @property
     def age(self) -> int:
         """The most optimizer steps by which ranks are apart; 0 if the pipeline flushes after the mini-batch."""
         return -(-self._apart // self._accumulated) if len(self._segments.current) > 1 else 0
-
-    @property
-    def refills(self) -> bool:
-        """True if the segment resumes with a pipeline that was not empty when an earlier run saved its state."""
-        return self._filled < self._segments.current.start
 
     def on_their_way(self, step: int, lead: int) -> range:
         """The mini-batches that any device has started, if `step` is the next one."""
@@ -200,27 +191,24 @@ class Asynchronous:
 
     # -- state --------------------------------------------------------------------------------------------------------
 
-    def facts(self, step: int) -> dict[str, Any]:
-        """The facts that all ranks share before mini-batch `step`; `filled`: where the pipeline was last empty."""
+    def facts(self) -> dict[str, Any]:
+        """What all ranks know alike of the policy."""
         return {
             "policy": self._options.weights,
             "options": dict(self._options.weight_options or {}),
-            "plan": str(self._plan),
             "updates": self.policy.updates,
-            "filled": step if self._segments.begins_at(step) else self._filled,
         }
 
     def take(self, facts: Mapping[str, Any], values: Mapping[str, Mapping[Parameter, Tensor]]) -> None:
         """Resume from the facts of an earlier run, and the values that its policy saved.
 
-        Under another policy the run begins as after synchronous training, under another plan with an empty pipeline.
+        Under another policy the run begins as after synchronous training.
         """
-        own = self.facts(self._segments.current.stop)
+        own = self.facts()
         if any(facts[key] != own[key] for key in ("policy", "options")):
             return
         self.policy.updates = facts["updates"]
         self.policy.restore(values)
-        self._resumed = facts["filled"] if facts["plan"] == own["plan"] else None
 
 
 def _parameters(optimizers: Iterable[Optimizer]) -> list[Parameter]:

@@ -231,8 +231,8 @@ class Engine(DividedStates):
         """Scale the gradients of an optimizer's parameters so that the norm over all stages is at most `max_norm`.
 
         Returns:
-            The norm of the full model's gradient before clipping; without a flush, the norm that strategy.clip_norm
-                chooses.
+            The norm of the full model's gradient before clipping; without a flush, that of the last optimizer step that
+                all ranks have done.
         """
         if self._gradients is not None and self._asynchronous is not None:
             update, age = self._asynchronous.policy.updates, self._asynchronous.age

@@ -43,8 +43,7 @@ def _beside_weights(options: Any) -> Problems:
     if options.weights == SYNCHRONOUS:
         reason = "is for asynchronous training. Choose a weight policy (strategy.weights=stash), or leave it out"
         names = ("weight_options", "synchronous_steps", "flush_every", "delayed_devices")
-        unused = {name: (bool(getattr(options, name)), reason) for name in names}
-        return {**unused, "clip_norm": (options.clip_norm == "stage", reason)}
+        return {name: (bool(getattr(options, name)), reason) for name in names}
     predicts = options.weights == "predicted" and options.sharding in ("zero1", "auto")
     return {
         "on_nonfinite": (options.on_nonfinite == "skip", "needs a flush before each step. Use stop"),

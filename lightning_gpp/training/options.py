@@ -156,18 +156,6 @@ class Options(SearchOptions):
         None,
         "number of mini-batches after which the pipeline flushes. Default: only at the end of an epoch.",
     )
-    checkpoints: Literal["exact", "flush"] = option(
-        "exact",
-        "how a checkpoint from the middle of an epoch lets a run resume bit for bit: exact saves the weights of the "
-        "forwards in flight, of which policies that overwrite them keep a copy on the host; flush drops the work in "
-        "flight when it saves, and fills the pipeline again.",
-    )
-    clip_norm: Literal["newest", "pipeline", "stage"] = option(
-        "newest",
-        "the norm by which gradients are clipped: newest is the full model's in the last optimizer step that all "
-        "ranks have done, pipeline the full model's in this step, for which every rank waits for all others, and "
-        "stage each stage's own. In synchronous training newest and pipeline are the same.",
-    )
     delayed_devices: Count | None = option(
         None,
         "train on one process with the delays of a pipeline on this number of devices, to try a weight policy "

@@ -236,22 +236,11 @@ class Session:
             for number in entering:
                 key = self._streams.key(DATA_STREAM, self._control.pipeline, 0, number)
                 self.pipeline.step.open(number % lanes, batches[number - step], invocation(number - step), key)
-        filling = self._buffers_kept() if begins and self.asynchronous and self.asynchronous.refills else None
         with undisturbed():
-            executor.run(loss_weight=loss_weight, step=step, first=segment.start, last=segment.stop, filling=filling)
+            executor.run(loss_weight=loss_weight, step=step, first=segment.start, last=segment.stop)
         if not self._control.runs_step:
             return []
         return sorted(self.pipeline.step.close(step % lanes), key=lambda output: output[0].start)
-
-    @contextmanager
-    def _buffers_kept(self) -> Iterator[None]:
-        """Restore the buffers afterwards: forwards that run again changed them the first time."""
-        names = {name for stage in self.plan.stages_on(self._control.device) for name in self.pipeline.buffers[stage]}
-        buffers = [self._job.module.get_buffer(name) for name in names]
-        before = [buffer.clone() for buffer in buffers]
-        yield
-        for buffer, value in zip(buffers, before, strict=True):
-            buffer.copy_(value)
 
     def give_up(self, batch_size: int, batches: range) -> None:
         """Drop the mini-batches in the pipeline; all ranks of the pipeline call this after the same one."""

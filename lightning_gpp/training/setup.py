@@ -189,7 +189,7 @@ def _set_up(
             written=[parameter for parameter in job.module.parameters() if not parameter.is_meta],
             num_steps=num_steps,
         )
-        gradients = StageGradients(job.module, layout, job.control, job.options.clip_norm)
+        gradients = StageGradients(job.module, layout, job.control)
         ahead = asynchronous.ahead
         incoming.feed = Feed(lambda: ahead)
     sessions = Sessions(

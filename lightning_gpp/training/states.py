@@ -20,6 +20,7 @@ from lightning_gpp.training.tensors.checkpoint import (
     load_state,
     own_optimizer_state,
     own_state,
+    saved_here,
     values_loaded,
     values_saved,
     whole_optimizer_state,
@@ -113,18 +114,17 @@ class DividedStates:
         """The state of a pipeline that does not flush, except module and optimizers; complete on global rank 0.
 
         `sharded`: values are those that this rank saves.
-        With strategy.checkpoints=flush the mini-batches in the pipeline are dropped, so that little has to be saved.
+        The mini-batches in the pipeline are dropped: it fills again, as that of a run that resumes.
         """
         asynchronous = self._asynchronous
         if asynchronous is None:
             return {}
-        if self.job.options.checkpoints == "flush":
-            self._runner.give_up(self.num_steps)
+        self._runner.give_up(self.num_steps)
         saved = asynchronous.policy.saved()
-        names = self._layout.kept_by(self.control)
+        names = saved_here(self._layout.placement, self.control)
         values = values_saved(saved, self.module, names, self.control, whole=not sharded)
         norms = {} if self._gradients is None else self._gradients.state()
-        return {**asynchronous.facts(self.num_steps), "step": self.num_steps, "values": values, "norms": norms}
+        return {**asynchronous.facts(), "step": self.num_steps, "values": values, "norms": norms}
 
     def load_pipeline_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from a result of `pipeline_state_dict`; every rank keeps its part."""

@@ -125,9 +125,6 @@ class OfPipeline:
     def rewrites(self) -> bool:
         return self.policy.rewrites
 
-    def enter_period(self, period: int) -> None:
-        self.policy.enter_period(period)
-
     def enter_forward(self, use: Use) -> None:
         self.policy.enter_forward(self._of_all(use))
 

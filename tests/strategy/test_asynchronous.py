@@ -223,33 +223,23 @@ class Clipped(Towers):
         )
 
 
-def clipped(rank: int, clip_norms: list[str], delayed: bool) -> list[dict[str, Any]]:
-    found = []
-    for clip_norm in clip_norms:
-        module = Clipped()
-        settings = {"stages": CHAIN, "weights": "stash", "clip_norm": clip_norm, "num_micro_batches": 1}
-        trainer = {"gradient_clip_val": CLIP, "max_epochs": 1}
-        one = {"delayed_devices": 3} if delayed else {}
-        outcome = fit({**settings, **one}, 1 if delayed else 3, {}, trainer, module)
-        found.append({"losses": outcome["losses"], "state": outcome["state"], "norms": module.norms})
-    return found
+def clipped(rank: int, delayed: bool) -> dict[str, Any]:
+    module = Clipped()
+    settings: dict[str, Any] = {"stages": CHAIN, "weights": "stash", "num_micro_batches": 1}
+    one = {"delayed_devices": 3} if delayed else {}
+    outcome = fit({**settings, **one}, 1 if delayed else 3, {}, {"gradient_clip_val": CLIP, "max_epochs": 1}, module)
+    return {"losses": outcome["losses"], "state": outcome["state"], "norms": module.norms}
 
 
 def test_clipping_by_norm() -> None:
-    """By whichever norm, many processes do as one does with their delays."""
-    kinds = ["newest", "pipeline", "stage"]
-    first, *_ = harness.run(3, clipped, kinds, False)
-    (alone,) = harness.run(1, clipped, kinds, True)
-    for kind, theirs, mine in zip(kinds, first, alone, strict=True):
-        assert theirs["losses"] == mine["losses"], kind
-        assert theirs["state"] == mine["state"], kind
-    newest, now, stage = (case["norms"] for case in alone)
-    for step, (before, after) in enumerate(newest):
+    """Many processes clip by the same older norm as one does with their delays."""
+    first, *_ = harness.run(3, clipped, False)
+    (alone,) = harness.run(1, clipped, True)
+    assert (first["losses"], first["state"]) == (alone["losses"], alone["state"])
+    for step, (before, after) in enumerate(alone["norms"]):
         # the first stage is two steps ahead, but at the last mini-batch, which has another size
-        known = newest[step - 2 if 2 <= step < 6 else step][0]
+        known = alone["norms"][step - 2 if 2 <= step < 6 else step][0]
         assert after == pytest.approx(before * min(1, CLIP / (known + 1e-6)), rel=1e-12)
-    assert all(after == pytest.approx(min(before, CLIP), rel=1e-4) for before, after in now)
-    assert all(CLIP < after < 3**0.5 * CLIP for _, after in stage)
 
 
 REPLICATED = [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -159,10 +158,10 @@ def test_checkpoints_are_those_of_one_process(tmp_path: Any) -> None:
     other.load_state_dict(saved["optimizer"])
 
 
-def resumed_without_flush(rank: int, folder: str, weights: str, checkpoints: str) -> tuple[list[float], State]:
+def resumed_without_flush(rank: int, folder: str, weights: str) -> tuple[list[float], State]:
     """Mini-batches in a pipeline that does not flush: all of them, or those after a checkpoint if there is one."""
     file, data, options = Path(folder) / "checkpoint", batches(), Options(stages=CHAIN, weights=weights)
-    options, losses = replace(options, checkpoints=checkpoints), list[float]()
+    losses = list[float]()
     model, optimizer = model_and_optimizer()
     with initialize(model, optimizer, data[0], step=loss_of, options=options) as engine:
         first = 0
@@ -182,17 +181,8 @@ def resumed_without_flush(rank: int, folder: str, weights: str, checkpoints: str
     return losses, plain(model.state_dict())
 
 
-@pytest.mark.parametrize(
-    ("weights", "checkpoints"),
-    [
-        ("stash", "exact"),
-        pytest.param("latest", "exact", marks=pytest.mark.acceptance),
-        pytest.param("double_buffer", "flush", marks=pytest.mark.acceptance),
-    ],
-)
-def test_checkpoints_without_a_flush_resume_bit_for_bit(tmp_path: Any, weights: str, checkpoints: str) -> None:
-    arguments = str(tmp_path), weights, checkpoints
-    whole, rest = (run_distributed(3, resumed_without_flush, *arguments) for _ in range(2))
+def test_checkpoints_without_a_flush_resume_bit_for_bit(tmp_path: Any) -> None:
+    whole, rest = (run_distributed(3, resumed_without_flush, str(tmp_path), "double_buffer") for _ in range(2))
     assert rest[0][0] == whole[0][0][SAVED_AFTER:]
     assert rest[0][1] == whole[0][1]
     assert set(torch.load(tmp_path / "checkpoint")["model"]) == set(Branches().state_dict())

@@ -76,10 +76,9 @@ class Corrected(Latest):
 
     def saved(self) -> dict[str, dict[Parameter, Tensor]]:
         late = {parameter: torch.tensor(number) for parameter, number in self._late.items()}
-        return {**super().saved(), "velocity": dict(self._velocity), "late": late}
+        return {"velocity": dict(self._velocity), "late": late}
 
     def restore(self, saved: Mapping[str, Values]) -> None:
-        super().restore(saved)
         self._velocity = dict(saved.get("velocity", {}))
         self._late = {parameter: int(number) for parameter, number in saved.get("late", {}).items()}
 

@@ -41,7 +41,6 @@ class Weights:
         accumulated: mini-batches per update.
         elsewhere: stages on other devices that use a parameter, too.
         optimizers: returns the device's optimizers.
-        resumable: whether to keep the state from which a run can resume with a pipeline that is not empty.
     """
 
     parameters: Mapping[int, Sequence[Parameter]]
@@ -52,7 +51,6 @@ class Weights:
     accumulated: int = 1
     elsewhere: Mapping[Parameter, Sequence[int]] = field(default_factory=dict)
     optimizers: Callable[[], Sequence[Optimizer]] = lambda: ()
-    resumable: bool = False
 
     def late(self, stage: int) -> int:
         """Updates between a forward of the stage and its backward, in the steady state."""
@@ -71,7 +69,7 @@ class WeightPolicy:
 
     Attributes:
         rewrites: whether a backward may compute with other values than its forward, where updates lie between them.
-        updates: optimizer steps before the current period: the newest version, unless a resumed run fills its pipeline.
+        updates: optimizer steps so far, which is the newest version.
         log: if not None, every computation appends (use, "F" or "B", version of its weights).
     """
 
@@ -94,16 +92,9 @@ class WeightPolicy:
         return 0
 
     def begin(self, before: Callable[[int], int], first: int) -> None:
-        """Start with an empty pipeline at mini-batch `first`. `before(n)`: number of updates before mini-batch n's.
-
-        A run that resumes with a pipeline that was not empty fills it again, beginning where it was last empty.
-        """
+        """Start with an empty pipeline at mini-batch `first`. `before(n)`: number of updates before mini-batch n's."""
         self._before, self.first = before, first
         self.updates = before(first)
-
-    def enter_period(self, period: int) -> None:
-        """Begin a period; during a fill it may belong after earlier updates."""
-        self.updates = self._before(max(period, self.first))
 
     def empty(self) -> None:
         """Forget the micro-batches in the pipeline, which are dropped."""
@@ -143,7 +134,7 @@ class WeightPolicy:
         return 0
 
     def saved(self) -> dict[str, dict[Parameter, Tensor]]:
-        """The tensors by name that a run needs to resume as if it had not been interrupted."""
+        """The tensors by name that a run needs to go on with an empty pipeline."""
         return {}
 
     def restore(self, saved: Mapping[str, Mapping[Parameter, Tensor]]) -> None:

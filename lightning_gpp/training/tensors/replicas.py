@@ -63,19 +63,6 @@ class Layout:
     uses: Uses
     complete: bool = True
 
-    def kept_by(self, control: Control) -> set[str]:
-        """Names of parameters for which this rank saves the values that its weight policy keeps.
-
-        Replicas that take turns, and stages that share a parameter, keep those of different mini-batches, so all of
-        them save theirs.
-        """
-        if control.pipeline != 0:
-            return set()
-        mine = self.placement.names_on(control.device)
-        turns = any(self.plan.stages[stage].round_robin for stage in self.plan.stages_on(control.device))
-        shared = {name for name in mine if len(self.uses.get(name, ())) > 1}
-        return mine if turns else shared | saved_here(self.placement, control)
-
 
 class Replicas:
     """Owns the `StageSync` of a training run, and, with ZeRO-1, the owners of parameters.

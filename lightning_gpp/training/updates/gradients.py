@@ -1,7 +1,7 @@
 """Checks and clips the gradients of an asynchronous pipeline before an optimizer step.
 
 No rank may wait for a rank that is behind it, so a rank clips by an older norm of the full model: that of the last
-optimizer step that all ranks have done (`newest`). Parts of norms are summed in the background.
+optimizer step that all ranks have done. Parts of norms are summed in the background.
 
 Ranks add vectors with an entry for each set of stages that share parameters, and only one rank has a term for an entry.
 So sums do not depend on the order of the ranks, and one device computes the same to the last bit.
@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Final
 
 import torch
 import torch.distributed as dist
@@ -22,10 +22,6 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from lightning_gpp.errors import GPPError
 from lightning_gpp.training.control import Control
 from lightning_gpp.training.tensors.replicas import Layout
-
-Clip = Literal["newest", "pipeline", "stage"]
-"""The norm that gradients are clipped by: the full model's some steps ago, the full model's now, or each stage's."""
-
 
 _NOTHING: Final = torch.zeros((), dtype=torch.float64)
 
@@ -57,11 +53,10 @@ class StageGradients:
         module: the module with the parameters.
         layout: the stages that use them, and the ranks that hold them.
         control: the side channel of this rank.
-        clip: the norm to clip by.
     """
 
-    def __init__(self, module: nn.Module, layout: Layout, control: Control, clip: Clip) -> None:
-        self._module, self._layout, self._control, self._clip = module, layout, control, clip
+    def __init__(self, module: nn.Module, layout: Layout, control: Control) -> None:
+        self._module, self._layout, self._control = module, layout, control
         self._sums: deque[_Sum] = deque()
 
     def check(self, step: int) -> None:
@@ -85,20 +80,11 @@ class StageGradients:
             stepped: the parameters whose gradients are scaled.
             max_norm: the largest norm.
             update: number of the optimizer step.
-            age: number of optimizer steps by which the model's norm may be older; 0 waits for all ranks.
+            age: number of optimizer steps by which the model's norm is older; 0 waits for all ranks.
         """
-        stepped = list(stepped)
-        if self._clip != "stage":
-            norm = self._norm(update, age if self._clip == "newest" else 0)
-            clip_grads_with_norm_(stepped, max_norm, norm)
-            return norm
-        squares = self._squares()
-        wanted = {id(parameter) for parameter in stepped}
-        for group, parameters in self._by_group().items():
-            if group in squares:
-                listed = [parameter for parameter in parameters if id(parameter) in wanted]
-                clip_grads_with_norm_(listed, max_norm, squares[group].sqrt())
-        return torch.stack([square.cpu() for square in squares.values()] or [_NOTHING]).sum().sqrt()
+        norm = self._norm(update, age)
+        clip_grads_with_norm_(stepped, max_norm, norm)
+        return norm
 
     def state(self) -> dict[int, list[float]]:
         """The norms that later steps may be clipped by, by number of the optimizer step. All ranks call this."""
@@ -121,27 +107,26 @@ class StageGradients:
 
     def _started(self, update: int) -> _Sum:
         """The sum of this step, to which all ranks add their parts."""
-        mine, groups = self._squares(counted=True), sorted(set(self._layout.uses.values()))
+        mine, groups = self._squares(), sorted(set(self._layout.uses.values()))
         nothing = _NOTHING.to(next((square.device for square in mine.values()), _NOTHING.device))
         squares = torch.stack([mine.get(group, nothing) for group in groups]).cpu()  # one wait for the device
         return _Sum(update, squares, self._control.sum_later(squares))
 
     # -- groups -------------------------------------------------------------------------------------------------------
 
-    def _squares(self, counted: bool = False) -> dict[UserStages, Tensor]:
-        """The squared norm of every group with gradients. `counted`: only of parameters that no earlier device has."""
+    def _squares(self) -> dict[UserStages, Tensor]:
+        """The squared norm of every group with gradients, of the parameters that no earlier device has."""
         squares = {}
-        for group, parameters in self._by_group(counted).items():
+        for group, parameters in self._by_group().items():
             norms = [torch.linalg.vector_norm(p.grad, dtype=torch.float64) for p in parameters if p.grad is not None]
             if norms:
                 squares[group] = torch.stack(norms).pow(2).sum()
         return squares
 
-    def _by_group(self, counted: bool = False) -> dict[UserStages, list[nn.Parameter]]:
+    def _by_group(self) -> dict[UserStages, list[nn.Parameter]]:
         groups: dict[UserStages, list[nn.Parameter]] = {}
         for name, parameter in self._parameters().items():
-            first = min(self._layout.placement.devices[name]) == self._control.device
-            if first or not counted:
+            if min(self._layout.placement.devices[name]) == self._control.device:
                 groups.setdefault(self._layout.uses[name], []).append(parameter)
         return groups
 
