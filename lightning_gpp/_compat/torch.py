@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
+from operator import attrgetter
 from typing import Any, Final
 
 import torch
@@ -230,6 +231,15 @@ def with_gradient_hooks(tensors: Iterable[Tensor]) -> list[Tensor]:
     """Those of the tensors that have such hooks; quick, for a look in every step."""
     with without_torch_function():
         return [each for each in tensors if each._backward_hooks or each._post_accumulate_grad_hooks]
+
+
+def trained_flags(parameters: Iterable[Tensor]) -> bytes:
+    """A byte per parameter: 1 if it requires a gradient, otherwise 0; quick for foreign ones, too."""
+    with without_torch_function():
+        return bytes(map(_REQUIRES_GRAD, parameters))
+
+
+_REQUIRES_GRAD: Final = attrgetter("requires_grad")
 
 
 def hand_over_gradient_hooks(before: Tensor, after: Tensor) -> None:

@@ -34,12 +34,12 @@ from lightning_gpp.strategy.preemption import Preempted
 from lightning_gpp.strategy.ranks import RanksStrategy
 from lightning_gpp.strategy.run import Run
 from lightning_gpp.strategy.steps import Steps
-from lightning_gpp.training.divided.members import agreed_division
+from lightning_gpp.training.divided.parallel_regions import agreed_division
 from lightning_gpp.training.divided.tensor_parallel import TensorParallel, check_first_run, dividing
 from lightning_gpp.training.engine import Engine
 from lightning_gpp.training.measured.predicted import simulated
+from lightning_gpp.training.measured.trace import period_of, write_report
 from lightning_gpp.training.options import Options
-from lightning_gpp.training.report import period_of, write_report
 from lightning_gpp.training.tensors.checkpoint import load_state
 from lightning_gpp.training.tensors.joining import disconnect
 from lightning_gpp.training.tensors.parameters import move

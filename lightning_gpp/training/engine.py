@@ -31,8 +31,7 @@ from lightning_gpp.training.tensors.gathered import Door, install, remove
 from lightning_gpp.training.tensors.parameters import move
 from lightning_gpp.training.tensors.replicas import Replicas
 from lightning_gpp.training.updates.gradient_norms import KnownNorms
-from lightning_gpp.training.updates.gradients import StageGradients
-from lightning_gpp.training.updates.nonfinite import FiniteCheck
+from lightning_gpp.training.updates.gradients import FiniteCheck, StageGradients
 from lightning_gpp.training.updates.optimizers import OptimizerIndex, all_divided, all_undivided
 from lightning_gpp.training.whole.whole_step import WholeStep
 

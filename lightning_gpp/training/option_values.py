@@ -59,6 +59,17 @@ def weight_copies_of(name: str) -> WeightCopies | None:
     return partial(copies_of, name)
 
 
+def reduction_given(name: Any) -> str:
+    """The way in which losses combine.
+
+    Raises:
+        ConfigError: it is neither mean, nor sum, nor a part of the mini-batch.
+    """
+    from lightning_gpp.stages.counts import reduction  # see above
+
+    return str(name) if name in ("mean", "sum") else reduction(name)
+
+
 def weights_given(name: Any) -> str:
     """The name of a weight policy, or "synchronous".
 

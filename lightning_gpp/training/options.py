@@ -24,7 +24,6 @@ from lightning_gpp.planning.assignment.manual import StagesSpec
 from lightning_gpp.planning.assignment.slices import Slicing
 from lightning_gpp.planning.request import Count, SearchOptions
 from lightning_gpp.schedules.registry import schedule_names
-from lightning_gpp.stages.counts import reduction
 from lightning_gpp.training.option_checks import check_together
 from lightning_gpp.training.option_values import (
     AUTO,
@@ -35,6 +34,7 @@ from lightning_gpp.training.option_values import (
     duration,
     loaded_plan,
     partitioner_given,
+    reduction_given,
     schedule_given,
     stages_given,
     weights_given,
@@ -229,7 +229,7 @@ class Options(SearchOptions):
         "mean, for example labels (those that are not -100), labels:shifted (without the first of each sample, as "
         "language models shift them) or mask:except0. Then micro-batches count by these entries, also in what the "
         "step logs.",
-        convert=reduction,
+        convert=reduction_given,
     )
     on_nonfinite: Literal["stop", "skip", "ignore"] | None = option(
         None,

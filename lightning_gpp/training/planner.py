@@ -29,10 +29,10 @@ from lightning_gpp.slices import unsliced
 from lightning_gpp.stages.slices import with_whole_inputs
 from lightning_gpp.stages.undivided import Captured, Undivided
 from lightning_gpp.training.data.loaders import mini_batches_of
+from lightning_gpp.training.evaluation_plan import NOWHERE, Held, with_others
 from lightning_gpp.training.measured.machine import Machine, first, resolved
 from lightning_gpp.training.option_values import AUTO, weight_copies_of
 from lightning_gpp.training.options import DEFAULT, Context, Options, StageSpec, schedules_of
-from lightning_gpp.training.tensors.other_modules import NOWHERE, Held, with_others
 
 TRAINING = "training_step"
 

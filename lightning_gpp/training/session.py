@@ -314,24 +314,23 @@ class Forwarded:
         self._replicas.sync.last = last
 
     def unshard(self, stage: int) -> None:
-        if stage in self._numbers:
-            self._replicas.sync.unshard(self._numbers[stage])
+        self._of(stage, "unshard")
 
     def ready(self, stage: int) -> None:
-        if stage in self._numbers:
-            self._replicas.sync.ready(self._numbers[stage])
+        self._of(stage, "ready")
 
     def reshard(self, stage: int) -> None:
-        if stage in self._numbers:
-            self._replicas.sync.reshard(self._numbers[stage])
+        self._of(stage, "reshard")
 
     def arm(self, stage: int) -> None:
-        if stage in self._numbers:
-            self._replicas.sync.arm(self._numbers[stage])
+        self._of(stage, "arm")
 
     def reduce(self, stage: int) -> None:
+        self._of(stage, "reduce")
+
+    def _of(self, stage: int, collective: str) -> None:
         if stage in self._numbers:
-            self._replicas.sync.reduce(self._numbers[stage])
+            getattr(self._replicas.sync, collective)(self._numbers[stage])
 
     def sync(self) -> None:
         self._replicas.sync.sync()

@@ -19,11 +19,9 @@ from lightning_gpp.stages.undivided import Captured, Undivided, undivided
 from lightning_gpp.stages.user_step import UserStep
 from lightning_gpp.training.asynchronous import Asynchronous
 from lightning_gpp.training.data.batches import outline
-from lightning_gpp.training.data.incoming import Incoming
+from lightning_gpp.training.data.incoming import FrozenAttributes, Incoming, adopt
 from lightning_gpp.training.data.lengths import KnownLengths
-from lightning_gpp.training.dependencies.frozen_attributes import FrozenAttributes, adopt
-from lightning_gpp.training.divided.members import agreed_regions
-from lightning_gpp.training.divided.parallel_regions import captured_apart
+from lightning_gpp.training.divided.parallel_regions import agreed_regions, captured_apart
 from lightning_gpp.training.evaluation_plan import (
     check_decisions,
     check_positions,

@@ -58,8 +58,7 @@ from lightning_gpp.training.planner import TRAINING, part_of_member, plan_for
 from lightning_gpp.training.sessions import Sessions
 from lightning_gpp.training.tensors.parameters import equalise, move, place, settle
 from lightning_gpp.training.tensors.replicas import Layout, Replicas
-from lightning_gpp.training.updates.gradients import StageGradients
-from lightning_gpp.training.updates.nonfinite import FiniteCheck
+from lightning_gpp.training.updates.gradients import FiniteCheck, StageGradients
 from lightning_gpp.training.updates.optimizers import OptimizerIndex, check_first_order
 from lightning_gpp.training.whole.whole_step import (
     WholeStep,

@@ -67,7 +67,7 @@ def fitted(rank: int, options: dict[str, Any]) -> tuple[Counter[str], Counter[st
     return counting.counts.reads, counting.counts.messages
 
 
-FINITE = "training/updates/nonfinite.py: _rank_of_worst"
+FINITE = "training/updates/gradients.py: _rank_of_worst"
 ARRIVED = "strategy/logs.py: _shared"
 """A read of what arrived through the side channel, which is on the CPU."""
 LIGHTNING = "Lightning, apply_func.py: to_item"
@@ -80,7 +80,7 @@ def test_a_trainer_reads_what_is_logged_in_one_transfer(options: dict[str, Any])
     logged, checked = Counter({ARRIVED: STEPS, LIGHTNING: STEPS}), Counter({FINITE: STEPS} if options else {})
     assert reads == logged + checked + Counter({"strategy/logs.py: _read": STEPS})
     assert others_reads == logged + checked
-    agreed = Counter({"all_reduce in training/updates/nonfinite.py: _agreed": STEPS} if options else {})
+    agreed = Counter({"all_reduce in training/updates/gradients.py: _agreed": STEPS} if options else {})
     told = {"strategy/logs.py: _shared": 1, "strategy/preemption.py: said": 1, "training/data/incoming.py: announce": 1}
     assert messages == agreed + Counter({f"isend in {place}": STEPS * count for place, count in told.items()})
     assert others_messages == agreed + Counter({f"recv in {place}": STEPS * count for place, count in told.items()})

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_gpp.training.checks.tolerances import rounded_to
+from lightning_gpp.training.checks.self_check import rounded_to
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 

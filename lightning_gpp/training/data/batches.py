@@ -1,10 +1,10 @@
-"""The form of a mini-batch: its fingerprint, and an outline of it for all ranks."""
+"""The form of a mini-batch: its fingerprint, an outline of it for all ranks, and what was made for it."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Hashable
-from typing import Any, Final
+from collections.abc import Callable, Hashable
+from typing import Any, Final, TypeVar
 
 import torch
 from torch import Tensor
@@ -75,3 +75,47 @@ _FEW_NUMBERS: Final = 1 << 14
 """Elements of a tensor of floating-point numbers that is sent to all ranks with its values, such as boxes."""
 _MANY_NUMBERS: Final = 1 << 20
 """The same for whole numbers: a mini-batch of tokens."""
+
+
+T = TypeVar("T")
+
+_MOST: Final = 8
+"""Sessions of one form that are kept; each takes memory."""
+_ALL: Final = 256
+"""Sessions of all forms that are kept; with dynamic padding every length of sequences is a form."""
+_OFTEN: Final = 4
+"""Captures of one form after which a warning says that they cost time."""
+
+
+class SessionCache(dict[tuple[Hashable, Hashable], T]):
+    """Sessions by the form of a mini-batch or call, and by what stands for Python values.
+
+    The latest are kept, of all and of those that differ only in Python values.
+
+    Args:
+        warn: warns the user.
+    """
+
+    def __init__(self, warn: Callable[[str], None]) -> None:
+        super().__init__()
+        self._warn = warn
+        self._counts: dict[Hashable, int] = {}
+
+    def make(self, key: tuple[Hashable, Hashable], make: Callable[[], T], changing: Callable[[], str]) -> T:
+        """Make the session for a form and Python values. `changing`: names the values that change, for a warning."""
+        same = [known for known in self if known[0] == key[0]]
+        if len(same) == _MOST or len(self) == _ALL:
+            del self[same[0] if len(same) == _MOST else next(iter(self))]
+        self[key] = made = make()
+        self._count(key[0], changing)
+        return made
+
+    def _count(self, form: Hashable, changing: Callable[[], str]) -> None:
+        self._counts[form] = count = self._counts.get(form, 0) + 1
+        if count == _OFTEN:
+            self._warn(
+                f"{changing()} changed {count - 1} times, and each time the step was captured anew, because what is "
+                "cut into stages runs with the values of its capture. That takes time: pass values that change often "
+                "as tensors, keep the module that reads them in one stage (strategy.stages), or let the step run as "
+                "a whole (strategy.step=whole)."
+            )

@@ -5,19 +5,23 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Final, TypeAlias
 
-from lightning_gpp.errors import GPPError
+from lightning_gpp.errors import GPPError, ScheduleError
+from lightning_gpp.planning import Prediction
+from lightning_gpp.planning.problem.prediction import memory_limits
 from lightning_gpp.reports import comparison_text, timeline_text
+from lightning_gpp.reports.page import report_html
 from lightning_gpp.schedules import Action, Program
-from lightning_gpp.simulation import Span, StageCosts, Timeline, TraceEvents
+from lightning_gpp.simulation import Period, Span, StageCosts, Timeline, TraceEvents
 from lightning_gpp.simulation.simulator import held_bytes
 from lightning_gpp.simulation.trace_events import with_messages
 from lightning_gpp.training.control import Control
 from lightning_gpp.training.engine import Engine
-from lightning_gpp.training.measured.predicted import costs_of, simulated
+from lightning_gpp.training.measured.predicted import costs_of, simulated, without_flush
 
 COMPARED: Final = 100
 """Number of the last mini-batches that are compared with the simulation."""
@@ -168,3 +172,34 @@ def gathered(timings: Mapping[int, Timings], control: Control) -> dict[tuple[int
 
 def _spans(timings: Timings, shift: float) -> tuple[Span, ...]:
     return tuple(Span(action, start + shift, stop + shift) for action, start, stop in timings)
+
+
+def write_report(path: str | Path, engine: Engine, num_pipelines: int, trace: TraceFile | None) -> None:
+    """Write plan, simulated and measured timelines as one HTML file.
+
+    Raises:
+        PlanError: the machine has fewer devices than the plan.
+    """
+    machine = engine.machine()
+    prediction = Prediction(
+        plan=engine.plan,
+        num_pipelines=num_pipelines,
+        timeline=simulated(engine.plan, engine.graph, machine, num_pipelines),
+        memory_bytes=memory_limits(engine.plan, machine.cluster),
+        period=period_of(engine, num_pipelines),
+    )
+    title = f"{type(engine.job.module).__name__} on {machine.cluster.name}"
+    measured = () if trace is None else trace.measured
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    Path(path).write_text(report_html(prediction, title=title, measured=measured), encoding="utf-8")
+
+
+def period_of(engine: Engine, num_pipelines: int) -> Period | None:
+    """The simulated steady state of training without a flush; None if the pipeline flushes, is one device, or the
+    weight policy allows it only for accumulated mini-batches.
+    """
+    if engine.plan.num_devices == 1:
+        return None
+    with suppress(ScheduleError):  # accumulated mini-batches, which are not known here, may allow more than the policy
+        return without_flush(engine.plan, engine.graph, engine.machine(), num_pipelines, engine.job.options.weights)
+    return None

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from operator import attrgetter
-from typing import Any, Final
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_gpp._compat.lightning_module import set_device
-from lightning_gpp._compat.torch import hand_over_gradient_hooks, with_gradient_hooks, without_torch_function
+from lightning_gpp._compat.torch import hand_over_gradient_hooks
 from lightning_gpp.errors import ConfigError
 from lightning_gpp.plan import STEP, Plan, Stage
 from lightning_gpp.runtime.sharding.shards import local
@@ -290,27 +289,33 @@ def bytes_of(module: nn.Module) -> int:
     return sum(local(tensor.detach()).nbytes for tensor in tensors_of(module).values() if not tensor.is_meta)
 
 
-def trained_flags(parameters: Iterable[Tensor]) -> bytes:
-    """A byte per parameter: 1 if it requires a gradient, otherwise 0; quick for foreign ones, too."""
-    with without_torch_function():
-        return bytes(map(_REQUIRES_GRAD, parameters))
+def check_grown(module: nn.Module, placed: Collection[str], given: Iterable[str]) -> None:
+    """Check that no stage lacks a parameter.
 
+    Copies of modules that hooks make, and that training does not call, need no stage.
 
-_REQUIRES_GRAD: Final = attrgetter("requires_grad")
+    Args:
+        module: the user's module.
+        placed: names of the parameters that had a place when stages were made.
+        given: names of the parameters that optimizers have.
 
-
-def check_no_hooks(module: nn.Module, parameters: Sequence[Tensor]) -> None:
-    """Raise ConfigError if parameters of the module have hooks on their gradients; quick, for a look in every step.
-
-    Autograd would give a hook the part of each micro-batch, before parts are summed over ranks.
+    Raises:
+        ConfigError: a module of a stage has got a parameter, or an optimizer has one that has no place.
     """
-    hooked = set(map(id, with_gradient_hooks(parameters)))
-    if not hooked:
-        return
-    names = [name for name, parameter in module.named_parameters() if id(parameter) in hooked]
-    raise ConfigError(
-        f"The parameters {some(names, most=3)} have hooks on their gradients (register_hook, "
-        "register_post_accumulate_grad_hook), which would get those of micro-batches. Change gradients in the hook "
-        "on_before_optimizer_step of the module or of a callback, where they are those of mini-batches, on every rank: "
-        "`for p in self.parameters(): p.grad is None or p.grad.clamp_(-1, 1)`."
-    )
+    inside = {path for name in placed for path in _paths_around(name)}
+    new = [name for name, _ in module.named_parameters() if name not in placed]
+    lacking = {name: None for name in new if not inside.isdisjoint(_paths_around(name))}
+    lacking.update(dict.fromkeys(sorted(name for name in given if name not in placed)))
+    if lacking:
+        raise ConfigError(
+            f"After training had begun, {type(module).__name__} got parameters that no stage has: "
+            f"{some(list(lacking))}. Stages are made once, of the layers that exist then. Make all layers in "
+            "__init__ or configure_model; let a flag decide in the forward whether one is called, and freeze it "
+            "(requires_grad_(False)) until then. Or end trainer.fit, add the layers, and call it again."
+        )
+
+
+def _paths_around(name: str) -> list[str]:
+    """The paths of the modules around a parameter, without the module itself."""
+    parts = name.split(".")[:-1]
+    return [".".join(parts[:count]) for count in range(1, len(parts) + 1)]

@@ -26,19 +26,20 @@ from torch.optim import (
 )
 from torch.utils.hooks import RemovableHandle
 
+from lightning_gpp._compat.torch import trained_flags, with_gradient_hooks
 from lightning_gpp.errors import ConfigError
 from lightning_gpp.plan import Plan
 from lightning_gpp.runtime.gradients import GradientSync
 from lightning_gpp.runtime.sharding import OwnedParameters, ShardedStages, StageSync, assign_owners
 from lightning_gpp.training.control import Control
-from lightning_gpp.training.dependencies.growth import check_grown
-from lightning_gpp.training.divided.members import check_tied
+from lightning_gpp.training.divided.parallel_regions import check_tied
 from lightning_gpp.training.divided.tensor_parallel import TensorParallel
 from lightning_gpp.training.tensors.checkpoint import saved_here
-from lightning_gpp.training.tensors.parameters import Placement, check_no_hooks, tensors_of, trained_flags
+from lightning_gpp.training.tensors.parameters import Placement, check_grown, tensors_of
 from lightning_gpp.training.tensors.shards import whole_states
 from lightning_gpp.training.updates.gradient_norms import KnownNorms, exchanged
 from lightning_gpp.training.updates.optimizers import OptimizerIndex
+from lightning_gpp.wording import some
 
 Uses = Mapping[str, tuple[int, ...]]
 """The stages that use each parameter."""
@@ -324,6 +325,23 @@ class Replicas:
         here = self.layout.placement.names_on(self.control.device)
         mine = {name: parameter for name, parameter in named.items() if name in here}
         return OwnedParameters(mine, holders, owners, self.control.mesh)
+
+
+def check_no_hooks(module: nn.Module, parameters: Sequence[Tensor]) -> None:
+    """Raise ConfigError if parameters of the module have hooks on their gradients; quick, for a look in every step.
+
+    Autograd would give a hook the part of each micro-batch, before parts are summed over ranks.
+    """
+    hooked = set(map(id, with_gradient_hooks(parameters)))
+    if not hooked:
+        return
+    names = [name for name, parameter in module.named_parameters() if id(parameter) in hooked]
+    raise ConfigError(
+        f"The parameters {some(names, most=3)} have hooks on their gradients (register_hook, "
+        "register_post_accumulate_grad_hook), which would get those of micro-batches. Change gradients in the hook "
+        "on_before_optimizer_step of the module or of a callback, where they are those of mini-batches, on every rank: "
+        "`for p in self.parameters(): p.grad is None or p.grad.clamp_(-1, 1)`."
+    )
 
 
 def check_elementwise(optimizers: Sequence[Optimizer]) -> None:

@@ -29,9 +29,8 @@ from lightning_gpp.plan import Plan
 from lightning_gpp.runtime.random import RandomStreams, undisturbed
 from lightning_gpp.runtime.transport import Transport
 from lightning_gpp.stages.answers import Answers
-from lightning_gpp.training.data.batches import outline, signature
-from lightning_gpp.training.dependencies.captured_anew import SessionCache
-from lightning_gpp.training.dependencies.frozen_attributes import FrozenAttributes
+from lightning_gpp.training.data.batches import SessionCache, outline, signature
+from lightning_gpp.training.data.incoming import FrozenAttributes
 from lightning_gpp.training.host import Job
 from lightning_gpp.training.planner import TRAINING
 from lightning_gpp.training.tensors.parameters import Placement, tensors_of

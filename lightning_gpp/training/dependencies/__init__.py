@@ -1,1 +1,0 @@
-"""Values that the captures of a run depend on: attributes, variables, and tensors that forwards make."""
