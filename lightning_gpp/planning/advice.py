@@ -26,8 +26,6 @@ def advice(problem: Problem, draft: Draft | None) -> str:
         problem: the one that has no plan.
         draft: the one that comes closest; None searches for one briefly.
     """
-    if problem.num_units * problem.max_replicas < problem.num_devices and not problem.idle_devices:
-        return _too_many_devices(problem)
     draft = draft or partitioner_of("auto")(problem, SearchControl(seconds=SECONDS)).draft
     evaluation = Evaluator(problem)(draft) if draft is not None else None
     if draft is None or evaluation is None or not isfinite(evaluation.seconds):
@@ -84,23 +82,14 @@ def _too_large(problem: Problem) -> str:
     )
 
 
-def _too_many_devices(problem: Problem) -> str:
-    most = int(problem.num_units * problem.max_replicas)
-    return (
-        f"The model can be cut into {problem.num_units} pieces at most, so with strategy.max_replicas="
-        f"{problem.max_replicas:g} it fills {most} devices; there are {problem.num_devices}, and a plan uses them all. "
-        f"Raise strategy.max_replicas (null: no limit), raise strategy.num_pipelines, use at most {most} devices, or "
-        "let others be idle (strategy.idle_devices=true)."
-    )
-
-
 def _no_stages(problem: Problem) -> str:
     rigid = sum(not unit.divisible for unit in problem.units.units)
     cause = f" {rigid} of them read data that cannot be divided among replicas." if rigid else ""
     return (
         f"No stages were found that fill all {problem.num_devices} devices with {problem.num_units} pieces of the "
-        f"model.{cause} Let devices be idle (strategy.idle_devices=true), use fewer per pipeline "
-        "(strategy.num_pipelines), or place stages by hand (strategy.stages)."
+        f"model.{cause} Raise strategy.max_replicas (null: no limit), let devices be idle "
+        "(strategy.idle_devices=true), use fewer per pipeline (strategy.num_pipelines), or place "
+        "stages by hand (strategy.stages)."
     )
 
 

@@ -16,7 +16,7 @@ from lightning_gpp.reports.units import distance, duration, percent, rate, size
 from lightning_gpp.simulation import Period
 
 LEGEND: Final = (
-    "u: units of a stage, x: its devices, *: processes of each, r: recomputed, r3: 3 blocks of it, o: offloaded, "
+    "u: units of a stage, x: its devices, r: recomputed, r3: 3 blocks of it, o: offloaded, "
     "+: slack, b: micro-batch size"
 )
 """The letters in the descriptions of runners-up."""

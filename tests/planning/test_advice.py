@@ -38,13 +38,6 @@ def test_a_module_that_no_device_can_hold() -> None:
     assert "alone takes 65.5 kB of weights" in advice(problem(0.05 * MEGABYTE), None)
 
 
-def test_more_devices_than_pieces() -> None:
-    """`auto` leaves the others idle, GraphPipe's partitioner fills all devices."""
-    asked = request(1e9, num_devices=6, max_replicas=1, num_pipelines=1, idle_devices=False)
-    with pytest.raises(PlanError, match=r"cut into 4 pieces at most, so with strategy.max_replicas=1 it fills 4 dev"):
-        best_plan("graphpipe", graphs.chain(4), asked)
-
-
 def test_another_partitioner_that_finds_one() -> None:
     @register_partitioner("finds nothing")
     def finds_nothing(problem: Problem, control: SearchControl) -> Answer:

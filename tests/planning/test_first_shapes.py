@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import islice
 
+import numpy as np
+
 from lightning_gpp.cluster import Cluster, Device, Link
 from lightning_gpp.planning import Evaluator, Problem, Request
-from lightning_gpp.planning.partitioners.auto.seeds import Cuts, seeds
+from lightning_gpp.planning.partitioners.auto.seeds import Cuts, furthest, seeds
 from lightning_gpp.planning.partitioners.auto.shape import Shape
 from lightning_gpp.planning.partitioners.auto.variants import variants
 from tests.planning import graphs
@@ -72,3 +74,11 @@ def test_where_memory_is_scarce_stages_leave_time_for_what_they_recompute() -> N
     assert found.rank < min(entry.rank for shapes in rest for entry in shapes)
     assert replace(cuts, partly=True) in [*variants(problem, [order])]
     assert not any(entry.partly for entry in variants(ample, [order]))
+
+
+def test_the_last_end_within_the_limit_may_be_behind_ends_that_are_not() -> None:
+    """A border after the first unit is dear; one after the second is not."""
+    row = np.array([0.0, 1.0, 2.0, 9.0])
+    messages = np.zeros((4, 4))
+    messages[0, 1] = messages[1, 2] = 50
+    assert furthest(row, messages, row + 3).tolist() == [2, 1, 2, 3]

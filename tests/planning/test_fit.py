@@ -33,18 +33,6 @@ def test_another_model_is_refused_with_its_modules() -> None:
         check_model(plan, graphs.chain())
 
 
-def test_other_edges_are_refused() -> None:
-    build = graphs.Builder()
-    x = build.data()
-    graph = build.step(build.linear("b", build.linear("a", x)))
-    plan = manual(graph, {"a": 0, "b": 1}, batch_size=4)
-    build = graphs.Builder()
-    x, y = build.data(), build.data()
-    other = build.step(build.linear("b", build.linear("a", x), y))
-    with pytest.raises(PlanError, match=r"does not have \(none\), or lacks some that it has \(data -> b\)"):
-        check_model(plan, other)
-
-
 def test_another_fingerprint_is_refused() -> None:
     plan = planned(graphs.chain(), 2)
     with pytest.raises(PlanError, match=r"fingerprint is 'abc' and the model's 'xyz'"):

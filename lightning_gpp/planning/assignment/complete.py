@@ -9,10 +9,10 @@ from dataclasses import replace
 
 from lightning_gpp.errors import ConfigError, MicroBatchesError
 from lightning_gpp.graph import OperatorGraph
-from lightning_gpp.plan import STEP, Figures, Plan, Stage, shared_parameter
+from lightning_gpp.plan import STEP, Plan, Stage, shared_parameter
 from lightning_gpp.planning.assignment.assign import Assignment, assign, make_plan
 from lightning_gpp.planning.assignment.estimate import with_figures_of
-from lightning_gpp.planning.assignment.modules import figures_of, recomputed_blocks
+from lightning_gpp.planning.assignment.modules import recomputed_blocks
 from lightning_gpp.planning.assignment.slices import Slicing, sequence_length, sliced
 from lightning_gpp.slices import unsliced
 from lightning_gpp.wording import counted
@@ -94,34 +94,23 @@ def completed(
     if sharding not in ("none", "auto"):
         plan = replace(plan, sharding=sharding)
     plan = plan.chained() if chained else plan
-    check_sliced_blocks(plan, slicing)
-    _check_sliced_offload(plan, slicing)
-    plan = plan if slicing is None else slice_plan(plan, graph, slicing)
+    if slicing is not None:
+        _check_slicing(plan)
+        plan = slice_plan(plan, graph, slicing)
     check_sharding(plan, graph)
     return plan
 
 
-def check_sliced_blocks(plan: Plan, slicing: Slicing | None) -> None:
-    """Refuse blocks that would run again outside of their slice, without what earlier tokens carry.
-
-    Raises:
-        ConfigError: both are wanted.
-    """
-    names = [stage.name for stage in plan.stages if stage.recomputed_blocks]
-    if names and slicing is not None:
-        raise ConfigError(
-            f"strategy.slices cannot be combined with recomputed blocks, which the stages {names} have. Recompute "
-            "whole stages (strategy.recompute=true), or remove strategy.slices."
-        )
-
-
-def _check_sliced_offload(plan: Plan, slicing: Slicing | None) -> None:
-    names = [stage.name for stage in plan.stages if stage.offload]
-    if names and slicing is not None:
-        raise ConfigError(
-            f"strategy.slices cannot be combined with offloaded stages, which {names} are: slices hand on tensors that "
-            "stay on the device. Recompute stages instead (strategy.recompute), or remove strategy.slices."
-        )
+def _check_slicing(plan: Plan) -> None:
+    """Refuse blocks that would run again outside of their slice, without what earlier tokens carry, and offload."""
+    blocks = [stage.name for stage in plan.stages if stage.recomputed_blocks]
+    offloaded = [stage.name for stage in plan.stages if stage.offload]
+    for names, what in ((blocks, "recomputed blocks"), (offloaded, "offload")):
+        if names:
+            raise ConfigError(
+                f"strategy.slices cannot be combined with {what}, which the stages {names} have. Recompute whole "
+                "stages (strategy.recompute=true), or remove strategy.slices."
+            )
 
 
 def check_sharding(plan: Plan, graph: OperatorGraph) -> None:
@@ -171,8 +160,7 @@ def with_recomputed(plan: Plan, graph: OperatorGraph, recompute: bool | Sequence
     """
     if recompute is None:
         return plan
-    assignment = assign(graph, [stage.modules for stage in plan.stages])
-    return _sized(replace(plan, stages=_recomputing(plan, graph, assignment, recompute)), graph, assignment)
+    return rebuilt(plan, graph, plan.batch_size, _recomputing(plan, graph, recompute))
 
 
 def with_offloaded(plan: Plan, graph: OperatorGraph, offload: bool | Sequence[str] | None) -> Plan:
@@ -195,25 +183,12 @@ def with_offloaded(plan: Plan, graph: OperatorGraph, offload: bool | Sequence[st
     unknown = sorted(set(wanted) - set(names))
     if unknown:
         raise ConfigError(f"strategy.offload lists {unknown}; the stages of the plan are {names}.")
-    plan = replace(plan, stages=tuple(replace(stage, offload=stage.name in wanted) for stage in plan.stages))
-    return _sized(plan, graph, assign(graph, [stage.modules for stage in plan.stages]))
+    stages = [replace(stage, offload=stage.name in wanted) for stage in plan.stages]
+    return rebuilt(plan, graph, plan.batch_size, stages)
 
 
-def _sized(plan: Plan, graph: OperatorGraph, assignment: Assignment) -> Plan:
-    """The plan with the bytes that its stages keep."""
-    figures = zip(plan.stages, figures_of(graph, assignment, plan.stages, plan.edges), strict=True)
-    stages = tuple(replace(stage, figures=_with_bytes(stage.figures, fresh)) for stage, fresh in figures)
-    return replace(plan, stages=stages)
-
-
-def _with_bytes(figures: Figures, fresh: Figures) -> Figures:
-    names = ("activation_bytes", "offloaded_bytes", "working_bytes")
-    return replace(figures, **{name: getattr(fresh, name) for name in names})
-
-
-def _recomputing(
-    plan: Plan, graph: OperatorGraph, assignment: Assignment, recompute: bool | Sequence[str]
-) -> tuple[Stage, ...]:
+def _recomputing(plan: Plan, graph: OperatorGraph, recompute: bool | Sequence[str]) -> tuple[Stage, ...]:
+    assignment = assign(graph, [stage.modules for stage in plan.stages])
     step = plan.stages[plan.step_stage].name
     others = [stage.name for stage in plan.stages if stage.name != step]
     wanted = (others if recompute else []) if isinstance(recompute, bool) else recompute

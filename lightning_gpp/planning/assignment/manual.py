@@ -15,7 +15,7 @@ from annotated_types import Ge, MinLen
 from lightning_gpp.errors import ConfigError, PlanError
 from lightning_gpp.graph import OperatorGraph
 from lightning_gpp.plan import STEP, Plan, Stage
-from lightning_gpp.planning.assignment.assign import assign, crossing, make_plan, owner_of, step_owner
+from lightning_gpp.planning.assignment.assign import assign, make_plan, owner_of, step_owner
 from lightning_gpp.planning.assignment.complete import resolve_size
 from lightning_gpp.planning.assignment.layout import count_pipelines, number_devices
 from lightning_gpp.planning.assignment.modules import around, module_tree, stage_names
@@ -263,7 +263,7 @@ def check_model(plan: Plan, graph: OperatorGraph, fingerprint: str = "") -> None
         fingerprint: fingerprint of the captured model; compared if the plan has one, too.
 
     Raises:
-        PlanError: naming modules that are missing or new, edges that differ, or the fingerprints.
+        PlanError: naming modules that are missing or new, or the fingerprints.
     """
     plan = unsliced(plan).plan
     known = {node.path for node in module_tree(graph).walk()} | {STEP}
@@ -272,7 +272,6 @@ def check_model(plan: Plan, graph: OperatorGraph, fingerprint: str = "") -> None
     new = unplaced(graph, listed)
     if missing or new:
         raise PlanError(f"The plan (strategy.plan) was made for another model. {_difference(missing, new)} {REMEDY}")
-    _check_edges(plan, graph)
     if plan.model and fingerprint and plan.model != fingerprint:
         raise PlanError(
             f"The plan (strategy.plan) was made for another model: the modules have the same names, but the plan's "
@@ -284,19 +283,3 @@ def _difference(missing: Sequence[str], new: Sequence[str]) -> str:
     parts = [f"Modules of the plan that the model does not call: {some(missing)}."] if missing else []
     parts += [f"Modules of the model that the plan does not place: {some(new)}."] if new else []
     return " ".join(parts)
-
-
-def _check_edges(plan: Plan, graph: OperatorGraph) -> None:
-    planned = {(edge.src, edge.dst) for edge in plan.edges if not edge.artificial}
-    found = set(crossing(graph, assign(graph, [stage.modules for stage in plan.stages])))
-    if planned != found:
-        raise PlanError(
-            "The plan (strategy.plan) was made for another model: between its stages it has edges "
-            f"that the model does not have ({_arrows(plan, planned - found) or 'none'}), or lacks some that it has "
-            f"({_arrows(plan, found - planned) or 'none'}). {REMEDY}"
-        )
-
-
-def _arrows(plan: Plan, pairs: Iterable[tuple[int, int]]) -> str:
-    names = [*(stage.name for stage in plan.stages), "data"]  # SOURCE is -1, so it names the last entry
-    return ", ".join(f"{names[src]} -> {names[dst]}" for src, dst in sorted(pairs))

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple, Protocol
+from typing import Final, NamedTuple
 
 import networkx as nx
 import numpy as np
@@ -61,13 +61,7 @@ def piper(problem: Problem, control: SearchControl) -> Answer:
         )
         return Answer(draft=None, objective_name=OBJECTIVE, states=len(found), notes=(reason,))
     members = members_of(found, problem.num_units)
-    return solved(problem, control, members, [ChainCosts(problem, size, members) for size in problem.sizes])
-
-
-def solved(
-    problem: Problem, control: SearchControl, members: NDArray[np.bool_], costs: Sequence[DownsetCosts]
-) -> Answer:
-    """The answer for downsets with these `members`, and `costs` for every micro-batch size."""
+    costs = [ChainCosts(problem, size, members) for size in problem.sizes]
     filled = DownsetSearch(members, Border(problem.units.values, members), costs, problem.num_devices)
     for index in range(1, len(members)):
         filled.fill(index)
@@ -167,7 +161,7 @@ def _most(limit: Array, kept: Array) -> Array:
     return np.floor(limit / np.maximum(kept, 1e-9))
 
 
-# -- the recurrence over downsets, for any costs of stages ------------------------------------------------------------
+# -- the recurrence over downsets -------------------------------------------------------------------------------------
 
 Rows = NDArray[np.intp] | slice
 
@@ -214,13 +208,6 @@ class Fitting(NamedTuple):
     keeps: NDArray[np.bool_]
 
 
-class DownsetCosts(Protocol):
-    """Costs of stages D - D' for one micro-batch size."""
-
-    def stages(self, index: int, rests: NDArray[np.intp], crossing: Crossing) -> Iterator[Fitting]:
-        """The stages that fit, for every number of replicas."""
-
-
 @dataclass(frozen=True, slots=True)
 class FirstStage:
     """A first stage of a downset: its units and replicas, whether it recomputes, and the downset of later stages."""
@@ -237,24 +224,17 @@ class DownsetSearch:
     Args:
         members: whether downsets, the smaller ones first, contain units.
         border: the bytes that cross borders.
-        costs: tables of costs.
+        costs: those of every micro-batch size.
         num_devices: all of which are used.
-        idle: whether devices may be left over instead.
     """
 
     def __init__(
-        self,
-        members: NDArray[np.bool_],
-        border: Border,
-        costs: Sequence[DownsetCosts],
-        num_devices: int,
-        *,
-        idle: bool = False,
+        self, members: NDArray[np.bool_], border: Border, costs: Sequence[ChainCosts], num_devices: int
     ) -> None:
         self.members, self.border, self.costs, self.num_devices = members, border, costs, num_devices
         self.words = np.packbits(members, axis=1, bitorder="little")
         self.best = np.full((len(costs), len(members), num_devices + 1), np.inf)
-        self.best[:, 0, slice(None) if idle else 0] = 0
+        self.best[:, 0, 0] = 0
         self.states = 0
 
     def fill(self, index: int) -> None:

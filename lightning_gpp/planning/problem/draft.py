@@ -64,12 +64,9 @@ class Draft:
 
 
 def _measures(stage: DraftStage) -> str:
-    return f"{_again(stage.recompute)}{'o' * stage.offload}{f'+{stage.slack}' * (stage.slack > 0)}"
-
-
-def _again(recompute: Recompute | None) -> str:
-    """The letter r if a stage recomputes, with the number of blocks if it is not the whole stage."""
-    return f"r{len(recompute)}" if isinstance(recompute, tuple) else "r" * bool(recompute)
+    """r: recomputes, with the number of blocks if it is not the whole stage; o: offloads; +1: slack."""
+    blocks = len(stage.recompute) if isinstance(stage.recompute, tuple) else ""
+    return f"{f'r{blocks}' * bool(stage.recompute)}{'o' * stage.offload}{f'+{stage.slack}' * (stage.slack > 0)}"
 
 
 @dataclass(frozen=True, slots=True)

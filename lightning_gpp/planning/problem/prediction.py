@@ -354,9 +354,7 @@ def _others(answer: Answer, chosen: Draft, predictions: Mapping[Draft, Predictio
     others = tuple(entry for entry in answer.alternatives if entry.draft != chosen)
     if answer.draft is None or answer.draft == chosen or answer.draft not in predictions:
         return others
-    prediction = predictions[answer.draft]
-    reason = "" if prediction.fits else "needs more memory"
-    return (Alternative(draft=answer.draft, seconds=prediction.seconds, reason=reason), *others)
+    return (Alternative(draft=answer.draft, seconds=predictions[answer.draft].seconds), *others)
 
 
 def _evaluations(problem: Problem, draft: Draft) -> float:

@@ -72,7 +72,13 @@ NUM_SLACKENED = 100
 
 INTERRUPTED = "The search was interrupted; this is the best plan so far."
 
+NUM_ALTERNATIVES = 6
+"""Number of kinds of shapes, the best one's included, of which the best is an alternative."""
+
 Rank = tuple[float, float]
+
+_Kind = tuple[int, int, int]
+"""Micro-batch size, number of stages and number of devices."""
 
 
 @register_partitioner("auto")
@@ -102,8 +108,8 @@ def _first_results(search: Search) -> list[Shape]:
     try:
         first.run()
     finally:
-        search.named = {coarser.refined(shape): name for shape, name in first.named.items()}
-        search.take([*search.named, *(coarser.refined(shape) for shape in first.leaders())])
+        search.kept = [coarser.refined(shape) for shape in first.kept]
+        search.take([*search.kept, *map(coarser.refined, first.leaders())])
     return search.leaders()
 
 
@@ -111,8 +117,8 @@ def _first_results(search: Search) -> list[Shape]:
 class Search:
     """The state of one search: the ranks of shapes, and the best shape.
 
-    `refused` are shapes that are no better than the one they were made from; `named` are those that are alternatives in
-    any case, with the names of their origins; `fastest` is the best shape before simpler ones were preferred.
+    `refused` are shapes that are no better than the one they were made from; `kept` are those that are alternatives in
+    any case; `fastest` is the best shape before simpler ones were preferred.
     """
 
     problem: Problem
@@ -121,7 +127,7 @@ class Search:
     evaluate: Evaluator = field(init=False)
     known: dict[Shape, Rank] = field(default_factory=dict)
     refused: set[Shape] = field(default_factory=set)
-    named: dict[Shape, str] = field(default_factory=dict)
+    kept: list[Shape] = field(default_factory=list)
     best: Shape | None = None
     rank: Rank = (inf, inf)
     fastest: Shape | None = None
@@ -213,7 +219,7 @@ class Search:
             draft = graphpipe(problem, replace(self.control.part(GRAPHPIPE_SHARE), progress=None)).draft
             shape = None if draft is None else Shape.of(draft)
             if shape is not None:
-                self.named[shape] = "graphpipe"
+                self.kept.append(shape)
                 self._judge(shape)
 
     def _take(self, share: float, shapes: Iterable[Shape]) -> None:
@@ -324,28 +330,16 @@ class Search:
         yield from (self._fitted(other) for other in sorted(ranks, key=ranks.__getitem__) if ranks[other] < (0, inf))
 
     def _alternatives(self) -> Iterator[Alternative]:
-        """The best shapes with another micro-batch size, number of stages or of devices."""
-        for shape, name in self.named.items():
-            if shape != self.best and shape in self.known and self.known[shape][1] < inf:
-                found = self._alternative(shape)
-                yield replace(found, reason=", ".join(filter(None, (f"of {name}", found.reason))))
-        kinds = {_kind(self.best)} if self.best else set()
-        if self.fastest is not None and self.fastest != self.best:
-            kinds.add(_kind(self.fastest))
-            yield self._alternative(self.fastest)
-        for shape, rank in sorted(self.known.items(), key=lambda entry: entry[1]):
-            if rank[1] < inf and _kind(shape) not in kinds and len(kinds) < 6:
-                kinds.add(_kind(shape))
-                yield self._alternative(shape)
-
-    def _alternative(self, shape: Shape) -> Alternative:
-        draft = self._fitted(shape)
-        found = self.evaluate(draft)
-        reason = "less simple (strategy.simplicity)" if found.seconds < self.rank[1] else ""
-        if not found.fits:
-            reason = f"needs {found.excess_bytes / 1e9:.2f} GB more memory than a device has"
-        return Alternative(draft=draft, seconds=found.seconds, reason=reason)
+        """Those kept, the fastest, and the best with other micro-batch sizes and numbers of stages and devices."""
+        chosen, first = dict[_Kind, Shape](), [] if self.fastest is None else [self.fastest]
+        for shape in [*first, *sorted(self.known, key=self.known.__getitem__)]:
+            if len(chosen) < NUM_ALTERNATIVES or _kind(shape) in chosen:
+                chosen.setdefault(_kind(shape), shape)
+        for shape in dict.fromkeys([*self.kept, *chosen.values()]):
+            if shape != self.best and self.known.get(shape, self.rank)[1] < inf:
+                draft = self._fitted(shape)
+                yield Alternative(draft=draft, seconds=self.evaluate(draft).seconds)
 
 
-def _kind(shape: Shape) -> tuple[int, int, int]:
+def _kind(shape: Shape) -> _Kind:
     return shape.size, len(shape.groups), shape.num_devices
