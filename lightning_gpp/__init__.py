@@ -38,7 +38,6 @@ if TYPE_CHECKING:
         Request,
         SearchControl,
         best_plan,
-        best_sizes,
         estimate,
         register_partitioner,
     )
@@ -94,7 +93,6 @@ __all__ = [
     "Timeline",
     "__version__",
     "best_plan",
-    "best_sizes",
     "capture_step",
     "compile_program",
     "estimate",
@@ -120,7 +118,7 @@ _ORIGINS: Final = {
     "plan": ("SOURCE", "STEP", "Edge", "Figures", "Plan", "Stage"),
     "planning": (
         *("Answer", "Draft", "DraftStage", "Evaluator", "Prediction", "Problem", "Request", "SearchControl"),
-        *("best_plan", "best_sizes", "estimate", "register_partitioner"),
+        *("best_plan", "estimate", "register_partitioner"),
     ),
     "schedules": ("Action", "Kind", "Schedule", "compile_program", "register_schedule"),
     "simulation": ("StageCost", "StageCosts", "Timeline", "simulate", "trace_of"),

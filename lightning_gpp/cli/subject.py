@@ -6,7 +6,7 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
@@ -29,7 +29,6 @@ from lightning_gpp.cli.configured import built, refusal
 from lightning_gpp.cluster import Cluster
 from lightning_gpp.costs.model import CostModel, Footprint
 from lightning_gpp.errors import CaptureError, ConfigError, ShapeError
-from lightning_gpp.graph import OperatorGraph
 from lightning_gpp.strategy.checks import runs_whole
 from lightning_gpp.strategy.data import peek
 from lightning_gpp.strategy.optimization import stand_ins
@@ -65,12 +64,6 @@ class Step:
     notes: tuple[str, ...] = ()
     divided: Mapping[str, int] | None = None
     whole: bool = False
-
-    @property
-    def graph(self) -> OperatorGraph:
-        """The undivided graph of what is planned, which knows what the processes of a device divide."""
-        graph = self.captured.graph if self.captured.step == TRAINING else self.captured.graph.for_inference()
-        return replace(graph, divided=dict(self.divided or {}))
 
     def costs(self, options: Options, cluster: Cluster, device: torch.device) -> CostModel | None:
         """Seconds of operators according to `strategy.costs`; None for the roofline model.

@@ -77,12 +77,6 @@ def group_of(device: Device, number: int, link: Link) -> Device:
     return device if number == 1 else DeviceGroup(**known, num_members=number, link=link)
 
 
-def fits_node(cluster: Cluster, head: int, number: int) -> bool:
-    """True if the devices from `head` on are there, and in one node."""
-    last = head + number - 1
-    return last < cluster.num_devices and len({cluster.node_of(device) for device in range(head, last + 1)}) == 1
-
-
 def _slowest_link(cluster: Cluster, head: int, number: int) -> Link:
     ring = [*range(head, min(head + number, cluster.num_devices)), head]
     links = [cluster.link(*pair) for pair in zip(ring, ring[1:], strict=False)]

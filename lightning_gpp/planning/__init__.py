@@ -21,7 +21,6 @@ from lightning_gpp.planning.problem.prediction import Prediction, SearchFigures
 from lightning_gpp.planning.problem.problem import Problem
 from lightning_gpp.planning.request import Request
 from lightning_gpp.planning.search import best_order, best_plan
-from lightning_gpp.planning.tensor_parallel import SIZES, SizesFound, best_sizes
 
 __all__ = [
     "Alternative",
@@ -33,13 +32,10 @@ __all__ = [
     "Prediction",
     "Problem",
     "Request",
-    "SIZES",
     "SearchControl",
     "SearchFigures",
-    "SizesFound",
     "best_order",
     "best_plan",
-    "best_sizes",
     "check_model",
     "count_pipelines",
     "devices_per_pipeline",
