@@ -37,12 +37,6 @@ def timeline_svg(timelines: Timeline | Mapping[str, Timeline], width: int = 1000
     return svg.document(width, chart.height, chart.elements(), label=chart.label)
 
 
-def timeline_picture(timelines: Timeline | Mapping[str, Timeline], width: int = 1000, seconds: float = 0.0) -> str:
-    """The same for a page that has `svg.STYLE` and `svg.DEFINITIONS`; its axis has at least so many `seconds`."""
-    chart = Chart(timelines, width, seconds)
-    return svg.inline(width, chart.height, chart.elements(), label=chart.label)
-
-
 class Chart:
     """The rows of all devices on one axis of time, which begins with the first action of each timeline."""
 
@@ -83,7 +77,8 @@ class Chart:
     def _device(self, device: int, top: float) -> Iterator[str]:
         idle = self.first.bubble_fractions[device]
         yield svg.text(MARGIN, top + 16, f"device {device}")
-        yield svg.text(MARGIN, top + 32, f"idle {100 * idle:.0f} %{self._peak(device)}", classes="muted small")
+        below = top + 32 + (len(self.timelines) - 1) * (BAR + 2)
+        yield svg.text(MARGIN, below, f"idle {100 * idle:.0f} %{self._peak(device)}", classes="muted small")
         for name, timeline in self.timelines.items():
             if name:
                 yield svg.text(LEFT - 6, top + 16, name, "end", "muted small")

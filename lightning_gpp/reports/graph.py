@@ -66,17 +66,9 @@ def graph_svg(plan: Plan) -> str:
 
     A box shows name, devices, replicas, what it recomputes, parameters and FLOPs, an edge its bytes per micro-batch.
     """
-    return svg.document(*_drawn(plan), label=graph_text(plan))
-
-
-def graph_picture(plan: Plan) -> str:
-    """The same for a page that has `svg.STYLE` and `svg.DEFINITIONS`."""
-    return svg.inline(*_drawn(plan), label=graph_text(plan))
-
-
-def _drawn(plan: Plan) -> tuple[float, float, Iterator[str]]:
     picture = GraphPicture(plan)
-    return picture.width + 2 * MARGIN, picture.height + 2 * MARGIN, picture.elements()
+    width, height = picture.width + 2 * MARGIN, picture.height + 2 * MARGIN
+    return svg.document(width, height, picture.elements(), label=graph_text(plan))
 
 
 class GraphPicture:

@@ -8,9 +8,8 @@ from importlib.resources import files
 from string import Template
 
 from lightning_gpp.planning import Prediction
-from lightning_gpp.reports import svg
-from lightning_gpp.reports.gantt import timeline_picture
-from lightning_gpp.reports.graph import graph_picture
+from lightning_gpp.reports.gantt import timeline_svg
+from lightning_gpp.reports.graph import graph_svg
 from lightning_gpp.reports.measured import comparison_text
 from lightning_gpp.reports.palette import DARK, LIGHT
 from lightning_gpp.reports.text import figures_text
@@ -31,8 +30,8 @@ def report_html(
     timelines = {"simulated": prediction.timeline, "measured": measured[-1]} if measured else prediction.drawn
     compared = [comparison_text(prediction.timeline, measured)] if measured else []
     sections = [
-        _section("Stages", graph_picture(prediction.plan)),
-        _section("Timeline", timeline_picture(timelines)),
+        _section("Stages", graph_svg(prediction.plan)),
+        _section("Timeline", timeline_svg(timelines)),
         *(_section("Simulated and measured", _text(text)) for text in compared),
         _section("Figures", _text(figures_text(prediction))),
         *([_section("Notes", *map(_text, notes))] if notes else ()),
@@ -42,8 +41,6 @@ def report_html(
         title=escape(title),
         light=_variables(LIGHT),
         dark=_variables(DARK),
-        style=svg.STYLE,
-        definitions=svg.DEFINITIONS,
         sections="\n".join(sections),
     )
 

@@ -43,19 +43,11 @@ DEFINITIONS: Final = (
 
 def document(width: float, height: float, elements: Iterable[str], *, label: str = "") -> str:
     """A complete picture; sizes in pixels. `label` describes it to those who cannot see it."""
-    return inline(width, height, [STYLE, DEFINITIONS, _background(width, height), *elements], label=label) + "\n"
-
-
-def _background(width: float, height: float) -> str:
-    return f'<rect class="page" width="{width:g}" height="{height:g}" rx="6"/>'
-
-
-def inline(width: float, height: float, elements: Iterable[str], *, label: str = "") -> str:
-    """A picture inside a page that has `STYLE` and `DEFINITIONS`."""
-    body = "\n".join(elements)
+    background = f'<rect class="page" width="{width:g}" height="{height:g}" rx="6"/>'
+    body = "\n".join([STYLE, DEFINITIONS, background, *elements])
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:g}" height="{height:g}" '
-        f'viewBox="0 0 {width:g} {height:g}" role="img" aria-label={quoteattr(label)}>\n{body}\n</svg>'
+        f'viewBox="0 0 {width:g} {height:g}" role="img" aria-label={quoteattr(label)}>\n{body}\n</svg>\n'
     )
 
 
