@@ -222,9 +222,11 @@ class AttributePlace:
             setattr(self.owner, self.name, value)
 
 
-def originals(module: nn.Module, noted: Mapping[Attribute, Any]) -> dict[Attribute, Any]:
-    """Values that were noted in a copy of the module, with the module's own functions, parts and objects in them."""
-    parts = dict(module.named_modules())  # a look-up by path takes longer
+def originals(parts: Mapping[str, nn.Module], noted: Mapping[Attribute, Any]) -> dict[Attribute, Any]:
+    """Values that were noted in a copy of a module, with the module's own functions, parts and objects in them.
+
+    `parts`: the module's, by path.
+    """
 
     def own(path: str, name: str) -> Any:
         return AttributePlace(parts[path], ("", name)).read() if path in parts else None

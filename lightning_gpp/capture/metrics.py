@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Final
+from typing import Any, Final, TypeGuard
 
 from torch import nn
 from torchmetrics import Metric, MetricCollection
@@ -21,10 +21,15 @@ def metrics_of(module: nn.Module) -> dict[str, Metric | MetricCollection]:
     """
     found: dict[int, tuple[str, Metric | MetricCollection]] = {}
     for path, part in module.named_modules():
-        own = ((path, part),) if isinstance(part, Metric | MetricCollection) else metrics_in(part, path)
+        own = ((path, part),) if _is_metric(part) else metrics_in(part, path)
         for place, metric in own:
             found.setdefault(id(metric), (place, metric))
     return dict(found.values())
+
+
+def _is_metric(value: object) -> TypeGuard[Metric | MetricCollection]:
+    """As isinstance says it, which for each class of its own that an observed module has asks all kinds of metrics."""
+    return not {Metric, MetricCollection}.isdisjoint(type(value).__mro__)
 
 
 def metrics_in(owner: object, path: str) -> Iterator[tuple[str, Metric | MetricCollection]]:
@@ -35,9 +40,9 @@ def metrics_in(owner: object, path: str) -> Iterator[tuple[str, Metric | MetricC
 
 
 def _inside(place: str, value: Any, depth: int) -> Iterator[tuple[str, Metric | MetricCollection]]:
-    if isinstance(value, Metric | MetricCollection):
+    if _is_metric(value):
         for path, part in value.named_modules(prefix=place):
-            if isinstance(part, Metric | MetricCollection):
+            if _is_metric(part):
                 yield path, part
     elif isinstance(value, list | tuple | dict) and depth:
         for key, item in value.items() if isinstance(value, dict) else enumerate(value):

@@ -169,7 +169,8 @@ def record(
     recording.changes_batch = _versions(fake) != versions
     if not recorder.reads_between_calls:
         switches.refuse(subject.step)
-    recording.attributes = {scope: originals(module, read) for scope, read in recording.attributes.items()}
+    parts = dict(module.named_modules())
+    recording.attributes = {scope: originals(parts, read) for scope, read in recording.attributes.items()}
     return recording, recorder
 
 

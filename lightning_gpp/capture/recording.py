@@ -106,13 +106,20 @@ class Recorded:
     step_number: int = -1
     """Index among the step's own calls on network values; -1 inside modules."""
 
+    _leaves: list[Any] | None = field(default=None, init=False, compare=False, repr=False)
+
+    @property
+    def leaves(self) -> list[Any]:
+        """The leaves of the arguments."""
+        if self._leaves is None:
+            self._leaves = pytree.tree_leaves((self.args, self.kwargs))
+        return self._leaves
+
     def refs(self) -> list[Ref]:
-        leaves = pytree.tree_leaves((self.args, self.kwargs))
-        return [leaf for leaf in leaves if isinstance(leaf, Ref)] + self.mutated
+        return [leaf for leaf in self.leaves if isinstance(leaf, Ref)] + self.mutated
 
     def states(self) -> list[str]:
-        leaves = pytree.tree_leaves((self.args, self.kwargs))
-        return [*(leaf.name for leaf in leaves if isinstance(leaf, StateRef)), *self.held]
+        return [*(leaf.name for leaf in self.leaves if isinstance(leaf, StateRef)), *self.held]
 
 
 @dataclass(slots=True)

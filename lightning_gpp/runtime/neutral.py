@@ -9,6 +9,7 @@ from typing import Any, Final
 import torch
 
 from lightning_gpp._compat.torch import TorchDispatchMode, schema_arguments
+from lightning_gpp.runtime.random import current_generators
 
 _RATES: Final = ("dropout_p", "dropout")
 """Names of the rate of dropout among the arguments of fused operators, and of their backwards."""
@@ -32,7 +33,8 @@ class Neutral(TorchDispatchMode):
             return func(*args, **kwargs)
         if func is torch.ops.aten.native_dropout.default:
             return args[0] / (1 - args[1]), torch.ones_like(args[0], dtype=torch.bool)
-        torch.manual_seed(0)
+        for generator in current_generators():  # torch.manual_seed asks all kinds of devices, and is slow
+            generator.manual_seed(0)
         result = func(*args, **kwargs)
         if "bernoulli" in func.name() and isinstance(result, torch.Tensor):
             result.fill_(1)
