@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from benchmarks.planners import calibrate, case_study, optimality
+from benchmarks.planners import case_study, optimality
 from benchmarks.planners.common import Hardware, run
-from benchmarks.planners.paper import BATCH_SIZES, NUM_DEVICES
 from benchmarks.workloads import graph
 
 
@@ -18,15 +17,6 @@ def test_samples_in_place_weigh_nothing_and_change_no_costs() -> None:
     assert (sent.seconds(8).total == in_place.seconds(8).total).all()
     ours, theirs = (run("pipedream", problem).samples_per_second for problem in (in_place, sent))
     assert ours > theirs
-
-
-def test_mini_batches_grow_no_faster_than_the_devices() -> None:
-    for model, sizes in BATCH_SIZES.items():
-        for index, number in enumerate(NUM_DEVICES):
-            assert sizes[index] in calibrate.choices(model, number, sizes[:index])
-    assert calibrate.choices("mmt", 8, (64,)) == (128,)
-    assert calibrate.choices("mmt", 8, (32,)) == ()
-    assert calibrate.choices("dlrm", 16, (512,)) == (512, 1024)
 
 
 def test_samples_in_flight_are_those_of_the_authors() -> None:

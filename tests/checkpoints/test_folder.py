@@ -100,9 +100,7 @@ def zipped(entry: bytes) -> bytes:
 
 JUNK = {
     "nothing": b"",
-    "text": b"no checkpoint",
     "a megabyte": random.Random(1).randbytes(1 << 20),
-    "half": zipped(b"state_dict")[:300],
     "an opcode that overflows": b"\x8e" + b"\xff" * 8,
     "changed": zipped(b"\xff" * 10),
 }
@@ -214,7 +212,7 @@ def test_a_file_becomes_a_folder_and_a_file_again(tmp_path: Path) -> None:
     checkpoint = lightning_file(tmp_path / "plain.ckpt")
     convert(tmp_path / "plain.ckpt", tmp_path / "folder.ckpt")
     convert(tmp_path / "folder.ckpt", tmp_path / "again.ckpt")
-    assert is_folder(tmp_path / "folder.ckpt")
+    assert visible(tmp_path / "folder.ckpt") == [".metadata", "__0_0.distcp", "meta.pt"]
     again = torch.load(tmp_path / "again.ckpt")
     assert not list(differences({key: again[key] for key in checkpoint}, checkpoint))
     assert again.keys() - checkpoint.keys() == {"gpp"}

@@ -7,9 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_gpp.checkpoints.convert import ordinary
 from lightning_gpp.cli.checkpoint import main
-from tests.checkpoints.differences import differences
 
 
 @pytest.fixture
@@ -53,15 +51,6 @@ def test_show(kind: str, file: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
         "| stage | modules |",
     ):
         assert line in shown
-
-
-def test_convert_there_and_back(file: Path, tmp_path: Path) -> None:
-    folder, again = tmp_path / "folder.ckpt", tmp_path / "again.ckpt"
-    main(["convert", str(file), str(folder)])
-    main(["convert", str(folder), str(again)])
-    assert {path.name for path in folder.iterdir()} == {"__0_0.distcp", ".metadata", "meta.pt"}
-    first, last = ordinary(file), torch.load(again)
-    assert not list(differences({key: last[key] for key in first}, first))
 
 
 @pytest.mark.parametrize(
