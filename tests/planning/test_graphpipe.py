@@ -46,7 +46,7 @@ def units_in(parts: Sequence[LinePart]) -> set[int]:
 
 def trees_of(problem: Problem) -> list[Line]:
     """The order of the units, and those in which the branches of its forks are in bundles: forks inside branches."""
-    return list(orders_of(problem, converted(problem).line))
+    return list(orders_of(problem, converted(problem)))
 
 
 def legal_stages(tree: Line) -> set[Stage]:
@@ -265,7 +265,7 @@ def random_problem(seed: int) -> tuple[Problem, Line]:
 
 
 def solved(problem: Problem, target: float = inf) -> list[Piece] | None:
-    tables = Tables(problem, problem.sizes[0], converted(problem).line, "1f1b")
+    tables = Tables(problem, problem.sizes[0], converted(problem), "1f1b")
     return strategy(Solver(tables, target, Grid(problem.num_devices)))
 
 
@@ -275,7 +275,7 @@ def test_equals_the_best_of_all_strategies(seeds: range, monkeypatch: pytest.Mon
     monkeypatch.setattr(lines, "BUNDLES", ())
     for seed in seeds:
         problem, tree = random_problem(seed)
-        assert converted(problem).line == tree
+        assert converted(problem) == tree
         judge = Judge(problem, problem.sizes[0])
         best = min((seconds for seconds, _, _ in judge.strategies(tree)), default=inf)
         answer = graphpipe(problem, SearchControl())

@@ -257,13 +257,10 @@ class Evaluator:
     def _recomputing(self, fitted: _Fitted, index: int, in_flight: int, room: float) -> DraftStage:
         """The stage with as little recomputation as makes it fit."""
         stage, figures = fitted.stages[index], fitted.figures[index]
-        memory = StageMemory(
-            saved=figures.kept_bytes,
-            received=input_bytes(self.problem, stage),
-            in_flight=in_flight,
-            room=room - figures.static_bytes,
-            may_rerun=self.problem.num_units - 1 not in stage.units,
-        )
+        saved, room = figures.kept_bytes, room - figures.static_bytes
+        may_rerun = self.problem.num_units - 1 not in stage.units
+        rerun = in_flight * input_bytes(self.problem, stage) + saved - room if may_rerun else inf
+        memory = StageMemory(in_flight * saved - room, rerun, in_flight)
         key = stage, memory
         if key not in self._chosen:
             blocks = self.problem.block_figures(stage.share, self.problem.cluster.kind(stage.devices[0]))

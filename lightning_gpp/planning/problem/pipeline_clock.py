@@ -39,10 +39,10 @@ def end_times(pipeline: ClockedStages, warm_up: Sequence[int], num_micro_batches
     num_stages, short = len(pipeline.forward), max(24, 3 * max(warm_up))
     if 2 * num_stages * num_micro_batches <= EXACT_ACTIONS or num_micro_batches <= short + 8:
         return _play(pipeline, warm_up, num_micro_batches)
-    if min(warm_up) == num_micro_batches:  # all forwards first
-        ends = [_play(pipeline, [number] * num_stages, number) for number in (short, short + 8)]
-    else:
-        ends = [_play(pipeline, warm_up, number) for number in (short, short + 8)]
+    forwards_first = min(warm_up) == num_micro_batches
+    ends = [
+        _play(pipeline, [number] * num_stages if forwards_first else warm_up, number) for number in (short, short + 8)
+    ]
     rest = (num_micro_batches - short) / 8
     return [first + (second - first) * rest for first, second in zip(*ends, strict=True)]
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Final, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,33 +24,15 @@ MAX_TRIED: Final = 10
 """Most blocks of a stage for which all sets are tried; of more, blocks are taken by the time that a byte costs."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageMemory:
-    """The bytes that a stage replica holds per micro-batch, and may hold.
+class StageMemory(NamedTuple):
+    """Bytes that a stage replica needs beyond its room if nothing is recomputed, and if it runs again as a whole.
 
-    Args:
-        saved: bytes that autograd saves.
-        received: bytes that the stage receives.
-        in_flight: micro-batches in flight.
-        room: bytes for all of them.
-        may_rerun: whether the stage may run again as a whole.
+    `rerun_excess`: infinite if the stage may not run again. `in_flight`: its micro-batches.
     """
 
-    saved: float
-    received: float
+    excess: float
+    rerun_excess: float
     in_flight: int
-    room: float
-    may_rerun: bool
-
-    @property
-    def excess(self) -> float:
-        """Bytes beyond the room if nothing is recomputed."""
-        return self.in_flight * self.saved - self.room
-
-    @property
-    def rerun_excess(self) -> float:
-        """The same if the stage runs again as a whole."""
-        return self.in_flight * self.received + self.saved - self.room
 
 
 @dataclass(slots=True, eq=False)
@@ -77,7 +59,7 @@ class Recomputation:
         if chosen is not None:
             return self._paths(numbers[chosen])
         least = memory.excess - _most_freed(memory, figures.of(numbers))
-        if memory.may_rerun and (memory.rerun_excess <= 0 or memory.rerun_excess < least):
+        if memory.rerun_excess <= 0 or memory.rerun_excess < least:
             return True
         return self._paths(numbers)
 

@@ -45,8 +45,8 @@ The target is met to a thousandth (`search.PRECISION`). Micro-batch sizes compet
 out if its slowest stage alone would take longer than the best step so far, and not refined if its first, coarser
 strategy is too slow.
 
-Graphs that are not series-parallel get more order (`series_parallel`); the answer's notes give the price. That only
-narrows the search: plans are evaluated and run with the model's own edges.
+Graphs that are not series-parallel get more order (`series_parallel`). That only narrows the search: plans are
+evaluated and run with the model's own edges.
 """
 
 from lightning_gpp.planning.partitioners.graphpipe.search import graphpipe

@@ -12,7 +12,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_gpp.planning.partitioners.graphpipe.series_parallel import (
-    Conversion,
     Fork,
     Line,
     LinePart,
@@ -296,7 +295,7 @@ def orders_of(problem: Problem, line: Line) -> Iterator[Line]:
             yield bundled(line, size, weight)
 
 
-def converted(problem: Problem) -> Conversion:
+def converted(problem: Problem) -> Line:
     """The units in series-parallel order."""
     return make_series_parallel(problem.order, problem.seconds(problem.sizes[-1]).total.tolist())
 

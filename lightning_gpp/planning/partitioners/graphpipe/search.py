@@ -18,7 +18,7 @@ from lightning_gpp.planning.partitioners.graphpipe.lines import (
     orders_of,
     tail_units,
 )
-from lightning_gpp.planning.partitioners.graphpipe.series_parallel import Conversion, Fork, Line
+from lightning_gpp.planning.partitioners.graphpipe.series_parallel import Fork, Line
 from lightning_gpp.planning.partitioners.graphpipe.solve import Grid, Solution, Solver, Way
 from lightning_gpp.planning.partitioners.graphpipe.tables import Tables
 from lightning_gpp.planning.problem.draft import Devices, Draft, DraftStage, layouts, side_by_side
@@ -67,10 +67,9 @@ class _Size:
 @register_partitioner("graphpipe")
 def graphpipe(problem: Problem, control: SearchControl) -> Answer:
     """The strategy whose slowest stage is fastest, at the micro-batch size with the shortest step; see the package."""
-    conversion = converted(problem)
     found: list[_Size] = []
     states = 0
-    for line in orders_of(problem, conversion.line):
+    for line in orders_of(problem, converted(problem)):
         search = _GraphPipeSearch(problem=problem, control=control, line=line)
         found = sorted([*found, *search.run(found[0].seconds if found else inf)], key=lambda entry: entry.seconds)
         states += search.states
@@ -81,7 +80,7 @@ def graphpipe(problem: Problem, control: SearchControl) -> Answer:
         objective_name=OBJECTIVE,
         states=states,
         alternatives=tuple(Alternative(draft=other.draft, seconds=other.seconds) for other in found[1:] if other.draft),
-        notes=tuple(_notes(conversion, search, best is not None)),
+        notes=tuple(_notes(search, best is not None)),
     )
 
 
@@ -197,12 +196,7 @@ def layouts_of(replicas: Sequence[int], copies: bool) -> Iterator[Devices]:
         yield [place for _, place in sorted(zip([*order, last], places, strict=True))]
 
 
-def _notes(conversion: Conversion, search: _GraphPipeSearch, found: bool) -> Iterator[str]:
-    if conversion.price > 1:
-        yield (
-            "The order of the units is not series-parallel; with more order, which it is, the longest path is "
-            f"{conversion.price - 1:.2%} longer."
-        )
+def _notes(search: _GraphPipeSearch, found: bool) -> Iterator[str]:
     if search.stopped:
         yield "The search stopped before its end; the bottleneck may be improved."
     if not found:

@@ -51,35 +51,14 @@ def units_of(part: LinePart) -> tuple[int, ...]:
     return (part,) if isinstance(part, int) else part.units
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Conversion:
-    """A series-parallel order that contains the order of a graph.
-
-    `price`: the line's critical path divided by the graph's; 1 if nothing was added.
-    """
-
-    line: Line
-    price: float = 1.0
-
-
-def make_series_parallel(graph: nx.DiGraph, weights: Sequence[float]) -> Conversion:
+def make_series_parallel(graph: nx.DiGraph, weights: Sequence[float]) -> Line:
     """The graph's own order if it is series-parallel; otherwise with order added as needed.
 
     Args:
         graph: units, numbered in a topological order.
         weights: seconds of all units, not negative.
     """
-    line = _Divided(graph, weights).line(tuple(graph))
-    before, after = max(_longest(graph, sorted(graph), weights).values()), critical_path(line, weights)
-    return Conversion(line=line, price=max(1.0, round(after / before, 9)) if before else 1.0)
-
-
-def critical_path(line: Line, weights: Sequence[float]) -> float:
-    """The weight of the heaviest chain of units."""
-    return sum(
-        weights[part] if isinstance(part, int) else max(critical_path(branch, weights) for branch in part.lines)
-        for part in line.parts
-    )
+    return _Divided(graph, weights).line(tuple(graph))
 
 
 Part: TypeAlias = tuple[int, ...]
