@@ -111,6 +111,27 @@ class EdgeTensors:
         return torch.zeros_like(tensor) if self.gradient and number else tensor
 
 
+def hand_out(
+    made: Mapping[str, Tensor | None], outgoing: Iterable[EdgeTensors], values: MessageTensors, token: Tensor
+) -> None:
+    """Cut what an action has made into messages: results by name, or gradients of inputs.
+
+    `token`: the tensor that artificial edges carry.
+    """
+    for border in outgoing:
+        tensors = [token] if border.edge.artificial else [made.get(slot.name) for slot in border.slots]
+        border.give(tensors, values)
+
+
+def hand_out_zeros(
+    outgoing: Iterable[EdgeTensors], num_samples: int, values: MessageTensors, device: torch.device
+) -> None:
+    """Make messages with which nobody will compute."""
+    for border in outgoing:
+        forms = ((slot.spec.sizes(num_samples), DTYPES[slot.spec.dtype]) for slot in border.slots)
+        border.give([torch.zeros(sizes, dtype=dtype, device=device) for sizes, dtype in forms], values)
+
+
 def total(tensors: Iterable[Tensor]) -> Tensor:
     """The sum of tensors, in the given order; they stay unchanged."""
     first, *rest = tensors

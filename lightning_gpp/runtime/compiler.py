@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from lightning_gpp.errors import PlanError, ScheduleError
 from lightning_gpp.plan import SOURCE
-from lightning_gpp.runtime.boundary import EdgeTensors, borders, carried, promises
+from lightning_gpp.runtime.boundary import EdgeTensors, borders, carried, hand_out_zeros, promises
 from lightning_gpp.runtime.device_gradients import DeviceGradients
 from lightning_gpp.runtime.module_state import ModuleState
 from lightning_gpp.runtime.offload import HostLink, Offloaded, offloading
@@ -27,7 +27,6 @@ from lightning_gpp.runtime.operations import (
     arming,
     drawing,
     gathering,
-    hand_out_zeros,
     kept_apart,
     nothing,
     releasing,
@@ -39,7 +38,7 @@ from lightning_gpp.runtime.recompute import RecomputedForward
 from lightning_gpp.runtime.sharding.interface import StageSync
 from lightning_gpp.runtime.split import SplitBackward, Splitter
 from lightning_gpp.runtime.stage import DataSource, MicroBatch, Slot, StageModule
-from lightning_gpp.runtime.transfers import Receive, Send, TransferLink
+from lightning_gpp.runtime.transport import Receive, Send, TransferLink
 from lightning_gpp.runtime.weights.derived import Derived, Derives
 from lightning_gpp.runtime.weights.interface import WeightPolicy
 from lightning_gpp.schedules.actions import COLLECTIVES, COMPUTING, RELEASES, Action, Kind
@@ -187,7 +186,8 @@ class Compiler:
         if start == stop or not outgoing:
             return nothing
         made = borders(self._program, outgoing, self._slots, (start, stop))
-        return partial(hand_out_zeros, made, stop - start, self._lane.state)
+        state = self._lane.state
+        return partial(hand_out_zeros, made, stop - start, state.values, state.device.token.device)
 
     def _interval(self, action: Action) -> tuple[int, int]:
         stage = SOURCE if action.kind is Kind.DATA else action.stage

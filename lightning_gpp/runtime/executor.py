@@ -26,8 +26,7 @@ from lightning_gpp.runtime.operations import DeviceState, Operation, State
 from lightning_gpp.runtime.random import RandomStreams
 from lightning_gpp.runtime.sharding.interface import StageSync
 from lightning_gpp.runtime.stage import DataSource, Slot, StageModule
-from lightning_gpp.runtime.transfers import Routes, Send, TransferLink
-from lightning_gpp.runtime.transport import Transport
+from lightning_gpp.runtime.transport import Routes, Send, TransferLink, Transport
 from lightning_gpp.runtime.weights.interface import WeightPolicy
 from lightning_gpp.schedules.actions import COLLECTIVES, Action
 from lightning_gpp.schedules.program import Op, Program

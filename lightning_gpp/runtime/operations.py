@@ -14,13 +14,13 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from lightning_gpp._compat.torch import FakeTensor
 from lightning_gpp.errors import GPPError
-from lightning_gpp.runtime.boundary import DTYPES, EdgeTensors, MessageTensors, Promise, check_promises
+from lightning_gpp.runtime.boundary import EdgeTensors, MessageTensors, Promise, check_promises, hand_out
 from lightning_gpp.runtime.device_gradients import DeviceGradients
 from lightning_gpp.runtime.random import RandomStreams
 from lightning_gpp.runtime.sharding.interface import StageSync
 from lightning_gpp.runtime.split import SplitBackward
-from lightning_gpp.runtime.stage import LOSS, DataSource, MicroBatch, Slot, StageModule
-from lightning_gpp.runtime.transfers import Send
+from lightning_gpp.runtime.stage import LOSS, DataSource, MicroBatch, StageModule
+from lightning_gpp.runtime.transport import Send
 from lightning_gpp.runtime.weights.interface import Use, WeightPolicy
 from lightning_gpp.schedules.actions import Action, Kind
 
@@ -133,7 +133,7 @@ class ReadData(Compute):
         if any(isinstance(value, FakeTensor) for value in outputs.values()):
             raise GPPError(_NO_VALUES)
         check_promises(outputs, self.promised, self.owner)
-        hand_out(outputs, self.outgoing, self.state)
+        hand_out(outputs, self.outgoing, self.state.values, self.state.device.token)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -155,7 +155,7 @@ class ComputeForward(Compute):
             self.state.device.enter(self.stage)
         outputs = self.forward(self._inputs(saved), self.micro_batch)
         check_promises(outputs, self.promised, self.owner)
-        hand_out(outputs, self.outgoing, self.state)
+        hand_out(outputs, self.outgoing, self.state.values, self.state.device.token)
         if saved is not None:
             self._save(saved, outputs)
 
@@ -218,26 +218,6 @@ def _checked_loss(loss: Tensor | None, owner: str) -> Tensor:
             "be one number that depends on parameters that are trained."
         )
     return loss
-
-
-def hand_out(outputs: Mapping[str, Tensor], outgoing: Iterable[EdgeTensors], state: State) -> None:
-    """Cut the results of a stage into messages."""
-    for border in outgoing:
-        if border.edge.artificial:
-            border.give([state.device.token], state.values)
-        else:
-            border.give([outputs.get(slot.name) for slot in border.slots], state.values)
-
-
-def hand_out_zeros(outgoing: Iterable[EdgeTensors], num_samples: int, state: State) -> None:
-    """Make messages with which nobody will compute."""
-    for border in outgoing:
-        border.give([_zeros(slot, num_samples, state) for slot in border.slots], state.values)
-
-
-def _zeros(slot: Slot, num_samples: int, state: State) -> Tensor:
-    sizes, dtype = slot.spec.sizes(num_samples), DTYPES[slot.spec.dtype]
-    return torch.zeros(sizes, dtype=dtype, device=state.device.token.device)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -309,16 +289,11 @@ class ComputeWeight(Compute):
 
 def _hand_out_gradients(leaves: Mapping[str, Tensor], outgoing: Iterable[EdgeTensors], state: State) -> None:
     """Cut the gradients of the inputs into messages; a leaf on which nothing depends has gradient zero."""
-    for border in outgoing:
-        if border.edge.artificial:
-            border.give([state.device.token], state.values)
-        else:
-            border.give([_gradient(leaves.get(slot.name)) for slot in border.slots], state.values)
+    gradients = {name: _gradient(leaf) for name, leaf in leaves.items()}
+    hand_out(gradients, outgoing, state.values, state.device.token)
 
 
-def _gradient(leaf: Tensor | None) -> Tensor | None:
-    if leaf is None:
-        return None
+def _gradient(leaf: Tensor) -> Tensor:
     return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
 
 

@@ -20,9 +20,9 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_gpp._compat.torch import version
 from lightning_gpp.errors import GPPError
-from lightning_gpp.runtime.boundary import check_promises
+from lightning_gpp.runtime.boundary import check_promises, hand_out
 from lightning_gpp.runtime.module_state import ModuleState, Snapshot
-from lightning_gpp.runtime.operations import ComputeForward, hand_out
+from lightning_gpp.runtime.operations import ComputeForward
 from lightning_gpp.runtime.weights.derived import unnoted
 
 
@@ -42,7 +42,7 @@ class RecomputedForward(ComputeForward):
         self.snapshot = self.modules.snapshot()
         outputs = self.forward(self.inputs, self.micro_batch)
         check_promises(outputs, self.promised, self.owner)
-        hand_out(_without_graph(outputs), self.outgoing, self.state)
+        hand_out(_without_graph(outputs), self.outgoing, self.state.values, self.state.device.token)
 
     def run_again(self) -> None:
         """Make the graph, with the random numbers, buffers and attributes of the first run, which stay untouched."""
