@@ -15,14 +15,13 @@ from torch import nn
 from lightning_gpp._compat.lightning_module import trainer_of
 from lightning_gpp.capture.batch import GUESSED, BatchDims, batch_size_of, cut_note, cut_of
 from lightning_gpp.capture.changes import Changes, attempted
-from lightning_gpp.capture.known_values import is_present
+from lightning_gpp.capture.known_values import is_present, uniform_values
 from lightning_gpp.capture.loss import loss_of, trained_loss
 from lightning_gpp.capture.merge import input_specs, merge
 from lightning_gpp.capture.network import Network, extract
 from lightning_gpp.capture.operators import graph_of, mark_mixing
 from lightning_gpp.capture.reads import decisive
 from lightning_gpp.capture.record import RunTime, StepFunction, Subject, record, step_arguments
-from lightning_gpp.capture.uniform import uniform_values
 from lightning_gpp.errors import CaptureError
 from lightning_gpp.graph import OperatorGraph, TensorSpec
 from lightning_gpp.wording import counted, named, sentence, some
@@ -42,7 +41,7 @@ class Capture:
     `uncut`: reasons why modules are called whole and never cut, by path. `opened`: reasons why the forwards of modules
     run as parts of the step, by path. `cut`: the parts of the batch that are cut into micro-batches, and those that
     every micro-batch gets. `decided`: the values of uniform tensors of the batch by which forwards have decided, by
-    number; batches with others there need another capture, see `capture/uniform.py`. `dims`: what the user said about
+    number; batches with others there need another capture, see `uniform_values`. `dims`: what the user said about
     the dimensions that count samples. `function`: what was captured, if it is not the step.
     """
 

@@ -31,6 +31,7 @@ from lightning_gpp._compat.torch import (
     storage_id,
     unset_fake_temporarily,
 )
+from lightning_gpp.capture.batch import known_to_pytree
 
 MOST_NUMBERS: Final = 1 << 20
 """Elements of the largest tensor whose values are known."""
@@ -46,6 +47,8 @@ _EMPTY: Final = frozenset(
 _LITERAL: Final = frozenset((_aten.lift_fresh, _aten.lift_fresh_copy))
 """The functions that `torch.tensor` calls."""
 _UNFORESEEABLE: Final = frozenset((torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output))
+
+_WHOLE: Final = frozenset((torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64))
 
 _FOR_REAL = ContextVar("for_real", default=False)
 
@@ -195,3 +198,30 @@ def _as_real(leaf: Any) -> Any:
     if leaf.numel() > MOST_NUMBERS:
         return torch.empty((), dtype=leaf.dtype, device=leaf.device).expand(leaf.shape)
     return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device)
+
+
+def uniform_values(batch: Any) -> dict[int, int]:
+    """The value of every tensor of whole numbers or flags whose elements are all the same, such as a mask without
+    padding, by its number among the leaves of the batch.
+
+    What a forward reads of them (`mask.all()`) is the same for all micro-batches. So a capture may depend on it, as
+    long as mini-batches that have other elements there get another capture.
+    """
+    leaves = pytree.tree_leaves(known_to_pytree(batch))
+    found = values_at(batch, (number for number, leaf in enumerate(leaves) if isinstance(leaf, Tensor)))
+    return {number: value for number, value in found.items() if value is not None}
+
+
+def values_at(batch: Any, numbers: Iterable[int]) -> dict[int, int | None]:
+    """The values of these leaves; None for those that have several."""
+    leaves = pytree.tree_leaves(known_to_pytree(batch))
+    return {number: _value(leaves[number]) for number in numbers}
+
+
+def _value(tensor: Tensor) -> int | None:
+    if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.dtype not in _WHOLE:
+        return None
+    if tensor.is_meta or not 0 < tensor.numel() <= MOST_NUMBERS:
+        return None
+    least, most = torch.stack([tensor.min(), tensor.max()]).tolist()
+    return int(least) if least == most else None

@@ -12,7 +12,7 @@ import torchmetrics
 from torch import Tensor, nn
 
 from lightning_gpp._compat.lightning_module import LIGHTNING_STATE
-from lightning_gpp._compat.torch import CHILDREN, pytree
+from lightning_gpp._compat.torch import CHILDREN, buffers_of, pytree
 from lightning_gpp.capture.attributes import (
     LIBRARIES,
     OF_EVERY_MODULE,
@@ -33,6 +33,9 @@ from lightning_gpp.capture.refusal import refusal
 from lightning_gpp.errors import CaptureError
 from lightning_gpp.user_code import user_line
 from lightning_gpp.wording import named
+
+Buffers = Mapping[str, Mapping[str, Tensor | None]]
+"""The buffers of modules by path and name."""
 
 _CONTAINERS: Final = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
@@ -249,3 +252,32 @@ def decisive(network: Network) -> dict[Attribute, Any]:
 def _numbers(values: Iterable[Any]) -> set[tuple[type, float]]:
     """The numbers among values, with their types, because 1 is not 1.0 here."""
     return {(type(value), value) for value in values if type(value) in (int, float)}
+
+
+def buffers_in(module: nn.Module) -> Buffers:
+    """The buffers of a module as they are now."""
+    return {path: dict(buffers_of(part)) for path, part in module.named_modules()}
+
+
+def refuse_made_buffers(replica: nn.Module, before: Buffers, recorder: Recorder, uncut: Collection[str]) -> None:
+    """Refuse buffers that a recording has made or given another form, and forwards that replace one and are cut: these
+    would be on one rank alone.
+
+    Raises:
+        CaptureError: the recording has done so.
+    """
+    for path, part in replica.named_modules():
+        for name, buffer in buffers_of(part).items():
+            known = before.get(path, {}).get(name)
+            if buffer is None or buffer is known:
+                continue
+            call = recorder.call_that_made(buffer)
+            line, modules = (call.line, recorder.recording.called(call.scope)) if call else ("the step", [])
+            if known is None or (known.shape, known.dtype) != (buffer.shape, buffer.dtype):
+                raise refusal(
+                    line,
+                    f"the buffer {dotted((path, name))!r} is made, or gets another shape, while the step runs",
+                    "register it in __init__ with the shape that it keeps, or compute it anew in each forward",
+                )
+            if modules and not any(f"{path}.".startswith(f"{each}.") for each in uncut):
+                raise refusal(line, f"the forward replaces the buffer {name!r}", "change it in place (copy_)", modules)

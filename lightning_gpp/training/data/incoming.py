@@ -35,7 +35,7 @@ from lightning_gpp.capture.attributes import (
     same_value,
 )
 from lightning_gpp.capture.batch import GUESSED, BatchDims, samples_in
-from lightning_gpp.capture.uniform import values_at
+from lightning_gpp.capture.known_values import values_at
 from lightning_gpp.training.control import Control
 from lightning_gpp.training.data.batches import outer_form, signature
 from lightning_gpp.training.data.segments import Facts, Feed

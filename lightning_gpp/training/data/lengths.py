@@ -22,7 +22,7 @@ from torch import Tensor
 from lightning_gpp._compat.torch import pytree
 from lightning_gpp.capture import Capture
 from lightning_gpp.capture.batch import GUESSED, BatchDims, known_to_pytree
-from lightning_gpp.capture.uniform import values_at
+from lightning_gpp.capture.known_values import values_at
 from lightning_gpp.errors import GPPError
 from lightning_gpp.plan import Plan
 from lightning_gpp.stages.sizes import are_alike, may_be_resized, numbers_of, resized
