@@ -15,40 +15,18 @@ import torch
 from lightning_gpp._compat.torch import pytree
 
 
-def bypass_batch_hooks(module: Any) -> None:
-    """Let the batch-transfer hooks of `module` be skipped: this rank has placeholders instead of batches.
-
-    The loops call a private method that calls the user's hook; there is no public place before it.
-    """
-    module._on_before_batch_transfer = _keep_batch
-
-
-def _keep_batch(batch: Any, dataloader_idx: int = 0) -> Any:
-    return batch
-
-
-def deliver_prepared(module: Any, is_prepared: Callable[[], bool]) -> None:
-    """Let the first batch-transfer hook of `module` be skipped for mini-batches that went through it before."""
-    original = module._on_before_batch_transfer
-
-    def deliver(batch: Any, dataloader_idx: int = 0) -> Any:
-        return batch if is_prepared() else original(batch, dataloader_idx=dataloader_idx)
-
-    module._on_before_batch_transfer = deliver
-
-
-def read_ahead(trainer: Any, over: Callable[[Any], Iterator[Any]]) -> None:
-    """Make the current loop iterate over `over(loader)` instead of its combined loader.
+def read_ahead(loop: Any, over: Callable[[Any], Iterator[Any]]) -> None:
+    """Make a loop iterate over `over(loader)` instead of its combined loader.
 
     The loop's first iterator continues: a new one would draw random numbers, and restart loaders that a checkpoint
     resumed. From a loader without a length, the loop has also fetched a mini-batch by now.
     """
-    fetcher = trainer._active_loop._data_fetcher
+    fetcher = loop._data_fetcher
     fetched = getattr(fetcher, "batches", [])
     fetcher.iterator = over(itertools.chain(fetched, _rest_of(fetcher.iterator)))
     if fetched:
         fetcher.batches = list(itertools.islice(fetcher.iterator, len(fetched)))
-    fetcher._combined_loader = _AheadOf(fetcher._combined_loader, over)
+    fetcher.setup(_AheadOf(fetcher.combined_loader, over))
 
 
 def _rest_of(iterator: Any) -> Iterator[Any]:
@@ -58,11 +36,6 @@ def _rest_of(iterator: Any) -> Iterator[Any]:
             yield next(iterator)
         except StopIteration:
             return
-
-
-def active_loaders(trainer: Any) -> list[Any]:
-    """The loaders of the current loop."""
-    return list(trainer._active_loop._combined_loader.flattened)
 
 
 def after_evaluation_data(trainer: Any, function: Callable[[str, list[float]], None]) -> None:
@@ -89,15 +62,9 @@ def _evaluation_loops(trainer: Any) -> Iterator[tuple[str, Any]]:
     yield "predict_step", trainer.predict_loop
 
 
-def loader_states(trainer: Any) -> list[dict[str, Any]]:
-    """The current states of the fit loop's stateful loaders."""
-    combined = trainer.fit_loop._combined_loader
-    return list(type(combined)._state_dicts(combined))
-
-
-def report_loader_states(trainer: Any, states: list[dict[str, Any]]) -> None:
-    """Make checkpoints contain these states of the fit loop's loaders, in the order of `loader_states`."""
-    trainer.fit_loop._combined_loader._state_dicts = lambda: states
+def loaders_of(loop: Any) -> list[Any]:
+    """The loaders of a loop that has its data."""
+    return list(loop._data_fetcher.combined_loader.flattened)
 
 
 class _AheadOf:
@@ -116,34 +83,9 @@ class _AheadOf:
         return getattr(self._loader, name)
 
 
-def restore_batch_hooks(module: Any) -> None:
-    """Undo `bypass_batch_hooks` and `deliver_prepared`."""
-    vars(module).pop("_on_before_batch_transfer", None)
-
-
-def transferred(module: Any, batch: Any, device: torch.device, loader: int = 0) -> Any:
-    """The batch of a data loader (by number) after precision conversion and the user's transfer hooks, as the loops
-    call them."""
-    batch = module.trainer.precision_plugin.convert_input(batch)
-    batch = module._on_before_batch_transfer(batch, dataloader_idx=loader)
-    return module._apply_batch_transfer_handler(batch, device=device, dataloader_idx=loader)
-
-
-def replace_batch(trainer: Any, batch: Any) -> None:
-    """Take the sizes of logged values from another mini-batch than the one that the loop has."""
-    if trainer._results is not None:
-        trainer._results.batch = batch
-
-
 def layer_sync(strategy: Any) -> Any:
     """The plugin by which `Trainer(sync_batchnorm=True)` converts modules, or None."""
     return strategy._layer_sync
-
-
-def attach_data(trainer: Any, module: Any, datamodule: Any) -> None:
-    """Make module, data and trainer known to each other as `trainer.fit` does, so that their hooks can be called."""
-    trainer.strategy.connect(module)
-    trainer._data_connector.attach_data(module, datamodule=datamodule)
 
 
 def on_epoch_end_reached(trainer: Any, function: Callable[[], None]) -> None:
@@ -164,12 +106,6 @@ def on_epoch_end_reached(trainer: Any, function: Callable[[], None]) -> None:
 def restore_epoch_end(trainer: Any) -> None:
     """Undo `on_epoch_end_reached`."""
     vars(trainer._logger_connector).pop("epoch_end_reached", None)
-
-
-def current_hook(module: Any) -> str | None:
-    """The name of the hook that Lightning is running on `module`, None between hooks."""
-    name: str | None = module._current_fx_name
-    return name
 
 
 def leave_signals_alone(trainer: Any) -> None:
@@ -253,13 +189,6 @@ def begin_validation_anew(trainer: Any) -> None:
     validation = trainer.fit_loop.epoch_loop.val_loop
     if validation.restarted_mid_evaluation:
         validation.batch_progress.reset()
-
-
-def reset_metric(metric: Any, value: Any, count: int) -> None:
-    """Tell a torchmetrics object that it was updated elsewhere, `count` times, and the value of its last batch."""
-    metric._update_count = count
-    metric._computed = None
-    setattr(metric, FORWARD_CACHE, value)
 
 
 FORWARD_CACHE: Final = "_forward_cache"

@@ -13,8 +13,6 @@ LIGHTNING_STATE: Final = frozenset(
     )
 )
 """Attributes in which Lightning keeps its own state of a module; `_hparams` has the user's values."""
-RUN: Final = "_run_stage"
-"""The function of the trainer around everything that all ranks do: what called it is no call of one rank."""
 
 
 def trainer_of(module: Any) -> Any:

@@ -20,7 +20,6 @@ from omegaconf import DictConfig
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import Optimizer
 
-from lightning_gpp._compat.lightning import attach_data, transferred
 from lightning_gpp._compat.lightning_module import set_device_mesh
 from lightning_gpp._compat.torch import imitated_processes, pytree
 from lightning_gpp.capture import Capture
@@ -30,7 +29,7 @@ from lightning_gpp.cluster import Cluster
 from lightning_gpp.costs.model import CostModel, Footprint
 from lightning_gpp.errors import CaptureError, ConfigError, ShapeError
 from lightning_gpp.strategy.checks import runs_whole
-from lightning_gpp.strategy.data import peek
+from lightning_gpp.strategy.data import peek, transferred
 from lightning_gpp.strategy.optimization import stand_ins
 from lightning_gpp.strategy.steps import CONTEXTS
 from lightning_gpp.training.data.batches import outline
@@ -118,11 +117,11 @@ def _captured(config: DictConfig, options: Options, placed: Callable[[], Abstrac
         model: L.LightningModule = built(config.model, L.LightningModule)
     _check_methods(model, config.step)
     trainer.precision_plugin.convert_module(model)
-    attach_data(trainer, model, datamodule)
+    _attach(trainer, model, datamodule)
     batch = first_batch(datamodule, config.step) if options.example_batch is None else options.example_batch
     with placed():
         model.setup(_LOADERS[config.step][0])
-    batch = transferred(model, batch, CPU)
+    batch = transferred(trainer, batch, CPU)
     context = getattr(trainer.precision_plugin, CONTEXTS[config.step])
     record = partial(captured_step, model, outline(batch), config.step, options, context, CPU, None)
     with _members(model, max(options.degrees)) as dividing:
@@ -145,6 +144,13 @@ def _captured(config: DictConfig, options: Options, placed: Callable[[], Abstrac
         divided=None if parallel is None else parallel.cut,
         whole=bool(whole),
     )
+
+
+def _attach(trainer: L.Trainer, model: L.LightningModule, datamodule: L.LightningDataModule) -> None:
+    """Make model, data and trainer known to each other as `trainer.fit` does, so that their hooks can be called."""
+    trainer.strategy.connect(model)
+    model.trainer = datamodule.trainer = trainer
+    trainer.datamodule = datamodule  # type: ignore[attr-defined]  # set by a connector
 
 
 def _check_methods(model: L.LightningModule, step: str) -> None:

@@ -21,7 +21,6 @@ from typing import Any, Final
 
 import torch
 
-from lightning_gpp._compat.lightning_module import RUN
 from lightning_gpp.failure.processes import say
 from lightning_gpp.user_code import is_user_code
 
@@ -34,6 +33,8 @@ _COLLECTIVES: Final = tuple(
     str(Path(_TORCH, "distributed", file)) for file in ("distributed_c10d.py", "_functional_collectives.py")
 )
 """The files of torch's collectives; other parts of torch.distributed also read and write files."""
+_TRAINER: Final = str(Path("lightning", "pytorch", "trainer", "trainer.py"))
+"""Lightning's trainer, in which all ranks are together: what called it is no call of one rank."""
 _PAIRWISE: Final = ("send", "recv", "isend", "irecv", "send_object_list", "recv_object_list", "batch_isend_irecv")
 _STANDARD: Final = sysconfig.get_path("stdlib")
 _INSTALLED: Final = sysconfig.get_path("purelib")
@@ -206,7 +207,7 @@ def _standstill(frame: FrameType, wait: Wait | None) -> Standstill | None:
         return None
     ranks = () if wait is None else wait.ranks
     what = "" if wait is None else f"waiting for {wait.what}"
-    end = next((n for n, each in enumerate(frames) if each.f_code.co_name == RUN), len(frames))
+    end = next((n for n, each in enumerate(frames) if each.f_code.co_filename.endswith(_TRAINER)), len(frames))
     user = next((n for n, each in enumerate(frames[:end]) if _is_of_user(each.f_code.co_filename)), None)
     if user is None or not calls:
         return Standstill(call=calls[-1] if calls else "", ranks=ranks, what=what)

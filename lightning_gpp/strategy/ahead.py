@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -9,9 +10,11 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.trainer.states import TrainerFn
 
-from lightning_gpp._compat import lightning as _compat
-from lightning_gpp.strategy.data import AgreedLoader
+from lightning_gpp._compat.lightning import loaders_of, read_ahead
+from lightning_gpp.replaced import Replaced
+from lightning_gpp.strategy.data import AgreedLoader, StatefulLoader, Taken, transferred
 from lightning_gpp.training.data.incoming import Incoming
 from lightning_gpp.training.data.segments import Feed
 
@@ -20,13 +23,12 @@ from lightning_gpp.training.data.segments import Feed
 class _Read:
     """A mini-batch from the loader, unprepared.
 
-    `told`: facts about the loader for other ranks at its turn; `mark`: gives checkpoints the loader's position after
-    it.
+    `told`: facts about the loader for other ranks at its turn. `positions`: those of loaders after it, for checkpoints.
     """
 
     entry: Any
     told: list[bool]
-    mark: Callable[[], object]
+    positions: list[tuple[StatefulLoader, dict[str, Any]]]
 
     @property
     def loader(self) -> int:
@@ -44,7 +46,7 @@ class ReadAhead:
 
     def __init__(self, trainer: pl.Trainer, incoming: Incoming, device: torch.device) -> None:
         self._trainer, self._incoming, self._device = trainer, incoming, device
-        self._module: pl.LightningModule = trainer.lightning_module
+        self._replaced = Replaced()
         self._control = incoming.control
         self._around: list[Feed] = []
         self._silent: list[list[AgreedLoader]] = []
@@ -57,17 +59,31 @@ class ReadAhead:
         return bool(self._around) and self._control.runs_step
 
     def attach(self) -> None:
-        """Make loops skip hooks that a mini-batch went through when it was read."""
-        if self._control.runs_step:
-            _compat.deliver_prepared(self._module, lambda: self.active and not self._reading)
+        """Make the mini-batches of loops known, which skip hooks where there are no data, or that they went through."""
+        for owner in (self._trainer.lightning_module, getattr(self._trainer, "datamodule", None)):
+            if owner is not None:
+                self._replaced.put(owner, "on_before_batch_transfer", self._taking(owner.on_before_batch_transfer))
+
+    def detach(self) -> None:
+        """Undo `attach`."""
+        self._replaced.restore()
+
+    def _taking(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(plain)
+        def before(batch: Any, dataloader_idx: int = 0) -> Any:
+            if self._reading:
+                return plain(batch, dataloader_idx)
+            return Taken(plain(batch, dataloader_idx) if self._control.loads and not self.active else None)
+
+        return before
 
     def train(self, ahead: Callable[[], int]) -> None:
         """Take part in the loop of training, for the rest of the run."""
-        self._begin(Feed(ahead, self._prepared, self._left), self._position)
+        self._begin(Feed(ahead, self._prepared, self._left))
 
     def evaluate(self, ahead: Callable[[], int]) -> None:
         """Take part in a loop of evaluation; mini-batches do not follow those of another loader."""
-        self._begin(Feed(ahead, self._prepared, group=lambda read: read.loader), lambda: nothing)
+        self._begin(Feed(ahead, self._prepared, group=lambda read: read.loader))
 
     def end(self) -> None:
         """Leave the loop that ends, for the one around it. Its loaders tell the other ranks themselves again."""
@@ -78,7 +94,8 @@ class ReadAhead:
     def next(self) -> Any:
         """The mini-batch whose turn it is, on the device."""
         read, batch = self._incoming.feed.turn()
-        read.mark()
+        for loader, position in read.positions:
+            loader.position = position
         return batch
 
     def announce(self, batch: Any) -> bool:
@@ -89,26 +106,26 @@ class ReadAhead:
         feed.interrupted = feed.interrupted and not anew
         return known
 
-    def _begin(self, feed: Feed, position: Callable[[], Callable[[], object]]) -> None:
+    def _begin(self, feed: Feed) -> None:
         """Read the data of the loop that runs, which has them by now."""
         self._around.append(self._incoming.feed)
         self._incoming.feed = feed
         self._silent.append([])
         if not self._control.runs_step:
             return
-        told = list[bool]()
-        for loader in _compat.active_loaders(self._trainer):
-            if isinstance(loader, AgreedLoader):
-                loader.tell = told.append
-                self._silent[-1].append(loader)
-        _compat.read_ahead(self._trainer, partial(self._over, feed, told, position))
+        loop, told = _current_loop(self._trainer), list[bool]()
+        self._silent[-1] = [each for each in loaders_of(loop) if isinstance(each, AgreedLoader)]
+        for loader in self._silent[-1]:
+            loader.tell = told.append
+        read_ahead(loop, partial(self._over, feed, told))
 
-    def _over(
-        self, feed: Feed, told: list[bool], position: Callable[[], Callable[[], object]], loader: Iterable[Any]
-    ) -> Iterator[Any]:
+    def _over(self, feed: Feed, told: list[bool], loader: Iterable[Any]) -> Iterator[Any]:
+        stateful = [each for each in self._silent[-1] if isinstance(each, StatefulLoader)]
+
         def reads() -> Iterator[_Read]:
             for entry in loader:
-                yield _Read(entry=entry, told=[*told], mark=position())
+                positions = [(each, each.state_of_loader()) for each in stateful]
+                yield _Read(entry=entry, told=[*told], positions=positions)
                 told.clear()
 
         told.clear()
@@ -121,14 +138,11 @@ class ReadAhead:
         for more in told:
             self._control.share_flag(more)
 
-    def _position(self) -> Callable[[], object]:
-        return partial(_compat.report_loader_states, self._trainer, _compat.loader_states(self._trainer))
-
     def _prepared(self, read: _Read) -> Any:
         batch, *_ = read.entry
         self._reading = True
         try:
-            return _compat.transferred(self._module, batch, self._device, read.loader)
+            return transferred(self._trainer, batch, self._device, read.loader)
         finally:
             self._reading = False
 
@@ -142,5 +156,10 @@ class ReadAhead:
         return missing * trainer.accumulate_grad_batches - done
 
 
-def nothing() -> None:
-    """Evaluation is not resumed in the middle, so checkpoints need not know its position."""
+def _current_loop(trainer: pl.Trainer) -> Any:
+    function = trainer.state.fn
+    if trainer.training:
+        return trainer.fit_loop
+    if function is None or function == TrainerFn.FITTING:
+        return trainer.fit_loop.epoch_loop.val_loop
+    return getattr(trainer, f"{function.value}_loop")

@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
@@ -21,6 +22,34 @@ from lightning_gpp.training.data.data_parallel import data_parallel_world, divid
 from lightning_gpp.training.data.loaders import SharedLoader
 from lightning_gpp.user_code import UNKNOWN, line_of
 from lightning_gpp.wording import described
+
+
+def transferred(trainer: pl.Trainer, batch: Any, device: torch.device, loader: int = 0) -> Any:
+    """The mini-batch of a loader (by number) after the conversion of its precision and the hooks of its transfer."""
+    batch = trainer.precision_plugin.convert_input(batch)
+    for name, others in (
+        ("on_before_batch_transfer", (loader,)),
+        ("transfer_batch_to_device", (device, loader)),
+        ("on_after_batch_transfer", (loader,)),
+    ):
+        batch = getattr(_owner_of(trainer, name), name)(batch, *others)
+    return batch
+
+
+def _owner_of(trainer: pl.Trainer, hook: str) -> object:
+    """The object whose hook of a transfer Lightning calls: the data module, if it overrides it, or the module."""
+    data: Any = getattr(trainer, "datamodule", None)
+    return data if data is not None and is_overridden(hook, data) else trainer.lightning_module
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """What a loop passes to the strategy after the first hook of a transfer: by this its calls are known.
+
+    `batch`: the mini-batch; None if it comes from elsewhere, or went through the hooks when it was read ahead.
+    """
+
+    batch: Any
 
 
 @dataclass
@@ -114,6 +143,27 @@ class AgreedLoader:
         return getattr(self.loader, name)
 
 
+class StatefulLoader(AgreedLoader):
+    """A loader that keeps its position. Checkpoints have the one after the current mini-batch.
+
+    Attributes:
+        position: that one, if others have been read ahead.
+    """
+
+    position: dict[str, Any] | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state_of_loader() if self.position is None else self.position
+
+    def state_of_loader(self) -> dict[str, Any]:
+        """The state after all mini-batches that have been read."""
+        state: dict[str, Any] = self.loader.state_dict()  # type: ignore[attr-defined]
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.loader.load_state_dict(state)  # type: ignore[attr-defined]
+
+
 class StatefulShadowLoader(ShadowLoader):
     """Shadow of a stateful loader, so that the states in a checkpoint find their loaders."""
 
@@ -143,7 +193,9 @@ def distribute(loader: Any, control: Control, wanted: Mapping[str, int], *, shar
     agreed = stateful or not _ends_when_it_says(loader)
     if control.loads:
         alone = control.num_devices * control.num_members == 1
-        return loader if alone or not agreed else AgreedLoader(loader, control)
+        if alone or not agreed:
+            return loader
+        return (StatefulLoader if stateful else AgreedLoader)(loader, control)
     return (StatefulShadowLoader if stateful else ShadowLoader)(loader, control, agreed)
 
 

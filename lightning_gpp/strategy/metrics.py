@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, Final
 
@@ -13,7 +13,6 @@ from torchmetrics import CatMetric, MaxMetric, Metric, MetricCollection, MinMetr
 from torchmetrics.utilities.distributed import gather_all_tensors
 from torchmetrics.wrappers import Running
 
-from lightning_gpp._compat.lightning import reset_metric
 from lightning_gpp._compat.torch import pytree
 from lightning_gpp.capture.metrics import metrics_in, metrics_of
 from lightning_gpp.errors import ForeignTensorError
@@ -98,18 +97,25 @@ class MetricStates:
             if isinstance(part, MetricCollection):
                 list(part.items(copy_state=False))  # lets members of a compute group refer to their leader's state
         self.behind = False
-        states = {path: (metric.metric_state, metric.update_count) for path, metric in metrics.items()}
+        states = {path: _state_of(metric) for path, metric in metrics.items()}
         received = self.control.share_object(pytree.tree_map_only(Tensor, torch.Tensor.cpu, states))
         if not self.control.runs_step:
-            for path in metrics.keys() & received.keys():
-                _set(metrics[path], *received[path])
+            _set({path: metric for path, metric in metrics.items() if path in received}, received)
         self._counts = {id(metric): metric.update_count for metric in metrics.values()}
 
 
-def _set(metric: Metric, state: dict[str, Any], count: int) -> None:
-    for name, value in pytree.tree_map_only(Tensor, lambda tensor: tensor.to(metric.device), state).items():
-        setattr(metric, name, value)
-    reset_metric(metric, None, count)
+def _state_of(metric: Metric) -> dict[str, Any]:
+    """The state of a metric, and its counters."""
+    return {**metric.metric_state, **{name: value for name, value in vars(metric).items() if isinstance(value, int)}}
+
+
+def _set(metrics: Mapping[str, Metric], states: Mapping[str, Mapping[str, Any]]) -> None:
+    for metric in metrics.values():  # before any gets its state: a metric may reset those inside of it
+        metric.reset()
+    for path, metric in metrics.items():
+        moved = pytree.tree_map_only(Tensor, partial(torch.Tensor.to, device=metric.device), states[path])
+        for name, value in moved.items():
+            setattr(metric, name, value)
 
 
 class _InRun(partial[Any]):

@@ -4,13 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, Final
 
 import lightning.pytorch as pl
+from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 
 from lightning_gpp.errors import ConfigError
+
+SKIPPED: Final = object()
+"""Stands for the None that a step returns on all ranks; Lightning refuses it, because other ranks could go on."""
+
+
+class SharedResult(ClosureResult):
+    """The result of a step that all ranks run alike, and skip together."""
+
+    @classmethod
+    def from_training_step_output(cls, training_step_output: Any, normalize: int = 1) -> ClosureResult:
+        """What Lightning makes of it."""
+        known = None if training_step_output is SKIPPED else training_step_output
+        return super().from_training_step_output(known, normalize)
 
 
 def accumulates(trainer: pl.Trainer) -> bool:

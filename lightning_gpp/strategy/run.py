@@ -15,7 +15,6 @@ from torch.nn.utils import clip_grad_value_
 from torch.optim import Optimizer
 
 from lightning_gpp._compat import lightning as _compat
-from lightning_gpp._compat.lightning_loop import install_skipping
 from lightning_gpp.capture.batch import samples_in
 from lightning_gpp.checkpoints.stored import StoredValues
 from lightning_gpp.errors import CheckpointError, GPPError
@@ -30,9 +29,10 @@ from lightning_gpp.strategy.checks import (
     facts_of_loaders,
     runs_whole,
 )
-from lightning_gpp.strategy.data import Placeholder, as_before, is_moved_by_reading, peek
+from lightning_gpp.strategy.data import Placeholder, as_before, is_moved_by_reading, peek, transferred
 from lightning_gpp.strategy.hooks import Hooks
 from lightning_gpp.strategy.metrics import MetricStates
+from lightning_gpp.strategy.optimization import SharedResult
 from lightning_gpp.strategy.processes import given_seed
 from lightning_gpp.strategy.steps import LightningHost, Steps, step_of
 from lightning_gpp.training.checks.agreement import check_alike, facts_of_schedules
@@ -67,6 +67,9 @@ class Run:
 
     Raises:
         ConfigError: module, precision or callbacks cannot work in stages.
+
+    Attributes:
+        skips_together: whether a training step that returns None does so on all ranks.
     """
 
     def __init__(
@@ -96,7 +99,7 @@ class Run:
         check_callbacks(trainer, control.num_devices)
         check_processes(trainer, control.num_processes)
         device = strategy.root_device
-        host = LightningHost(self.module, self.precision)
+        host = self._host = LightningHost(self.module, self.precision)
         self.job = Job(
             module=self.module,
             control=control,
@@ -123,6 +126,7 @@ class Run:
         self.hooks = Hooks(trainer, control, device, self.steps, lambda: self._trained)
         self._example_input: Any = None
         self._compared: set[str] = set()
+        self.skips_together = False
 
     @property
     def engine(self) -> Engine | None:
@@ -164,8 +168,9 @@ class Run:
         check_copies(self.job.parallel, copies)
         for copied in copies:
             self.steps.engine.divide(copied)
-        if self.job.whole and self.control.num_processes > 1 == self.control.num_pipelines:
-            install_skipping(self.trainer)
+        self.skips_together = self.job.whole and self.control.num_pipelines == 1 and self.module.automatic_optimization
+        if self.skips_together:
+            self.trainer.fit_loop.epoch_loop.automatic_optimization.output_result_cls = SharedResult
 
     def _set_up_evaluation(self, step: str, batch: Any) -> Engine:
         return set_up(self.job, self.incoming, batch, step=step, num_steps=self._num_steps)
@@ -182,7 +187,7 @@ class Run:
             return None
         data: Any = getattr(self.trainer, "datamodule", None)
         with isolate_rng(), as_before(vars(self.module), data):
-            return _compat.transferred(self.module, batch, self.job.device)
+            return transferred(self.trainer, batch, self.job.device)
 
     def share(self, batch: Any) -> Any:
         """A mini-batch of a step as a whole, on all ranks of the pipeline; used only on the rank that loads it."""
@@ -201,7 +206,9 @@ class Run:
             return None
         if BATCH in self._readers.taken.get(step_of(self.trainer), ()):
             return self._readers.everywhere(batch)
-        return batch if self.control.runs_step else Placeholder(torch.empty(self.incoming.batch_size, 0))
+        if not self.control.runs_step:
+            batch = self._host.placeholder = Placeholder(torch.empty(self.incoming.batch_size, 0))
+        return batch
 
     # -- attached -----------------------------------------------------------------------------------------------------
 
@@ -218,8 +225,6 @@ class Run:
         if self.control.num_devices > 1:
             self._readers.attach()
         self.hooks.attach(trains=self.engine is not None, whole=self.job.whole)
-        if not self.control.loads:
-            _compat.bypass_batch_hooks(self.module)
         self.reading.attach()
         self._example_input = self.module.example_input_array
         self.module.example_input_array = None  # summaries and loggers would run the full module with it on one rank
@@ -231,7 +236,7 @@ class Run:
         self._metrics.detach()
         _compat.restore_epoch_end(self.trainer)
         _compat.restore_evaluation_data(self.trainer)
-        _compat.restore_batch_hooks(self.module)
+        self.reading.detach()
         for name in ("clip_grad_by_norm", "clip_grad_by_value"):
             vars(self.precision).pop(name, None)
         if self.steps.scale is not None:

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from types import MappingProxyType
 from typing import Any, Final
 
 import lightning.pytorch as pl
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.utilities.data import extract_batch_size
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
-from lightning_gpp._compat.lightning import replace_batch
 from lightning_gpp.capture.attributes import Attribute, dotted
 from lightning_gpp.errors import GPPError
 from lightning_gpp.strategy.batch_readers import RESULT, BatchReaders, packed
 from lightning_gpp.strategy.checks import facts_of_trainer
+from lightning_gpp.strategy.data import Placeholder
 from lightning_gpp.strategy.logs import LogExchange, LogRecorder
 from lightning_gpp.strategy.metrics import MetricStates
 from lightning_gpp.strategy.optimization import StepGradients, stand_ins
@@ -63,6 +65,7 @@ class LightningHost(Host):
     Attributes:
         recorder: recorder of the logs of the user's step.
         scaler: the precision plugin's scaler of the loss, if it has one.
+        placeholder: what stands for the mini-batch on ranks that have none.
     """
 
     def __init__(self, module: pl.LightningModule, plugin: Precision) -> None:
@@ -70,6 +73,7 @@ class LightningHost(Host):
         self._module, self._plugin = module, plugin
         self.scaler = getattr(plugin, "scaler", None)
         self.recorder = LogRecorder(module)
+        self.placeholder = Placeholder(torch.empty(0, 0))
 
     def context(self, step: str) -> Context:
         context: Context = getattr(self._plugin, CONTEXTS[step])
@@ -111,7 +115,9 @@ class LightningHost(Host):
         self.recorder.combined.update(reductions)
 
     def received(self, batch: Any) -> None:
-        replace_batch(self._module.trainer, batch)
+        """Lightning has a placeholder of the mini-batch, and takes the number of its samples for logs."""
+        with suppress(MisconfigurationException):  # a mini-batch of unknown size, of which Lightning says so
+            self.placeholder.samples = torch.empty(extract_batch_size(batch), 0)
 
     def inform(self, text: str) -> None:
         rank_zero_info(text)

@@ -16,7 +16,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_gpp._compat.lightning import current_hook, layer_sync
+from lightning_gpp._compat.lightning import layer_sync
 from lightning_gpp._compat.lightning_module import set_device
 from lightning_gpp.checkpoints.layout import entry_of
 from lightning_gpp.checkpoints.stored import StoredValues
@@ -29,7 +29,8 @@ from lightning_gpp.runtime.mesh import Mesh
 from lightning_gpp.simulation import Period, Timeline
 from lightning_gpp.strategy.arguments import Arguments
 from lightning_gpp.strategy.checks import check_synchronised, once
-from lightning_gpp.strategy.data import distribute
+from lightning_gpp.strategy.data import Taken, distribute
+from lightning_gpp.strategy.optimization import SKIPPED
 from lightning_gpp.strategy.preemption import Preempted
 from lightning_gpp.strategy.ranks import RanksStrategy
 from lightning_gpp.strategy.run import Run
@@ -181,13 +182,13 @@ class GPPStrategy(RanksStrategy):
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """Move a batch to the device, and tell the ranks of the pipeline its size and form; they get a placeholder."""
-        run, module = self._run, self.lightning_module
-        if run is None or module is None or current_hook(module) != "batch_to_device":
+        run = self._run
+        if run is None or not isinstance(batch, Taken):
             return super().batch_to_device(batch, device, dataloader_idx)
         if run.reading.active:
             batch = run.reading.next()
         elif run.control.loads:
-            batch = super().batch_to_device(batch, device, dataloader_idx)
+            batch = super().batch_to_device(batch.batch, device, dataloader_idx)
         else:
             batch = None
         return run.share(batch) if run.steps.whole else run.announced(batch)
@@ -222,7 +223,8 @@ class GPPStrategy(RanksStrategy):
         steps = self._steps
         if steps.whole:
             with self._training.whole_step():
-                return super().training_step(*args, **kwargs)
+                result = super().training_step(*args, **kwargs)
+            return SKIPPED if result is None and self._running.skips_together else result
         return steps.train([*args, *kwargs.values()], last=not self._accumulating)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:

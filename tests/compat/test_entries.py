@@ -18,7 +18,6 @@ import lightning_gpp
 from lightning_gpp import _compat
 from lightning_gpp._compat import (
     lightning,
-    lightning_loop,
     lightning_module,
     lightning_processes,
     omegaconf,
@@ -30,7 +29,6 @@ COMPAT = Path(_compat.__file__).parent
 TESTS = {
     torch_names: "test_torch.py",
     lightning: "test_lightning.py",
-    lightning_loop: "test_lightning.py",
     lightning_module: "test_lightning.py",
     lightning_processes: "test_lightning_processes.py",
     omegaconf: "test_omegaconf.py",

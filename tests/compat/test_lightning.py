@@ -19,7 +19,6 @@ from torchmetrics import MeanMetric
 
 from lightning_gpp._compat import lightning as compat
 from lightning_gpp._compat import lightning_module
-from lightning_gpp._compat.lightning_loop import install_skipping
 
 QUIET: dict[str, Any] = {
     "accelerator": "cpu",
@@ -73,65 +72,7 @@ def fit(module: L.LightningModule, data: Any = None, **hooks: Callable[[L.Traine
     return trainer
 
 
-# --- optimization
-
-
-class Skips(Line):
-    """Skips the first of two mini-batches, as two processes that do the same may."""
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
-        return super().training_step(batch, batch_idx) if batch_idx else None
-
-    def on_train_batch_end(self, outputs: Any, *_: Any) -> None:
-        self.events.append(bool(outputs))
-
-
-@pytest.mark.filterwarnings("ignore:`training_step` returned")
-def test_install_skipping(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(L.Trainer, "world_size", 2)
-    with pytest.raises(RuntimeError, match="by returning None in distributed training"):
-        fit(Skips())
-    module = Skips()
-    fit(module, on_train_start=install_skipping)
-    assert module.events == [False, True]
-    assert module.weight.item() == -1.0
-
-
 # --- data
-
-
-class Hooked(Line):
-    def on_before_batch_transfer(self, batch: Tensor, dataloader_idx: int) -> Tensor:
-        self.events.append("before")
-        return batch + 1
-
-    def on_after_batch_transfer(self, batch: Tensor, dataloader_idx: int) -> Tensor:
-        self.events.append("after")
-        return batch * 2
-
-
-def test_bypass_batch_hooks() -> None:
-    module = Hooked()
-    fit(module, on_train_start=lambda trainer: compat.bypass_batch_hooks(module))
-    assert "before" not in module.events
-
-
-def test_restore_batch_hooks() -> None:
-    module = Hooked()
-    compat.bypass_batch_hooks(module)
-    compat.restore_batch_hooks(module)
-    fit(module)
-    assert module.events == ["before", "after", "before", "after"]
-
-
-def test_deliver_prepared() -> None:
-    module, prepared = Hooked(), iter([True, False])
-    compat.deliver_prepared(module, lambda: next(prepared))
-    fit(module)
-    assert module.events == ["after", "before", "after"]
-    compat.restore_batch_hooks(module)
-    fit(module)
-    assert module.events[3:] == ["before", "after", "before", "after"]
 
 
 def test_read_ahead() -> None:
@@ -145,27 +86,15 @@ def test_read_ahead() -> None:
 
     module = Seeing()
     data = DataLoader(torch.arange(4.0).reshape(4, 1), batch_size=2)
-    fit(module, data, on_train_start=lambda trainer: compat.read_ahead(trainer, over))
+    fit(module, data, on_train_start=lambda trainer: compat.read_ahead(trainer.fit_loop, over))
     assert module.events == [[2, 3], [0, 1]]
 
 
 class Countdown:
-    """A loader with a position, without a length."""
-
-    def __init__(self) -> None:
-        self.left = 4
+    """A loader without a length."""
 
     def __iter__(self) -> Iterator[Tensor]:
-        while self.left:
-            self.left -= 1
-            yield torch.ones(1, 1) * self.left
-        self.left = 4
-
-    def state_dict(self) -> dict[str, int]:
-        return {"left": self.left}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.left = state["left"]
+        return iter(torch.arange(3.0, -1, -1).reshape(4, 1, 1))
 
 
 def test_read_ahead_of_what_was_fetched() -> None:
@@ -176,53 +105,15 @@ def test_read_ahead_of_what_was_fetched() -> None:
             seen.append(float(batch))
             yield batch, *rest
 
-    fit(Line(), Countdown(), on_train_start=lambda trainer: compat.read_ahead(trainer, over))
+    fit(Line(), Countdown(), on_train_start=lambda trainer: compat.read_ahead(trainer.fit_loop, over))
     assert seen == [3, 2, 1, 0]
 
 
-def test_active_loaders() -> None:
+def test_loaders_of() -> None:
     found: list[Any] = []
     data = Countdown()
-    fit(Line(), data, on_train_start=lambda trainer: found.extend(compat.active_loaders(trainer)))
+    fit(Line(), data, on_train_start=lambda trainer: found.extend(compat.loaders_of(trainer.fit_loop)))
     assert found == [data]
-
-
-def test_loader_states() -> None:
-    found: list[Any] = []
-    fit(Line(), Countdown(), on_train_start=lambda trainer: found.append(compat.loader_states(trainer)))
-    assert found == [[{"left": 3}]], "of a loader without a length the loop has fetched a batch"
-
-
-def test_report_loader_states() -> None:
-    found: list[Any] = []
-
-    def report(trainer: L.Trainer) -> None:
-        compat.report_loader_states(trainer, [{"left": 7}])
-        found.extend((trainer.fit_loop.on_save_checkpoint()["combined_loader"], compat.loader_states(trainer)))
-
-    fit(Line(), Countdown(), on_train_start=report)
-    assert found == [[{"left": 7}], [{"left": 3}]]
-
-
-def test_attach_data() -> None:
-    class Data(L.LightningDataModule):
-        def train_dataloader(self) -> DataLoader[Tensor]:
-            return loader()
-
-    trainer, module, data = L.Trainer(**QUIET), Line(), Data()
-    compat.attach_data(trainer, module, data)
-    assert module.trainer is trainer
-    assert data.trainer is trainer
-    assert trainer.lightning_module is module
-
-
-def test_transferred() -> None:
-    trainer, module = L.Trainer(**QUIET, precision="64-true"), Hooked()
-    compat.attach_data(trainer, module, None)
-    batch = compat.transferred(module, torch.ones(1), torch.device("meta"))
-    assert batch.is_meta
-    assert batch.dtype == torch.float64
-    assert module.events == ["before", "after"]
 
 
 def test_first_training_batch() -> None:
@@ -238,18 +129,6 @@ def test_first_training_batch() -> None:
 
     fit(Both(), {"a": loader(), "b": [loader()]}, on_fit_start=peek)
     assert seen == [{"a": 2, "b": [2]}, None]
-
-
-def test_replace_batch() -> None:
-    class Logging(Line):
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            compat.replace_batch(self.trainer, torch.zeros(1 + 5 * batch_idx, 1))
-            self.log("number", float(batch_idx), on_epoch=True)
-            return super().training_step(batch, batch_idx)
-
-    found: list[float] = []
-    fit(Logging(), loader(), on_train_end=lambda trainer: found.append(float(trainer.callback_metrics["number_epoch"])))
-    assert found == [pytest.approx(6 / 7)]
 
 
 # --- modules and trainers
@@ -297,18 +176,6 @@ def test_layer_sync() -> None:
     for sync_batchnorm in (False, True):
         trainer = L.Trainer(**QUIET, strategy="ddp", sync_batchnorm=sync_batchnorm)
         assert (compat.layer_sync(trainer.strategy) is not None) == sync_batchnorm
-
-
-def test_current_hook() -> None:
-    class Asking(Line):
-        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-            self.events.append(compat.current_hook(self))
-            return super().training_step(batch, batch_idx)
-
-    module = Asking()
-    fit(module)
-    assert module.events == ["training_step", "training_step"]
-    assert compat.current_hook(module) is None
 
 
 def validated(prepare: Callable[[L.Trainer, list[str]], None]) -> list[str]:
@@ -429,17 +296,6 @@ def test_begin_validation_anew(tmp_path: Path) -> None:
 # --- metrics
 
 
-def test_reset_metric() -> None:
-    metric = MeanMetric()
-    metric(torch.tensor(2.0))
-    assert metric.compute() == 2
-    metric.update(torch.tensor(4.0))
-    compat.reset_metric(metric, torch.tensor(7.0), 5)
-    assert metric.update_count == 5
-    assert metric.compute() == 3, "computed again"
-    assert getattr(metric, compat.FORWARD_CACHE) == 7
-
-
 def test_forward_cache() -> None:
     metric = MeanMetric()
     assert metric(torch.tensor(3.0)) == getattr(metric, compat.FORWARD_CACHE) == 3
@@ -494,7 +350,3 @@ def test_lightning_state() -> None:
 
     own = {name for name in vars(Module()).keys() - vars(nn.Module()).keys() if name.startswith("_")}
     assert own - {"_hparams"} == lightning_module.LIGHTNING_STATE
-
-
-def test_run() -> None:
-    assert callable(getattr(L.Trainer, lightning_module.RUN))
