@@ -13,6 +13,7 @@ from typing import Any, Final
 import torch
 
 from lightning_gpp._compat.torch import pytree
+from lightning_gpp.replaced import Replaced
 
 
 def read_ahead(loop: Any, over: Callable[[Any], Iterator[Any]]) -> None:
@@ -38,21 +39,15 @@ def _rest_of(iterator: Any) -> Iterator[Any]:
             return
 
 
-def after_evaluation_data(trainer: Any, function: Callable[[str, list[float]], None]) -> None:
+def after_evaluation_data(trainer: Any, function: Callable[[str, list[float]], None], replaced: Replaced) -> None:
     """Call `function(step, numbers of batches)` when a loop has its data, before it leaves out empty ones."""
     for step, loop in _evaluation_loops(trainer):
-        loop.setup_data = partial(_set_up, loop, partial(function, step))
+        replaced.put(loop, "setup_data", partial(_set_up, loop, partial(function, step)))
 
 
 def _set_up(loop: Any, function: Callable[[list[float]], None]) -> None:
     type(loop).setup_data(loop)
     function(list(loop.max_batches))
-
-
-def restore_evaluation_data(trainer: Any) -> None:
-    """Undo `after_evaluation_data`."""
-    for _, loop in _evaluation_loops(trainer):
-        vars(loop).pop("setup_data", None)
 
 
 def _evaluation_loops(trainer: Any) -> Iterator[tuple[str, Any]]:
@@ -88,7 +83,7 @@ def layer_sync(strategy: Any) -> Any:
     return strategy._layer_sync
 
 
-def on_epoch_end_reached(trainer: Any, function: Callable[[], None]) -> None:
+def on_epoch_end_reached(trainer: Any, function: Callable[[], None], replaced: Replaced) -> None:
     """Call `function` before Lightning computes the values of an epoch.
 
     In evaluation this happens before any hook, so a callback would be too late.
@@ -100,26 +95,25 @@ def on_epoch_end_reached(trainer: Any, function: Callable[[], None]) -> None:
         function()
         plain(connector)
 
-    connector.epoch_end_reached = epoch_end_reached
+    replaced.put(connector, "epoch_end_reached", epoch_end_reached)
 
 
-def restore_epoch_end(trainer: Any) -> None:
-    """Undo `on_epoch_end_reached`."""
-    vars(trainer._logger_connector).pop("epoch_end_reached", None)
-
-
-def leave_signals_alone(trainer: Any) -> None:
+def leave_signals_alone(trainer: Any, replaced: Replaced) -> None:
     """Keep Lightning from handling signals: its handlers wait for other ranks, which wait elsewhere."""
-    trainer._signal_connector.register_signal_handlers = lambda: None
+    replaced.put(trainer._signal_connector, "register_signal_handlers", _do_nothing)
 
 
-def handle_signals_again(trainer: Any) -> None:
-    """Undo `leave_signals_alone`."""
-    vars(trainer._signal_connector).pop("register_signal_handlers", None)
+def _do_nothing() -> None:
+    """Replaces what would wait for other ranks."""
 
 
 def around_steps(
-    trainer: Any, *, before: Callable[[], None], after: Callable[[], None], rested: Callable[[], None]
+    trainer: Any,
+    replaced: Replaced,
+    *,
+    before: Callable[[], None],
+    after: Callable[[], None],
+    rested: Callable[[], None],
 ) -> None:
     """Call `before` and `after` each training step: before its mini-batch is fetched, and after its last hook.
 
@@ -129,7 +123,6 @@ def around_steps(
     """
     fit = trainer.fit_loop
     loop = fit.epoch_loop
-    loop._broadcast_sigterm_tensor = lambda: None
 
     def advance(data_fetcher: Any) -> None:
         if not loop.restarting:
@@ -137,9 +130,10 @@ def around_steps(
         type(loop).advance(loop, data_fetcher)
         after()
 
-    loop.advance = advance
-    loop.val_loop.run = _followed(loop.val_loop, "run", rested)
-    fit.on_advance_end = _followed(fit, "on_advance_end", rested)
+    replaced.put(loop, "_broadcast_sigterm_tensor", _do_nothing)
+    replaced.put(loop, "advance", advance)
+    for owner, name in ((loop.val_loop, "run"), (fit, "on_advance_end")):
+        replaced.put(owner, name, _followed(owner, name, rested))
 
 
 def _followed(loop: Any, name: str, function: Callable[[], None]) -> Callable[[], Any]:
@@ -149,18 +143,6 @@ def _followed(loop: Any, name: str, function: Callable[[], None]) -> Callable[[]
         return result
 
     return run
-
-
-def restore_steps(trainer: Any) -> None:
-    """Undo `around_steps`."""
-    loop = trainer.fit_loop.epoch_loop
-    for owner, name in (
-        (loop, "advance"),
-        (loop, "_broadcast_sigterm_tensor"),
-        (loop.val_loop, "run"),
-        (trainer.fit_loop, "on_advance_end"),
-    ):
-        vars(owner).pop(name, None)
 
 
 @contextmanager

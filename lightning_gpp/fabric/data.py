@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, Final
 
 from lightning_gpp.training.control import Control
 from lightning_gpp.training.data.data_parallel import data_parallel_world, read_in_world
 from lightning_gpp.training.whole.mirror import Mirror
+
+_END: Final = object()
+"""Comes after the last mini-batch."""
 
 
 class MirroredLoader:
@@ -41,10 +44,3 @@ class MirroredLoader:
         if name == "loader":
             raise AttributeError(name)
         return getattr(self.loader, name)
-
-
-class _End:
-    """Comes after the last mini-batch."""
-
-
-_END = _End()

@@ -29,25 +29,21 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  
 
 from lightning_gpp._compat.torch import default_store
 from lightning_gpp.errors import GPPError, PeerFailure, add_note
-from lightning_gpp.failure.hangs import Activity, Progress
+from lightning_gpp.failure.chair import PATIENCE, Verdict
+from lightning_gpp.failure.hangs import Activity
+from lightning_gpp.failure.limits import Limits
 from lightning_gpp.failure.processes import ProcessIdentity, exit_now, say, show_crashes
 from lightning_gpp.failure.report import EXIT_CODE, Cause, is_consequence, point_of, record, short_trace, told
-from lightning_gpp.failure.watch import PATIENCE, SUSPICION, Verdict, Watch
+from lightning_gpp.failure.watch import SUSPICION, Watch
 
 INTERRUPTED: Final = 130
 """The exit code after Ctrl-C."""
 _CONSEQUENCE_GRACE: Final = SUSPICION + 1.5
 """Seconds that a communication error waits for its cause to be known."""
-_START: Final = 300.0
-"""Seconds for all ranks to start: imports from a busy file server take minutes."""
 _REMINDER: Final = 30.0
 """Seconds after which rank 0 says whom it waits for."""
 _END: Final = 60.0
 """Seconds for which ranks wait for each other at the end."""
-_HEARTBEATS: Final = 5
-"""The time limit for the end of all ranks, divided by this, is the silence after which a rank counts as stopped."""
-_HANG: Final = 0.9
-"""Part of the time limit of collectives after which a rank that does not move is reported."""
 _runs: Final = itertools.count()
 """Numbers the watches of this process; all ranks start them in the same order."""
 
@@ -55,12 +51,12 @@ _runs: Final = itertools.count()
 class FailureMonitor:
     """Watches over the ranks of a job, from `start` to `stop`.
 
-    `timeout`: seconds without a heartbeat after which a rank counts as stopped. It must exceed the longest time for
-    which no thread of a rank runs (a C call that holds the interpreter's lock). None or 0: silence is not a failure
-    (for debuggers), but exceptions and ends of processes are. `activity` says what this rank does (`2F1, training`).
-    `exit_grace`: seconds for a failed rank to print its traceback and end by itself, before it is ended. `patience`:
-    seconds for all ranks to connect at the start. `hang`: seconds in one activity after which all ranks report where
-    they are. `before_exit` is called before the watch ends this process, for those that it has started.
+    Args:
+        rank: this rank.
+        world_size: number of ranks.
+        limits: times.
+        activity: of this rank (`2F1, training`).
+        before_exit: called before the watch ends this process, for those that it has started.
     """
 
     _ended_by: ClassVar[Cause | None] = None
@@ -71,50 +67,16 @@ class FailureMonitor:
         *,
         rank: int,
         world_size: int,
-        timeout: float | None = 12.0,
+        limits: Limits | None = None,
         activity: Activity | None = None,
-        exit_grace: float = 5.0,
-        patience: float = 60.0,
-        hang: float = float("inf"),
         before_exit: Callable[[], None] = lambda: None,
     ) -> None:
-        self.rank = rank
-        self.world_size = world_size
-        self.timeout = timeout or 0.0
-        self._activity, self._hang, self._before_exit = activity or Activity(), hang, before_exit
-        self._exit_grace = exit_grace
-        self.patience = patience
+        self.rank, self.world_size, self.limits = rank, world_size, limits or Limits()
+        self._activity, self._before_exit = activity or Activity(), before_exit
         self._watch: Watch | None = None
         self._reported: tuple[BaseException, Verdict] | None = None
         self._process = ProcessIdentity.current()
         self._excepthook = sys.excepthook
-
-    @classmethod
-    def within(
-        cls,
-        limit: timedelta,
-        *,
-        rank: int,
-        world_size: int,
-        activity: Activity,
-        collectives: timedelta,
-        before_exit: Callable[[], None] = lambda: None,
-    ) -> FailureMonitor:
-        """A monitor that ends all ranks within about `limit` after one of them failed.
-
-        `collectives`: the time after which collectives give up; hangs are reported shortly before.
-        """
-        seconds = limit.total_seconds()
-        return cls(
-            rank=rank,
-            world_size=world_size,
-            timeout=seconds / _HEARTBEATS,
-            activity=activity,
-            hang=_HANG * collectives.total_seconds(),
-            exit_grace=min(5.0, seconds / _HEARTBEATS),
-            patience=max(_START, seconds),
-            before_exit=before_exit,
-        )
 
     def start(self, store: Store | None = None) -> FailureMonitor:
         """Watch, through a store of all ranks; default: that of the default process group. All ranks call it together.
@@ -140,14 +102,13 @@ class FailureMonitor:
 
     def _begin(self, store: Store) -> Watch:
         own = PrefixStore(f"gpp watch {next(_runs)}", store.clone())  # type: ignore[attr-defined]  # missing in torch's stubs
-        own.set_timeout(timedelta(seconds=self.patience))
+        own.set_timeout(timedelta(seconds=self.limits.patience))
         watch = Watch(
             own,
             rank=self.rank,
             world_size=self.world_size,
-            timeout=self.timeout,
-            progress=Progress(self.rank, self._activity, self._hang),
-            exit_grace=self._exit_grace,
+            limits=self.limits,
+            activity=self._activity,
             before_exit=self._before_exit,
         )
         try:
@@ -161,12 +122,12 @@ class FailureMonitor:
 
     def _wait_for_all(self, watch: Watch) -> None:
         """On rank 0: who has come is watched, and hears of this rank, while others are missing."""
-        began, reminded = time.monotonic(), False
+        began, reminded, patience = time.monotonic(), False, self.limits.patience
         while not watch.complete.wait(0.1):
             waited = time.monotonic() - began
-            if waited > self.patience:
+            if waited > patience:
                 error = PeerFailure(
-                    f"The failure monitors of ranks {watch.missing()} did not start within {self.patience:.0f} s. "
+                    f"The failure monitors of ranks {watch.missing()} did not start within {patience:.0f} s. "
                     "Their processes have ended, which their own output explains, or cannot reach rank 0's host "
                     "(MASTER_ADDR, firewall)."
                 )
@@ -224,7 +185,7 @@ class FailureMonitor:
         else:
             explains_itself = isinstance(error, GPPError)  # and its own rank shows the traceback as Python does
             watch.report(self._cause(event, "" if explains_itself else short_trace(error), point))
-        watch.judged.wait(PATIENCE + self._exit_grace)
+        watch.judged.wait(PATIENCE + self.limits.exit_grace)
         verdict = watch.verdict or Verdict.ENDS
         if verdict is not Verdict.ENDS:  # shown only if nobody catches it
             first = watch.first
@@ -262,7 +223,7 @@ class FailureMonitor:
         """
         if (watch := self._watch) is not None:
             watch.propose(self._cause(event, code=code))
-            watch.known.wait(self._exit_grace)
+            watch.known.wait(self.limits.exit_grace)
             watch.wait_for_others()
 
     def stop(self) -> None:
@@ -299,7 +260,7 @@ class FailureMonitor:
 
     def _wait_for_the_end(self) -> None:
         """Wait for the watch to end the process: this thread must not communicate with dead ranks."""
-        threading.Event().wait(self._exit_grace)
+        threading.Event().wait(self.limits.exit_grace)
 
     def _on_uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         self.report(error)

@@ -19,18 +19,17 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
-from enum import Enum
 from typing import Any, Final
 
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]  # it has no types
 
-from lightning_gpp.failure.hangs import Progress, Standstill, conclusion, lonely_call
+from lightning_gpp.failure.chair import Chair, Verdict
+from lightning_gpp.failure.hangs import Activity, Progress
+from lightning_gpp.failure.limits import Limits
 from lightning_gpp.failure.processes import ENDED, ProcessIdentity, exit_now, say
 from lightning_gpp.failure.report import EXIT_CODE, Cause, record_consequence
 
-PATIENCE: Final = 1.5
-"""Seconds for all other ranks to raise exceptions of their own after one has."""
 SUSPICION: Final = 2.0
 """Seconds of silence that are enough where a connection has been lost."""
 _ANSWER: Final = 1.0
@@ -48,19 +47,6 @@ _STARVED: Final = ("R", "S", "D")
 """States of a process that is there, and silent: it waits for a processor, for memory or for a disk."""
 _LENIENCE: Final = 5
 """Times the timeout that such a process may be silent: the time in which all ranks must have ended after a failure."""
-
-
-class Verdict(Enum):
-    """The consequence of an exception that a rank has reported.
-
-    An exception that every rank raises, such as that of a pruned trial, leaves nobody waiting, and the processes live
-    on. One that only some ranks raise leaves the others in receives for ever. Nobody can see in advance which of the
-    two it is, so the ranks have a moment to raise their own.
-    """
-
-    ENDS = "the job ends"
-    APART = "all ranks have raised exceptions of their own, at different points of the program"
-    TOGETHER = "all ranks have raised the same exception at the same point of the program; they can communicate"
 
 
 @dataclass(slots=True)
@@ -85,9 +71,8 @@ class Watch:
         store: of all ranks; this object's own connection.
         rank: this rank.
         world_size: number of ranks.
-        timeout: seconds of silence after which a rank counts as stopped; 0 for never.
-        progress: of the main thread.
-        exit_grace: seconds for a failed rank to end by itself.
+        limits: times.
+        activity: of this rank.
         before_exit: ends processes that this one has started.
     """
 
@@ -97,9 +82,8 @@ class Watch:
         *,
         rank: int,
         world_size: int,
-        timeout: float,
-        progress: Progress,
-        exit_grace: float,
+        limits: Limits,
+        activity: Activity,
         before_exit: Callable[[], None],
     ) -> None:
         self.cause: Cause | None = None
@@ -113,13 +97,14 @@ class Watch:
         """Set after `verdict` is known."""
         self.stop_signal = 0
         """On rank 0 the first signal that asks the job to stop, received by any rank; 0 if there is none."""
-        self._store, self._rank, self._world_size, self._timeout = store, rank, world_size, timeout
-        self._progress, self._exit_grace, self._before_exit = progress, exit_grace, before_exit
-        self._interval = min(max(timeout / 8, 0.05), 0.5 if rank else max(_LOOK, world_size / 1000))
+        self._store, self._rank, self._world_size, self._timeout = store, rank, world_size, limits.silence
+        self._progress = Progress(rank, activity, limits.hang)
+        self._exit_grace, self._before_exit = limits.exit_grace, before_exit
+        self._interval = min(max(limits.silence / 8, 0.05), 0.5 if rank else max(_LOOK, world_size / 1000))
         self._process = ProcessIdentity.current()
         self._beat = 0
         self._cell: dict[str, Any] = {"process": asdict(self._process), "round": 0, "told": 0}
-        self._board: dict[str, Any] = {"process": asdict(self._process), "beat": 0, "round": 0, "hang": 0}
+        self._chair = Chair(world_size, self._process, self.propose, self._announce)
         self._peers: dict[int, _Peer] = {}
         self._keys = [f"rank {each}" for each in range(world_size)]
         self._wake, self._finished, self._gone = threading.Event(), threading.Event(), threading.Event()
@@ -128,9 +113,7 @@ class Watch:
         self._lock = threading.RLock()
         self._proposed: tuple[Cause, float] | None = None
         self._lost = False
-        self._first: tuple[Cause, float] | None = None
         self._end_by = float("inf")
-        self._concluded, self._concluded_for = "", 0
 
     # --- for the main thread
 
@@ -140,7 +123,7 @@ class Watch:
         if self._rank == 0:
             for key in (*self._keys, "end"):
                 self._store.set(key, "")
-            self._store.set("board", json.dumps(self._board))
+            self._store.set("board", json.dumps(self._chair.board))
         board = json.loads(self._store.get("board"))
         self._store.set_timeout(timedelta(days=1))  # a stopped process is for the other thread
         if self._rank != 0:
@@ -166,7 +149,8 @@ class Watch:
         """Let the job end, by this cause if it is the first; an exception that waits for others came before."""
         with self._lock:
             if self._proposed is None:
-                self._proposed = cause if self._first is None else self._first[0], time.monotonic()
+                first = self._chair.first
+                self._proposed = cause if first is None else first[0], time.monotonic()
         self._wake.set()
 
     def ask_to_stop(self, number: int) -> None:
@@ -254,8 +238,8 @@ class Watch:
         if self._rank == 0:
             self._hear_cells([json.loads(cell) if cell else {} for cell in cells], now)
             self._preside(now)
-            self._store.set("board", json.dumps(self._board))
-            board = json.dumps(self._board).encode()
+            self._store.set("board", json.dumps(self._chair.board))
+            board = json.dumps(self._chair.board).encode()
         self._hear_board(json.loads(board), now)
 
     def _hear_board(self, board: dict[str, Any], now: float) -> None:
@@ -294,57 +278,14 @@ class Watch:
     def _preside(self, now: float) -> None:
         """Decide what follows from what all ranks say."""
         cells = {0: self._cell, **{rank: peer.cell for rank, peer in sorted(self._peers.items())}}
-        complete = len(cells) == self._world_size
-        if complete:
-            self.complete.set()
         self.stop_signal = self.stop_signal or next((cell["stop"] for cell in cells.values() if cell.get("stop")), 0)
-        done = complete and all(cell.get("done") for cell in cells.values())
-        self._board = {**self._board, "beat": self._beat, "complete": complete, "done": done}
-        self._board["action"] = self._cell.get("action", "")
-        if self.cause is None:
-            self._judge_exceptions(cells, now)
-            self._look_for_hangs(cells)
-        if complete and not done and self.cause is None:
-            self._look_for_lonely_calls(cells)
+        self._chair.hear(cells, self._beat, now, ended=self.cause is not None)
+        board = self._chair.board
+        if board["complete"]:
+            self.complete.set()
         left = all(peer.cell.get("gone") or peer.ending for peer in self._peers.values())
-        if left and (self.cause is not None or done):
+        if left and (self.cause is not None or board["done"]):
             self._gone.set()
-
-    def _judge_exceptions(self, cells: dict[int, dict[str, Any]], now: float) -> None:
-        current = [cell for cell in cells.values() if cell.get("raised") and cell["round"] == self._board["round"]]
-        raised = [Cause.of(cell["raised"]) for cell in current]
-        if not raised:
-            return
-        first, since = self._first = self._first or (raised[0], now)
-        if len(raised) == self._world_size and (verdict := _verdict(raised, first)) is not Verdict.ENDS:
-            if first.code != EXIT_CODE:
-                self._announce(first)
-            self._board |= {"round": self._board["round"] + 1, "verdict": verdict.name, "first": asdict(first)}
-            self._first = None
-        elif len(raised) == self._world_size or now >= since + PATIENCE:
-            self.propose(first)
-
-    def _look_for_hangs(self, cells: dict[int, dict[str, Any]]) -> None:
-        """Let all ranks report if one does not move, and say who holds up the others when they have."""
-        told = all(cell.get("told") == self._board["hang"] for cell in cells.values())
-        if told and self._board["hang"] > self._concluded_for:
-            self._concluded_for = self._board["hang"]
-            self._concluded = conclusion({rank: tuple(cell.get("ranks", ())) for rank, cell in cells.items()})
-            say(f"[rank 0] {self._concluded}")
-        elif told and any(cell.get("hangs") for cell in cells.values()):
-            self._board["hang"] += 1
-
-    def _look_for_lonely_calls(self, cells: dict[int, dict[str, Any]]) -> None:
-        """End the job if a rank is in a collective that others will never call."""
-        places = {
-            rank: Standstill.of(cell["place"]) if cell.get("place") is not None else None
-            for rank, cell in cells.items()
-        }
-        found = lonely_call(places, frozenset(rank for rank, cell in cells.items() if cell.get("done")))
-        if found is not None:
-            rank, event = found
-            process, action = ProcessIdentity(**cells[rank]["process"]), cells[rank].get("action", "")
-            self.propose(Cause(rank=rank, process=process, action=action, event=event, reported=True))
 
     # --- the thread that looks at processes and clocks
 
@@ -370,7 +311,7 @@ class Watch:
     def _look_at_myself(self, now: float) -> None:
         progress = self._progress
         if progress.look(now):
-            self._concluded = ""
+            self._chair.concluded = ""
         self._note(
             action=progress.action,
             ranks=() if progress.wait is None else progress.wait.ranks,
@@ -449,7 +390,7 @@ class Watch:
         text = f"[rank {self._rank}] The job ends. First cause: {cause}"
         if self._rank in (0, cause.rank):
             line = "=" * 100
-            hang = f"A hang was reported before. {self._concluded}" if self._concluded else ""
+            hang = f"A hang was reported before. {self._chair.concluded}" if self._chair.concluded else ""
             text = "\n".join(filter(None, (line, text, cause.traceback.rstrip(), hang, line)))
         say(text)
 
@@ -467,10 +408,3 @@ class Watch:
                 record_consequence(str(self.cause))
             self._before_exit()
             exit_now(self.cause.code)
-
-
-def _verdict(raised: list[Cause], first: Cause) -> Verdict:
-    """The consequence of an exception that all ranks have raised; Ctrl-C comes to them at different points."""
-    if len({cause.point for cause in raised}) == 1:
-        return Verdict.TOGETHER
-    return Verdict.APART if first.code == EXIT_CODE else Verdict.ENDS

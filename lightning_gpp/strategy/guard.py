@@ -14,6 +14,7 @@ from lightning_gpp._compat import lightning as _compat
 from lightning_gpp.failure.monitor import FailureMonitor
 from lightning_gpp.failure.processes import exit_now, say
 from lightning_gpp.failure.signals import STOP_SIGNALS, OneInterrupt, StopFlag
+from lightning_gpp.replaced import Replaced
 from lightning_gpp.strategy.preemption import SIGNALLED, Preempted, Preemption
 
 _INTERRUPT_GRACE: Final = 2.0
@@ -48,9 +49,10 @@ class Guard(pl.Callback):
         self._interrupts: OneInterrupt | None = None
         self._said: int | None = None
         self._raised = threading.Event()
+        self._replaced = Replaced()
         trainer.callbacks = _Guarded(self, trainer.callbacks)  # type: ignore[attr-defined]  # set by a connector
         if threading.current_thread() is threading.main_thread():
-            _compat.leave_signals_alone(trainer)
+            _compat.leave_signals_alone(trainer, self._replaced)
             self._flag = self._install(STOP_SIGNALS)
             self._interrupts = OneInterrupt() if callable(signal.getsignal(signal.SIGINT)) else None
 
@@ -62,7 +64,11 @@ class Guard(pl.Callback):
         """Let the run stop between two steps from now on, as there are processes that can agree on it."""
         self._preemption = preemption
         _compat.around_steps(
-            self._trainer, before=self._before_step, after=self._after_step, rested=preemption.agree_to_finish
+            self._trainer,
+            self._replaced,
+            before=self._before_step,
+            after=self._after_step,
+            rested=preemption.agree_to_finish,
         )
 
     def _after_step(self) -> None:
@@ -129,11 +135,10 @@ class Guard(pl.Callback):
         callbacks: list[pl.Callback] = self._trainer.callbacks  # type: ignore[attr-defined]
         if isinstance(callbacks, _Guarded):
             self._trainer.callbacks = callbacks[:]  # type: ignore[attr-defined]
-        _compat.restore_steps(self._trainer)
+        self._replaced.restore()
         if self._interrupts is not None:
             self._interrupts.remove()
         if self._flag is not None:
-            _compat.handle_signals_again(self._trainer)
             self._flag.__exit__(None, error, None)
             self._flag = None
 

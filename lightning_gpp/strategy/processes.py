@@ -16,6 +16,7 @@ import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
 from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]  # it has no types
+from torch.distributed.nn.functional import all_gather
 
 from lightning_gpp._compat.lightning_processes import (
     MultiProcessingLauncher,
@@ -24,9 +25,9 @@ from lightning_gpp._compat.lightning_processes import (
 )
 from lightning_gpp.errors import ConfigError
 from lightning_gpp.failure.hangs import Activity, Wait
+from lightning_gpp.failure.limits import Limits
 from lightning_gpp.failure.monitor import FailureMonitor
 from lightning_gpp.runtime.queues import open_queues
-from lightning_gpp.strategy.collectives import gather_over, reduce_over
 from lightning_gpp.strategy.meeting import meeting_point
 from lightning_gpp.training.control import Control
 from lightning_gpp.training.data.data_parallel import WorldSizeReads
@@ -192,19 +193,18 @@ class JobProcesses:
         set_rank_zero(self.global_rank)
 
     def _monitored(self) -> FailureMonitor:
-        return FailureMonitor.within(
-            self.options.failure_timeout,
+        return FailureMonitor(
             rank=self.global_rank,
             world_size=self.world_size,
+            limits=Limits.within(self.options.failure_timeout, self.options.timeout),
             activity=Activity(describe=self._describe, wait=self._wait),
-            collectives=self.options.timeout,
             before_exit=self._end_started,
         )
 
     def _meet(self, environment: ClusterEnvironment, monitor: FailureMonitor) -> Control:
         """Start the watch, then what would wait for a rank that has ended: process group and mesh."""
         options = self.options
-        store = meeting_point(environment, self.num_nodes, timedelta(seconds=monitor.patience))
+        store = meeting_point(environment, self.num_nodes, timedelta(seconds=monitor.limits.patience))
         monitor.start(store)
         start_process_group(environment, options.process_group_backend, self.root_device, options.timeout, store)
         self._control = join(options, self.global_rank, self.world_size)
@@ -278,7 +278,7 @@ class JobProcesses:
         pipelines = self._over_pipelines()
         if pipelines is None or not isinstance(tensor, Tensor):
             return tensor
-        return reduce_over(tensor, group or pipelines, reduce_op)
+        return _reduce_over(tensor, group or pipelines, reduce_op)
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         """Stack the tensors of all pipelines; with one pipeline, return the tensor itself."""
@@ -286,4 +286,21 @@ class JobProcesses:
         if pipelines is None:
             return tensor
         everyone = group is None or group is dist.group.WORLD
-        return gather_over(tensor, pipelines if everyone else group, sync_grads)
+        return _gather_over(tensor, pipelines if everyone else group, sync_grads)
+
+
+def _reduce_over(tensor: Tensor, group: dist.ProcessGroup, operation: str | dist.ReduceOp | None) -> Tensor:
+    """Reduce in place: `mean` or `avg`, `sum` (None) or another operation of torch.distributed, by name or itself."""
+    if isinstance(operation, str) and operation.lower() in ("mean", "avg"):
+        dist.all_reduce(tensor, dist.ReduceOp.SUM, group)  # gloo has no mean
+        return tensor.copy_(tensor / dist.get_world_size(group))
+    if isinstance(operation, str):
+        operation = getattr(dist.ReduceOp, operation.upper())
+    dist.all_reduce(tensor, dist.ReduceOp.SUM if operation is None else operation, group)
+    return tensor
+
+
+def _gather_over(tensor: Tensor, group: dist.ProcessGroup, sync_grads: bool) -> Tensor:
+    """Stack the tensors of all; gradients flow back through it if `sync_grads`."""
+    with torch.set_grad_enabled(sync_grads and torch.is_grad_enabled()):
+        return torch.stack(all_gather(tensor.contiguous(), group))

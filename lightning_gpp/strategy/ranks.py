@@ -2,25 +2,44 @@
 
 from __future__ import annotations
 
-from typing import Any
+import warnings
+from dataclasses import dataclass
+from typing import Any, Final
 
+import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_gpp._compat.lightning_module import set_device_mesh
 from lightning_gpp.errors import ConfigError
 from lightning_gpp.failure.monitor import FailureMonitor
-from lightning_gpp.strategy.arguments import Arguments
 from lightning_gpp.strategy.checkpoints import AtomicCheckpointIO, Checkpoints
 from lightning_gpp.strategy.guard import Guard
 from lightning_gpp.strategy.preemption import Preemption
 from lightning_gpp.strategy.processes import JobProcesses
 from lightning_gpp.strategy.run import Run
-from lightning_gpp.strategy.silence import Silence
 from lightning_gpp.training.control import Control
 from lightning_gpp.training.engine import Engine
 from lightning_gpp.training.options import Options
+
+_OWN_CODE: Final = ".*treespec, LeafSpec.*"
+"""Lightning 2.6 on torch >= 2.12 warns about its own code, in every process."""
+_SYNC: Final = "It is recommended to use `self.log\\(.*sync_dist=True\\)`"
+"""Lightning takes every process group for data parallelism."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arguments(Options):
+    """The options, and Lightning's components of a strategy."""
+
+    parallel_devices: list[torch.device] | None = None
+    cluster_environment: ClusterEnvironment | None = None
+    checkpoint_io: CheckpointIO | None = None
+    precision_plugin: Precision | None = None
+    accelerator: Accelerator | None = None
 
 
 class RanksStrategy(JobProcesses, ParallelStrategy):
@@ -130,3 +149,20 @@ class RanksStrategy(JobProcesses, ParallelStrategy):
     @property
     def _engine(self) -> Engine | None:
         return None if self._run is None else self._run.steps.engine
+
+
+class Silence:
+    """Ignores warnings from its creation to `end`, which leaves the filters of others as they are."""
+
+    def __init__(self, num_pipelines: int) -> None:
+        before = list(warnings.filters)
+        warnings.filterwarnings("ignore", message=_OWN_CODE, category=FutureWarning)
+        if num_pipelines == 1:
+            warnings.filterwarnings("ignore", message=_SYNC)
+        self._added = [each for each in warnings.filters if each not in before]
+
+    def end(self) -> None:
+        """Show the warnings again."""
+        warnings.filters[:] = [each for each in warnings.filters if each not in self._added]  # type: ignore[index]
+        with warnings.catch_warnings():  # whose end lets Python look at its filters again
+            pass

@@ -19,6 +19,7 @@ from lightning_gpp.capture.batch import samples_in
 from lightning_gpp.checkpoints.stored import StoredValues
 from lightning_gpp.errors import CheckpointError, GPPError
 from lightning_gpp.plan import Plan
+from lightning_gpp.replaced import Replaced
 from lightning_gpp.strategy.ahead import ReadAhead
 from lightning_gpp.strategy.batch_readers import BATCH, BatchReaders
 from lightning_gpp.strategy.checks import (
@@ -124,6 +125,7 @@ class Run:
         self._mini_batches, self._loop = int(resumed.get("mini_batches", 0)), resumed.get("fit_loop")
         self._optimizers: Sequence[Optimizer] = ()
         self.hooks = Hooks(trainer, control, device, self.steps, lambda: self._trained)
+        self._replaced = Replaced()
         self._example_input: Any = None
         self._compared: set[str] = set()
         self.skips_together = False
@@ -215,11 +217,11 @@ class Run:
     def attach(self) -> None:
         """Attach to hooks, metrics, clipping and the ends of epochs."""
         self._metrics.attach()
-        _compat.on_epoch_end_reached(self.trainer, self._end_of_epoch)
-        _compat.after_evaluation_data(self.trainer, self._compare_lengths)
+        _compat.on_epoch_end_reached(self.trainer, self._end_of_epoch, self._replaced)
+        _compat.after_evaluation_data(self.trainer, self._compare_lengths, self._replaced)
         if self.engine is not None:
-            vars(self.precision)["clip_grad_by_norm"] = self._clip  # over all stages
-            vars(self.precision)["clip_grad_by_value"] = self._clip_values
+            self._replaced.put(self.precision, "clip_grad_by_norm", self._clip)  # over all stages
+            self._replaced.put(self.precision, "clip_grad_by_value", self._clip_values)
             if self.steps.scale is not None:
                 self.steps.scale.attach()
         if self.control.num_devices > 1:
@@ -234,11 +236,8 @@ class Run:
         self.hooks.detach()
         self._readers.detach()
         self._metrics.detach()
-        _compat.restore_epoch_end(self.trainer)
-        _compat.restore_evaluation_data(self.trainer)
         self.reading.detach()
-        for name in ("clip_grad_by_norm", "clip_grad_by_value"):
-            vars(self.precision).pop(name, None)
+        self._replaced.restore()
         if self.steps.scale is not None:
             self.steps.scale.detach()
         if self._example_input is not None:

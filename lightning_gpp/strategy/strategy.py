@@ -27,12 +27,11 @@ from lightning_gpp.plan import Plan
 from lightning_gpp.replaced import replaced
 from lightning_gpp.runtime.mesh import Mesh
 from lightning_gpp.simulation import Period, Timeline
-from lightning_gpp.strategy.arguments import Arguments
 from lightning_gpp.strategy.checks import check_synchronised, once
 from lightning_gpp.strategy.data import Taken, distribute
 from lightning_gpp.strategy.optimization import SKIPPED
 from lightning_gpp.strategy.preemption import Preempted
-from lightning_gpp.strategy.ranks import RanksStrategy
+from lightning_gpp.strategy.ranks import Arguments, RanksStrategy
 from lightning_gpp.strategy.run import Run
 from lightning_gpp.strategy.steps import Steps
 from lightning_gpp.training.divided.parallel_regions import agreed_division

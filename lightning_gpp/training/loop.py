@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from lightning_gpp.capture.record import StepFunction
 from lightning_gpp.errors import ConfigError
 from lightning_gpp.failure.hangs import Activity
+from lightning_gpp.failure.limits import Limits
 from lightning_gpp.failure.monitor import FailureMonitor
 from lightning_gpp.training.captures import compiled_steps
 from lightning_gpp.training.control import Control
@@ -84,12 +85,11 @@ def initialize(
     describe = lambda: "set-up" if engine is None else engine.describe()  # noqa: E731
     wait = lambda: control.wait if engine is None else engine.wait()  # noqa: E731
     engine: Engine | None = None
-    monitor = FailureMonitor.within(
-        options.failure_timeout,
+    monitor = FailureMonitor(
         rank=control.rank,
         world_size=control.world_size,
+        limits=Limits.within(options.failure_timeout, options.timeout),
         activity=Activity(describe=describe, wait=wait),
-        collectives=options.timeout,
     )
     with monitor, _with_step(module, step):
         job = Job(

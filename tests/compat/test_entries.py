@@ -27,11 +27,11 @@ from lightning_gpp._compat import torch as torch_names
 PACKAGE = Path(lightning_gpp.__file__).parent
 COMPAT = Path(_compat.__file__).parent
 TESTS = {
-    torch_names: "test_torch.py",
-    lightning: "test_lightning.py",
-    lightning_module: "test_lightning.py",
-    lightning_processes: "test_lightning_processes.py",
-    omegaconf: "test_omegaconf.py",
+    torch_names: ("test_torch.py", "test_torch_autograd.py"),
+    lightning: ("test_lightning.py",),
+    lightning_module: ("test_lightning.py",),
+    lightning_processes: ("test_lightning_processes.py",),
+    omegaconf: ("test_omegaconf.py",),
 }
 PUBLIC = {"_replace", "_getframe", "_current_frames", "_exit", "_target_"}
 """Names with an underscore that are documented: of named tuples, `sys`, `os` and Hydra."""
@@ -71,8 +71,8 @@ def others() -> list[Path]:
 def test_entry_has_a_test(module: ModuleType, name: str) -> None:
     """Named after the entry, in snake case."""
     snake = "".join(f"_{letter.lower()}" if letter.isupper() and not name.isupper() else letter for letter in name)
-    content = ast.parse((Path(__file__).parent / TESTS[module]).read_text())
-    tests = {node.name for node in content.body if isinstance(node, ast.FunctionDef)}
+    files = [ast.parse((Path(__file__).parent / name).read_text()) for name in TESTS[module]]
+    tests = {node.name for file in files for node in file.body if isinstance(node, ast.FunctionDef)}
     assert f"test_{snake.lower().lstrip('_')}" in tests
 
 

@@ -19,6 +19,7 @@ from torchmetrics import MeanMetric
 
 from lightning_gpp._compat import lightning as compat
 from lightning_gpp._compat import lightning_module
+from lightning_gpp.replaced import Replaced
 
 QUIET: dict[str, Any] = {
     "accelerator": "cpu",
@@ -178,30 +179,18 @@ def test_layer_sync() -> None:
         assert (compat.layer_sync(trainer.strategy) is not None) == sync_batchnorm
 
 
-def validated(prepare: Callable[[L.Trainer, list[str]], None]) -> list[str]:
-    events: list[str] = []
+def test_on_epoch_end_reached() -> None:
+    events, replaced = list[str](), Replaced()
     trainer = L.Trainer(**QUIET, callbacks=[At(on_validation_epoch_end=lambda _: events.append("hook"))])
-    prepare(trainer, events)
+    compat.on_epoch_end_reached(trainer, lambda: events.append("reached"), replaced)
     trainer.validate(Validated(), loader(), verbose=False)
     assert trainer.callback_metrics["value"] == 1
-    return events
-
-
-def test_on_epoch_end_reached() -> None:
-    def prepare(trainer: L.Trainer, events: list[str]) -> None:
-        compat.on_epoch_end_reached(trainer, lambda: events.append("reached"))
-
-    *before, last = validated(prepare)
+    *before, last = events
     assert set(before) == {"reached"}
     assert last == "hook"
-
-
-def test_restore_epoch_end() -> None:
-    def prepare(trainer: L.Trainer, events: list[str]) -> None:
-        compat.on_epoch_end_reached(trainer, lambda: events.append("reached"))
-        compat.restore_epoch_end(trainer)
-
-    assert validated(prepare) == ["hook"]
+    replaced.restore()
+    trainer.validate(Validated(), loader(), verbose=False)
+    assert events == [*before, last, "hook"]
 
 
 # --- signals
@@ -212,21 +201,9 @@ def test_leave_signals_alone() -> None:
     options = {**QUIET, "callbacks": [At(on_train_start=lambda _: handlers.append(signal.getsignal(signal.SIGTERM)))]}
     before = signal.getsignal(signal.SIGTERM)
     trainer = L.Trainer(**options)
-    compat.leave_signals_alone(trainer)
+    compat.leave_signals_alone(trainer, Replaced())
     trainer.fit(Line(), loader())
     assert handlers == [before]
-
-
-def test_handle_signals_again() -> None:
-    trainer = L.Trainer(**QUIET)
-    compat.leave_signals_alone(trainer)
-    compat.handle_signals_again(trainer)
-    assert "register_signal_handlers" not in vars(trainer._signal_connector)
-    assert callable(trainer._signal_connector.register_signal_handlers)
-
-
-def nothing() -> None:
-    """Stands for callbacks that do not matter here."""
 
 
 def test_around_steps() -> None:
@@ -236,19 +213,9 @@ def test_around_steps() -> None:
     note = lambda text: lambda *_: seen.append(text)  # noqa: E731
     hooks = At(on_train_batch_end=note("end"), on_validation_end=note("val"), on_train_epoch_end=note("epoch"))
     trainer = L.Trainer(**QUIET, callbacks=[hooks], num_sanity_val_steps=0)
-    compat.around_steps(trainer, before=lambda: note("before")(), after=lambda: note("after")(), rested=note("rested"))
+    compat.around_steps(trainer, Replaced(), before=note("before"), after=note("after"), rested=note("rested"))
     trainer.fit(Validated(), loader(2), loader(1))
     assert seen == [*["before", "end", "after"] * 2, "val", "rested", "epoch", "rested"]
-
-
-def test_restore_steps() -> None:
-    trainer = L.Trainer(**QUIET)
-    compat.around_steps(trainer, before=nothing, after=nothing, rested=nothing)
-    compat.restore_steps(trainer)
-    loop = trainer.fit_loop.epoch_loop
-    assert not {"advance", "_broadcast_sigterm_tensor"} & set(vars(loop))
-    assert "run" not in vars(loop.val_loop)
-    assert "on_advance_end" not in vars(trainer.fit_loop)
 
 
 VALIDATING = {**QUIET, "limit_val_batches": 2, "num_sanity_val_steps": 0}
@@ -326,18 +293,10 @@ def test_after_evaluation_data() -> None:
     """Also where all loaders are empty, and no hook is called."""
     found: list[Any] = []
     trainer = L.Trainer(**QUIET)
-    compat.after_evaluation_data(trainer, lambda step, lengths: found.append((step, lengths)))
+    compat.after_evaluation_data(trainer, lambda step, lengths: found.append((step, lengths)), Replaced())
     trainer.predict(Indexed(), [loader(2), loader(3)])
     trainer.validate(Validated(), loader(0))
     assert found == [("predict_step", [2, 3]), ("validation_step", [0])]
-
-
-def test_restore_evaluation_data() -> None:
-    trainer = L.Trainer(**QUIET)
-    compat.after_evaluation_data(trainer, lambda step, lengths: None)
-    compat.restore_evaluation_data(trainer)
-    loops = (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop)
-    assert not any("setup_data" in vars(loop) for loop in loops)
 
 
 def test_lightning_state() -> None:

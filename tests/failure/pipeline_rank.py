@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_gpp.failure.hangs import Activity
+from lightning_gpp.failure.limits import Limits
 from lightning_gpp.failure.monitor import FailureMonitor
 from tests import distributed
 
@@ -67,7 +68,7 @@ def run_body(rank: int, world_size: int, port: int, timeout: float | None, body:
     monitor = FailureMonitor(
         rank=rank,
         world_size=world_size,
-        timeout=timeout,
+        limits=Limits(silence=timeout or 0.0),
         activity=Activity(describe=lambda: f"step {state[0].step}" if state else "start"),
     )
     with monitor:

@@ -12,6 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from lightning_gpp.failure.hangs import RELIEF, Activity, Standstill, Wait, conclusion, lonely_call
+from lightning_gpp.failure.limits import Limits
 from lightning_gpp.failure.monitor import FailureMonitor
 from tests.failure.pipeline_rank import Rank, processes_running
 from tests.failure.test_fit import WORLD_SIZE, fault, fit_as_torchrun_would
@@ -50,7 +51,7 @@ def wait_in_turn(rank: int, world_size: int, port: int) -> None:
         describe=lambda: f"step {known[0].step}" if known else "start",
         wait=lambda: None if rank == 1 else Wait(what="rank 1", ranks=(1,)),
     )
-    with FailureMonitor(rank=rank, world_size=world_size, activity=activity, hang=1.0) as monitor:
+    with FailureMonitor(rank=rank, world_size=world_size, activity=activity, limits=Limits(hang=1.0)) as monitor:
         known.append(Rank(rank, world_size, monitor))
         for _ in range(5):
             known[0].exchange()

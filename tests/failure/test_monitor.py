@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_gpp.errors import PeerFailure
+from lightning_gpp.failure.limits import Limits
 from lightning_gpp.failure.monitor import FailureMonitor
 from lightning_gpp.failure.processes import ProcessIdentity
 from lightning_gpp.failure.report import is_consequence
@@ -113,8 +114,8 @@ def test_consequences_are_told_from_causes(error: Exception, expected: bool) -> 
 def start_late(rank: int, world_size: int, port: int, timeout: float, patience: float, late: str) -> None:
     """Start the watch of a rank; the last rank comes 3 s later, never, or when another one has been killed."""
     store = dist.TCPStore("127.0.0.1", port, world_size, rank == 0, timedelta(seconds=30), wait_for_workers=False)
-    last, monitor = rank == world_size - 1, FailureMonitor(rank=rank, world_size=world_size, timeout=timeout)
-    monitor.patience = patience
+    limits = Limits(silence=timeout, patience=patience)
+    last, monitor = rank == world_size - 1, FailureMonitor(rank=rank, world_size=world_size, limits=limits)
     if last:
         time.sleep({"3 s": 3.0}.get(late, 60.0))
     monitor.start(store)

@@ -25,26 +25,20 @@ from tests.strategy.harness import TwoTowers, loader
     ("settings", "match"),
     [
         ({"num_micro_batches": 4, "micro_batch_size": 2}, "num_micro_batches=4 and strategy.micro_batch_size=2"),
-        ({"num_micro_batches": 0}, "strategy.num_micro_batches is 0; it must be a whole number >= 1"),
         (
             {"loss_reduction": "labels[1:]"},
             r"loss_reduction is 'labels\[1:\]'; it must be 'mean', 'sum', or the tensor",
         ),
-        ({"stages": {}}, "strategy.stages is empty"),
         ({"stages": {"a": 0, "b": 2}}, r"without gaps, got \[0, 2\]"),
         (
             {"stages": [{"modules": ["a"], "device": 1}]},
             r"strategy.stages\[0\].device is not a key. Did you mean devices",
         ),
-        ({"stages": ["a"]}, r"strategy.stages\[0\] is 'a'; it must be a mapping"),
-        ({"failure_timeout": "soon"}, "failure_timeout is 'soon'; give seconds"),
         ({"schedule": "zbv", "max_replicas": 2}, r"'zbv' puts every stage on one device.*num_pipelines.*1f1b"),
-        ({"schedule": "1f1b", "stages_per_device": 2, "max_replicas": 3}, "puts every stage on one device"),
         (
             {"schedule": "chimera", "stages": [{"modules": ["a"], "devices": [0]}, {"modules": ["b"], "devices": [1]}]},
             r"'chimera' gives every stage a second device.*leave `devices` out",
         ),
-        ({"stages_per_device": 0}, "strategy.stages_per_device is 0; it must be a whole number >= 1"),
         (
             {"stages_per_device": 2, "stages": [{"modules": ["a"], "devices": [0]}, {"modules": ["b"]}]},
             "strategy.stages_per_device=2 cannot move .* `devices`: these already have devices. Leave it out",
@@ -53,7 +47,6 @@ from tests.strategy.harness import TwoTowers, loader
             {"stages_per_device": 2, "plan": chain([1, 1], 4)},
             "per_device=2 cannot move the stages of strategy.plan",
         ),
-        ({"sharding": "zero2"}, "strategy.sharding is 'zero2'; it must be one of 'none', 'auto', 'zero1', 'fsdp'"),
     ],
 )
 def test_settings(settings: dict[str, Any], match: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 
-from lightning_gpp.strategy.silence import Silence
+from lightning_gpp.strategy.ranks import Silence
 
 
 def test_warnings_are_shown_again_after_the_run() -> None:

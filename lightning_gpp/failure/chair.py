@@ -1,0 +1,111 @@
+"""What rank 0 decides for all: what follows from exceptions, from ranks that do not move, from calls of some alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict
+from enum import Enum
+from typing import Any, Final
+
+from lightning_gpp.failure.hangs import Standstill, conclusion, lonely_call
+from lightning_gpp.failure.processes import ProcessIdentity, say
+from lightning_gpp.failure.report import EXIT_CODE, Cause
+
+PATIENCE: Final = 1.5
+"""Seconds for all other ranks to raise exceptions of their own after one has."""
+
+
+class Verdict(Enum):
+    """The consequence of an exception that a rank has reported.
+
+    An exception that every rank raises, such as that of a pruned trial, leaves nobody waiting, and the processes live
+    on. One that only some ranks raise leaves the others in receives for ever. Nobody can see in advance which of the
+    two it is, so the ranks have a moment to raise their own.
+    """
+
+    ENDS = "the job ends"
+    APART = "all ranks have raised exceptions of their own, at different points of the program"
+    TOGETHER = "all ranks have raised the same exception at the same point of the program; they can communicate"
+
+
+class Chair:
+    """Decides what follows from the cells of all ranks.
+
+    Args:
+        world_size: number of ranks.
+        process: of rank 0.
+        propose: lets the job end by a cause.
+        announce: shows a cause.
+
+    Attributes:
+        board: what all ranks read.
+        first: the exception that was reported first, while it waits for those of others, and when that was.
+        concluded: who held up the others when a hang was reported, in words.
+    """
+
+    def __init__(
+        self,
+        world_size: int,
+        process: ProcessIdentity,
+        propose: Callable[[Cause], None],
+        announce: Callable[[Cause], None],
+    ) -> None:
+        self._world_size, self._propose, self._announce = world_size, propose, announce
+        self.board: dict[str, Any] = {"process": asdict(process), "beat": 0, "round": 0, "hang": 0}
+        self.first: tuple[Cause, float] | None = None
+        self.concluded, self._concluded_for = "", 0
+
+    def hear(self, cells: dict[int, dict[str, Any]], beat: int, now: float, *, ended: bool) -> None:
+        """Write the board from the cells of those who have come. `ended`: the cause of the job's end is known."""
+        complete = len(cells) == self._world_size
+        done = complete and all(cell.get("done") for cell in cells.values())
+        self.board |= {"beat": beat, "complete": complete, "done": done, "action": cells[0].get("action", "")}
+        if ended:
+            return
+        self._judge_exceptions(cells, now)
+        self._look_for_hangs(cells)
+        if complete and not done:
+            self._look_for_lonely_calls(cells)
+
+    def _judge_exceptions(self, cells: dict[int, dict[str, Any]], now: float) -> None:
+        current = [cell for cell in cells.values() if cell.get("raised") and cell["round"] == self.board["round"]]
+        raised = [Cause.of(cell["raised"]) for cell in current]
+        if not raised:
+            return
+        first, since = self.first = self.first or (raised[0], now)
+        if len(raised) == self._world_size and (verdict := _verdict(raised, first)) is not Verdict.ENDS:
+            if first.code != EXIT_CODE:
+                self._announce(first)
+            self.board |= {"round": self.board["round"] + 1, "verdict": verdict.name, "first": asdict(first)}
+            self.first = None
+        elif len(raised) == self._world_size or now >= since + PATIENCE:
+            self._propose(first)
+
+    def _look_for_hangs(self, cells: dict[int, dict[str, Any]]) -> None:
+        """Let all ranks report if one does not move, and say who holds up the others when they have."""
+        told = all(cell.get("told") == self.board["hang"] for cell in cells.values())
+        if told and self.board["hang"] > self._concluded_for:
+            self._concluded_for = self.board["hang"]
+            self.concluded = conclusion({rank: tuple(cell.get("ranks", ())) for rank, cell in cells.items()})
+            say(f"[rank 0] {self.concluded}")
+        elif told and any(cell.get("hangs") for cell in cells.values()):
+            self.board["hang"] += 1
+
+    def _look_for_lonely_calls(self, cells: dict[int, dict[str, Any]]) -> None:
+        """End the job if a rank is in a collective that others will never call."""
+        places = {
+            rank: Standstill.of(cell["place"]) if cell.get("place") is not None else None
+            for rank, cell in cells.items()
+        }
+        found = lonely_call(places, frozenset(rank for rank, cell in cells.items() if cell.get("done")))
+        if found is not None:
+            rank, event = found
+            process, action = ProcessIdentity(**cells[rank]["process"]), cells[rank].get("action", "")
+            self._propose(Cause(rank=rank, process=process, action=action, event=event, reported=True))
+
+
+def _verdict(raised: list[Cause], first: Cause) -> Verdict:
+    """The consequence of an exception that all ranks have raised; Ctrl-C comes to them at different points."""
+    if len({cause.point for cause in raised}) == 1:
+        return Verdict.TOGETHER
+    return Verdict.APART if first.code == EXIT_CODE else Verdict.ENDS
