@@ -83,6 +83,12 @@ def layer_sync(strategy: Any) -> Any:
     return strategy._layer_sync
 
 
+def attach_data(trainer: Any, module: Any, datamodule: Any) -> None:
+    """Make module, data and trainer known to each other as `trainer.fit` does, so that their hooks can be called."""
+    trainer.strategy.connect(module)
+    trainer._data_connector.attach_data(module, datamodule=datamodule)
+
+
 def on_epoch_end_reached(trainer: Any, function: Callable[[], None], replaced: Replaced) -> None:
     """Call `function` before Lightning computes the values of an epoch.
 

@@ -20,6 +20,7 @@ from omegaconf import DictConfig
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import Optimizer
 
+from lightning_gpp._compat.lightning import attach_data
 from lightning_gpp._compat.lightning_module import set_device_mesh
 from lightning_gpp._compat.torch import imitated_processes, pytree
 from lightning_gpp.capture import Capture
@@ -117,7 +118,7 @@ def _captured(config: DictConfig, options: Options, placed: Callable[[], Abstrac
         model: L.LightningModule = built(config.model, L.LightningModule)
     _check_methods(model, config.step)
     trainer.precision_plugin.convert_module(model)
-    _attach(trainer, model, datamodule)
+    attach_data(trainer, model, datamodule)
     batch = first_batch(datamodule, config.step) if options.example_batch is None else options.example_batch
     with placed():
         model.setup(_LOADERS[config.step][0])
@@ -144,13 +145,6 @@ def _captured(config: DictConfig, options: Options, placed: Callable[[], Abstrac
         divided=None if parallel is None else parallel.cut,
         whole=bool(whole),
     )
-
-
-def _attach(trainer: L.Trainer, model: L.LightningModule, datamodule: L.LightningDataModule) -> None:
-    """Make model, data and trainer known to each other as `trainer.fit` does, so that their hooks can be called."""
-    trainer.strategy.connect(model)
-    model.trainer = datamodule.trainer = trainer
-    trainer.datamodule = datamodule  # type: ignore[attr-defined]  # set by a connector
 
 
 def _check_methods(model: L.LightningModule, step: str) -> None:

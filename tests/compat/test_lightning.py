@@ -117,6 +117,19 @@ def test_loaders_of() -> None:
     assert found == [data]
 
 
+def test_attach_data() -> None:
+    class Data(L.LightningDataModule):
+        def train_dataloader(self) -> DataLoader[Tensor]:
+            return loader()
+
+    trainer, module, data = L.Trainer(**QUIET), Line(), Data()
+    compat.attach_data(trainer, module, data)
+    assert module.trainer is trainer
+    assert data.trainer is trainer
+    assert trainer.lightning_module is module
+    assert trainer.estimated_stepping_batches == 2
+
+
 def test_first_training_batch() -> None:
     seen: list[Any] = []
 
