@@ -10,13 +10,18 @@ import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import yaml
 
 import lightning_gpp
+from lightning_gpp.cluster import load_cluster
 from lightning_gpp.option import options_of
 from lightning_gpp.plan import Plan
+from lightning_gpp.planning.problem.partitioner import PARTITIONERS
+from lightning_gpp.registry import Registry
+from lightning_gpp.runtime.weights.registry import WEIGHT_POLICIES
 from lightning_gpp.schedules.registry import SCHEDULES
 from lightning_gpp.training.options import Options
 from tests.pages import DOCS, ROOT, SITE, blocks
@@ -34,6 +39,7 @@ MODULE = re.compile(r"(?:python -m |from |import )((?:lightning_gpp|benchmarks|g
 EXAMPLES = {"train.py", "evaluate.py", "tests/test_training.py"}
 """Files of a reader, beside those of `my_project`."""
 
+REGISTRIES: tuple[Registry[Any], ...] = (SCHEDULES, PARTITIONERS, WEIGHT_POLICIES)
 STRATEGIES = {"GPPStrategy", "GPPFabricStrategy", "Options"}
 
 
@@ -69,6 +75,35 @@ def test_python_names_options_and_public_names(page: Path) -> None:
                 assert {keyword.arg for keyword in node.keywords if keyword.arg} <= known
             if isinstance(node, ast.ImportFrom) and node.module == "lightning_gpp":
                 assert {alias.name for alias in node.names} <= {*lightning_gpp.__all__, "sequence"}
+
+
+EXTENSIONS = [
+    (page, code)
+    for page in SITE
+    for code in blocks(page, "python")
+    if re.search(r"(?m)^@register_", code) and page.name != "python.md"
+]
+"""Schedules, partitioners and policies of one's own; those of the page of the public interface run with it."""
+
+
+@pytest.mark.parametrize(("page", "code"), EXTENSIONS, ids=[page.stem for page, _ in EXTENSIONS])
+def test_extensions_can_be_registered(page: Path, code: str) -> None:
+    before = [set(registry.entries) for registry in REGISTRIES]
+    try:
+        exec(code, {"__name__": page.stem})
+        assert sum(len(registry.entries) for registry in REGISTRIES) == 1 + sum(map(len, before))
+    finally:
+        for registry, names in zip(REGISTRIES, before, strict=True):
+            for name in {*registry.entries} - names:
+                del registry.entries[name]
+
+
+def test_clusters_on_pages_can_be_read(tmp_path: Path) -> None:
+    codes = [code for page in SITE for code in blocks(page, "yaml") if re.search(r"(?m)^(nodes|preset):", code)]
+    assert len(codes) >= 2
+    for code in codes:
+        (tmp_path / "cluster.yaml").write_text(code)
+        assert load_cluster(tmp_path / "cluster.yaml").devices
 
 
 def inline_options() -> Iterator[tuple[Path, str]]:
