@@ -29,7 +29,7 @@ from lightning_gpp.planning.assignment.layout import laid_out
 from lightning_gpp.runtime import LOSS, DistributedTransport, Executor, Mesh, MicroBatch, Slot, pairs_of
 from lightning_gpp.schedules import Program, compile_program, schedule_names
 from lightning_gpp.schedules.registry import method_of
-from lightning_gpp.simulation import StageCost, StageCosts, Timeline, simulate
+from lightning_gpp.simulation import StageCost, StageCosts, simulate
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from processes import load, run  # noqa: E402
@@ -147,7 +147,6 @@ def executed(rank: int, schedule: str, entry: Case, repetitions: int) -> str:
         dist.barrier()
         times.append(time.perf_counter() - start)
     timeline = simulate(program, entry.costs)
-    check_peaks(executor, timeline, f"{schedule} on {entry.model}")
     figures = f"{timeline.bubble_fraction:.1%} | {max(timeline.peak_in_flight.values())}"
     return f"| {schedule} | {entry.model} | {figures} | {compared(timeline.makespan, times[1:])} |"
 
@@ -163,14 +162,6 @@ def executor_of(rank: int, program: Program) -> Executor:
         slots=[() if edge.artificial else (Slot(f"x{edge.src}", spec),) for edge in plan.edges],
         transport=DistributedTransport(Mesh(dist.get_world_size(), 1, rank), pairs_of(plan)),
     )
-
-
-def check_peaks(executor: Executor, timeline: Timeline, label: str) -> None:
-    """Stop if a stage held more or fewer micro-batches than simulated."""
-    peaks = executor.peak_in_flight
-    expected = {stage: timeline.peak_in_flight[stage] for stage in peaks}
-    if peaks != expected:
-        raise RuntimeError(f"{label}: peaks in flight {peaks}, promised {expected}")
 
 
 def compared(goal: float, times: Sequence[float]) -> str:

@@ -10,7 +10,6 @@ from typing import Any, Final
 from lightning_gpp.errors import PlanError, ScheduleError
 from lightning_gpp.plan import SOURCE
 from lightning_gpp.runtime.boundary import EdgeTensors, borders, carried, hand_out_zeros, promises
-from lightning_gpp.runtime.device_gradients import DeviceGradients
 from lightning_gpp.runtime.module_state import ModuleState
 from lightning_gpp.runtime.offload import HostLink, Offloaded, offloading
 from lightning_gpp.runtime.operations import (
@@ -27,7 +26,6 @@ from lightning_gpp.runtime.operations import (
     arming,
     drawing,
     gathering,
-    kept_apart,
     nothing,
     releasing,
     with_weights,
@@ -89,13 +87,11 @@ class Compiler:
         lanes: Sequence[Lane],
         sharding: StageSync | None = None,
         weights: WeightPolicy | None = None,
-        gradients: DeviceGradients | None = None,
     ) -> None:
         self._program, self._plan, self._device = program, program.plan, device
         self._stages, self._slots, self._source = stages, slots, source
         self._streams, self._pipeline = streams, pipeline
         self._lanes, self._lane, self._sync, self._weights = lanes, lanes[0], sharding, weights
-        self._gradients = gradients
         rewritten = program.training and weights is not None and weights.rewrites
         self._late = [stage for stage, delay in delays_of(program).items() if delay] if rewritten else []
         self._derives: dict[int, Derives] = {}
@@ -154,8 +150,6 @@ class Compiler:
         operation = self._share(action)
         if self.host is not None and action.kind in COMPUTING:
             operation = after(self.host.compute, operation)
-        if self._gradients is not None and action.kind in _WITH_GRADIENTS:
-            operation = kept_apart(self._gradients, action.stage, self._program.origins[action].device, operation)
         if self._weights is not None and action.kind in _COMPUTED_WITH:
             operation = with_weights(self._weights, action, self._lane.state, operation)
         if self._sync is None or action.kind is Kind.DATA:
@@ -316,11 +310,8 @@ class Compiler:
         stage, state, streams = self._stages[action.stage], self._lane.state, self._streams
         if streams is None or not stage.uses_random:
             return stage.forward
-        devices = self._plan.devices_of(action.stage)
-        replica, micro_batch = devices.index(self._device), action.micro_batch
-        if self._program.origins:
-            _, replica, micro_batch = self._program.origins[action]
-        return drawing(stage, streams, state, (action.stage, self._pipeline * len(devices) + replica, micro_batch))
+        first, _ = self._interval(action)
+        return drawing(stage, streams, state, (action.stage, self._pipeline, first))
 
 
 def _armed(program: Program, device: int) -> set[Action]:
@@ -343,9 +334,6 @@ def _armed(program: Program, device: int) -> set[Action]:
 
 _COMPUTED_WITH: Final = (Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD, Kind.INPUT)
 """Kinds of actions that read the values of parameters."""
-
-_WITH_GRADIENTS: Final = (Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT)
-"""Kinds of actions that may add to the gradients of parameters."""
 
 
 def _differentiable(outgoing: Iterable[EdgeTensors]) -> tuple[str, ...]:

@@ -21,7 +21,6 @@ from lightning_gpp.errors import add_note
 from lightning_gpp.failure.hangs import Wait
 from lightning_gpp.runtime.boundary import carried, describe_edge
 from lightning_gpp.runtime.compiler import Compiler, Lane, action_of
-from lightning_gpp.runtime.device_gradients import DeviceGradients
 from lightning_gpp.runtime.operations import DeviceState, Operation, State
 from lightning_gpp.runtime.random import RandomStreams
 from lightning_gpp.runtime.sharding.interface import StageSync
@@ -47,7 +46,6 @@ class Executor:
         pipeline: number of this pipeline replica, for the random streams and for messages.
         sharding: collectives of the ranks that hold the same stage; None for no collectives.
         weights: policy for the values of the parameters with which actions compute; None for the current ones.
-        gradients: keeps those of different devices apart, if the program is that of all devices on one.
         trace: measure every action (see `timings`) and name it for `torch.profiler`.
         process: returns the process of a rank, for messages.
 
@@ -74,7 +72,6 @@ class Executor:
         pipeline: int = 0,
         sharding: StageSync | None = None,
         weights: WeightPolicy | None = None,
-        gradients: DeviceGradients | None = None,
         trace: bool = False,
         process: Callable[[int], int] = int,
     ) -> None:
@@ -82,7 +79,7 @@ class Executor:
         self.timings: list[tuple[Action, float, float]] = []
         self.is_running, self.is_complete = False, False
         tensors_on = torch_device or torch.device("cpu")
-        self._state = DeviceState(program.plan.stages_on(device), tensors_on)
+        self._state = DeviceState(tensors_on)
         self._weights, self._slots, self._sharding = weights, slots, sharding
         self._unfinished: deque[Send] = deque()
         self._routes = self._routes_of(transport, 1 + program.lead)
@@ -98,7 +95,6 @@ class Executor:
             lanes=self._lanes,
             sharding=sharding,
             weights=weights,
-            gradients=gradients,
         )
         self._instructions = program.devices[device]
         self._ahead = program.ahead[device] if program.ahead else (0,) * len(self._instructions)
@@ -117,16 +113,6 @@ class Executor:
     def _lane(self, number: int, transport: Transport, device: torch.device) -> Lane:
         state = State(len(self.program.messages), self._state)
         return Lane(number=number, state=state, link=TransferLink(transport, state.values, device, self._unfinished))
-
-    @property
-    def peak_in_flight(self) -> dict[int, int]:
-        """The most micro-batches in flight at the same time, by stage of this device, over all runs."""
-        return dict(self._state.peak)
-
-    @property
-    def warm_up(self) -> dict[int, int]:
-        """Number of forwards before the first backward of every stage of this device, in the latest run."""
-        return dict(self._state.warm_up)
 
     @property
     def not_split(self) -> dict[int, str]:
@@ -255,8 +241,6 @@ class Executor:
     def _enter(self, step: int, first: int, last: int, weight: float) -> None:
         """Assign lanes to the mini-batches that enter."""
         lead = self._lead
-        if step == first:
-            self._state.begin()
         for batch in range(first if step == first else step + lead, min(step + lead + 1, last)):
             lane = self._lanes[batch % len(self._lanes)]
             lane.state.begin(weight, batch)

@@ -7,7 +7,8 @@ backward, or bucket by bucket during that backward; that of parameters that seve
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
 import torch
@@ -15,10 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_gpp.errors import GPPError
+from lightning_gpp.errors import ConfigError, GPPError
 from lightning_gpp.runtime.buckets import Bucket, BucketQueue, parts
 from lightning_gpp.runtime.mesh import Mesh
-from lightning_gpp.runtime.norms import norm_over_ranks
 
 Holders = tuple[int, ...]
 """Global ranks that hold a parameter, in ascending order."""
@@ -161,3 +161,31 @@ class GradientSync:
             for dtype in sorted({parameter.dtype for parameter in named.values()}, key=str):
                 same = {name: parameter for name, parameter in named.items() if parameter.dtype == dtype}
                 yield from (Bucket(part, groups[ranks]) for part in parts(same, BUCKET_BYTES))
+
+
+def norm_over_ranks(
+    parts: Iterable[Tensor], norm_type: float, device: torch.device, group: dist.ProcessGroup | None
+) -> Tensor:
+    """The p-norm as a float64 number that is the same on all ranks of `group` (None: all ranks).
+
+    Args:
+        parts: this rank's part of the vector, every element on one rank only.
+        norm_type: p, above 0; may be infinite.
+        device: device for the sum.
+        group: ranks that call this together.
+
+    Raises:
+        ConfigError: `norm_type` is not above 0.
+    """
+    if not norm_type > 0:
+        raise ConfigError(f"The norm for gradient clipping is {norm_type}; use a number above 0, or infinity.")
+    real = [part.abs() if part.is_complex() else part for part in parts if part.numel()]
+    norms = [torch.linalg.vector_norm(part, norm_type, dtype=torch.float64) for part in real]
+    result = torch.stack(norms) if norms else torch.zeros(1, dtype=torch.float64, device=device)
+    if math.isinf(norm_type):
+        result = result.max()
+        dist.all_reduce(result, dist.ReduceOp.MAX, group=group)
+        return result
+    result = result.pow(norm_type).sum()
+    dist.all_reduce(result, group=group)
+    return result.pow(1 / norm_type)

@@ -15,7 +15,6 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from lightning_gpp._compat.torch import FakeTensor
 from lightning_gpp.errors import GPPError
 from lightning_gpp.runtime.boundary import EdgeTensors, MessageTensors, Promise, check_promises, hand_out
-from lightning_gpp.runtime.device_gradients import DeviceGradients
 from lightning_gpp.runtime.random import RandomStreams
 from lightning_gpp.runtime.sharding.interface import StageSync
 from lightning_gpp.runtime.split import SplitBackward
@@ -34,32 +33,11 @@ class DeviceState:
     Attributes:
         token: the tensor that artificial edges carry.
         steady: whether the current period is complete; it is not while a continuous pipeline fills or drains.
-        in_flight: number of micro-batches of every stage between the start of their forward and the end of their
-            backward.
-        peak: the largest values of `in_flight` so far.
-        warm_up: number of forwards of every stage before the first backward.
     """
 
-    def __init__(self, stages: Iterable[int], device: torch.device) -> None:
+    def __init__(self, device: torch.device) -> None:
         self.token = torch.zeros(1, dtype=torch.uint8, device=device)
         self.steady = True
-        self.peak = dict.fromkeys(stages, 0)
-        self.begin()
-
-    def begin(self) -> None:
-        """Start with an empty pipeline."""
-        self.in_flight = dict.fromkeys(self.peak, 0)
-        self.warm_up: dict[int, int] = {}
-
-    def enter(self, stage: int) -> None:
-        count = self.in_flight[stage] = self.in_flight[stage] + 1
-        if count > self.peak[stage]:
-            self.peak[stage] = count
-
-    def leave(self, stage: int) -> None:
-        if stage not in self.warm_up:
-            self.warm_up[stage] = self.in_flight[stage]
-        self.in_flight[stage] -= 1
 
 
 class State:
@@ -151,8 +129,6 @@ class ComputeForward(Compute):
 
     def run(self) -> None:
         saved = self.saved
-        if saved is not None:
-            self.state.device.enter(self.stage)
         outputs = self.forward(self._inputs(saved), self.micro_batch)
         check_promises(outputs, self.promised, self.owner)
         hand_out(outputs, self.outgoing, self.state.values, self.state.device.token)
@@ -260,7 +236,6 @@ class ComputeBackward(ComputeGradients):
             torch.autograd.backward(roots, seeds, retain_graph=self.state.keeps_graphs)
         _hand_out_gradients(self.saved.leaves, self.outgoing, self.state)
         self.saved.clear()
-        self.state.device.leave(self.stage)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -284,7 +259,6 @@ class ComputeWeight(Compute):
 
     def run(self) -> None:
         self.split.weight_gradients()
-        self.state.device.leave(self.stage)
 
 
 def _hand_out_gradients(leaves: Mapping[str, Tensor], outgoing: Iterable[EdgeTensors], state: State) -> None:
@@ -352,17 +326,6 @@ def with_weights(weights: WeightPolicy, action: Action, state: State, operation:
     return run
 
 
-def kept_apart(gradients: DeviceGradients, stage: int, device: int, operation: Operation) -> Operation:
-    """An operation that adds to the gradients of a device whose work this one does."""
-
-    def run() -> None:
-        gradients.enter(stage, device)
-        operation()
-        gradients.leave(stage, device)
-
-    return run
-
-
 def releasing(wait: Operation, sends: Sequence[Send], device: DeviceState) -> Operation:
     """A wait that proves the arrival of sends and releases them; while the pipeline fills, it proves nothing."""
 
@@ -377,7 +340,7 @@ def releasing(wait: Operation, sends: Sequence[Send], device: DeviceState) -> Op
 
 
 def drawing(stage: StageModule, streams: RandomStreams, state: State, place: tuple[int, int, int]) -> StageForward:
-    """The forward of a stage inside its random stream. `place`: numbers of stage, replica and micro-batch."""
+    """The forward of a stage inside its random stream. `place`: stage, pipeline and first sample."""
 
     def forward(values: Mapping[str, Tensor], micro_batch: MicroBatch) -> dict[str, Tensor]:
         with streams.use(*place, state.step):

@@ -68,7 +68,6 @@ class PhasedExecutor(Executor):
         """Run the forwards for a mini-batch. `step` numbers their random streams."""
         self._kept_lane.state.begin(1.0, step)
         self._kept_lane.link.transport = self._routes.next()
-        self._state.begin()
         self._run_part(self._forwards, training=self.program.training)
         return self._taken()
 

@@ -34,7 +34,7 @@ def _scramble(value: int) -> int:
 
 
 class RandomStreams:
-    """One stream of random numbers per (stage, replica, micro-batch, step), without state: nothing to checkpoint.
+    """One stream of random numbers per (stage, pipeline, first sample, step), without state: nothing to checkpoint.
 
     Args:
         seed: seed of the run; the same on all ranks.
@@ -49,14 +49,14 @@ class RandomStreams:
             index = torch.cuda.current_device() if device.index is None else device.index
             self._generators.append(torch.cuda.default_generators[index])
 
-    def key(self, stage: int, replica: int, micro_batch: int, step: int) -> int:
+    def key(self, stage: int, pipeline: int, sample: int, step: int) -> int:
         """The 64-bit seed of a stream."""
-        return mix(self.seed, stage, replica, micro_batch, step)
+        return mix(self.seed, stage, pipeline, sample, step)
 
     @contextmanager
-    def use(self, stage: int, replica: int, micro_batch: int, step: int) -> Iterator[None]:
+    def use(self, stage: int, pipeline: int, sample: int, step: int) -> Iterator[None]:
         """Inside, draws come from this stream; afterwards the caller's stream continues untouched."""
-        key = self.key(stage, replica, micro_batch, step)
+        key = self.key(stage, pipeline, sample, step)
         states = [generator.get_state() for generator in self._generators]
         for generator in self._generators:
             generator.manual_seed(key)

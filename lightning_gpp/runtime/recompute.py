@@ -36,7 +36,6 @@ class RecomputedForward(ComputeForward):
     snapshot: Snapshot = Snapshot([], [])
 
     def run(self) -> None:
-        self.state.device.enter(self.stage)
         self.inputs = self._inputs(self.saved)
         self.versions = {name: version(tensor) for name, tensor in self.inputs.items()}
         self.snapshot = self.modules.snapshot()

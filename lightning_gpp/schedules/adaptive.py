@@ -14,7 +14,7 @@ from typing import Final
 
 from lightning_gpp.errors import ScheduleError
 from lightning_gpp.plan import Plan
-from lightning_gpp.schedules.actions import Action, Kind, Schedule
+from lightning_gpp.schedules.actions import Schedule
 from lightning_gpp.schedules.device_orders import device_orders
 from lightning_gpp.schedules.list_scheduling import (
     NOTHING,
@@ -27,7 +27,7 @@ from lightning_gpp.schedules.list_scheduling import (
 )
 from lightning_gpp.schedules.memory import limits_of, peaks_of
 from lightning_gpp.schedules.registry import orders_of, register_schedule
-from lightning_gpp.schedules.work import Work, peak, work_of
+from lightning_gpp.schedules.work import Work, halves, peak, work_of
 
 STARTS: Final = ("1f1b", "zb_h1", "zb_h2", "zero_bubble", "layerpipe", "interleaved", "breadth_first")
 MORE_STARTS: Final = ("zbv", "v_half", "v_min", "dualpipe_v", "gpipe", "hanayo")
@@ -70,7 +70,7 @@ def _orders(work: Work, names: tuple[str, ...]) -> Iterator[FixedOrder]:
             schedule = _schedule(replace(work.plan, schedule=name), work.batch_size)
         except ScheduleError:
             continue
-        order = in_order(work.tasks, [[half for action in row for half in _halves(action)] for row in schedule.devices])
+        order = in_order(work.tasks, [[half for action in row for half in halves(action)] for row in schedule.devices])
         if not order.deadlocks:
             yield order
 
@@ -79,12 +79,6 @@ def _schedule(plan: Plan, batch_size: int) -> Schedule:
     """The order of every device. Schedules that order stages are interleaved first."""
     orders = orders_of(plan, batch_size)
     return orders if isinstance(orders, Schedule) else device_orders(plan, orders, batch_size)[0]
-
-
-def _halves(action: Action) -> tuple[Action, ...]:
-    if action.kind is not Kind.BACKWARD:
-        return (action,)
-    return action.of_kind(Kind.INPUT), action.of_kind(Kind.WEIGHT)
 
 
 def improved(order: FixedOrder, limits: Sequence[float], tries: int) -> FixedOrder:

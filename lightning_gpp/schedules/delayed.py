@@ -4,8 +4,7 @@ In period t no device waits for work of another one in a later period. So one de
 in turn, and then one optimizer step: every forward and backward sees the same weights as in the pipeline. This is the
 reference in tests of asynchronous training, and a way to try a pipeline's staleness on a laptop.
 
-Every replica of a stage has micro-batches of its own: one that r replicas share becomes r micro-batches. The program
-knows the device of each, so that their gradients can be summed like those of devices.
+Every replica of a stage has micro-batches of its own: one that r replicas share becomes r micro-batches.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from lightning_gpp.plan_parts import even_parts
 from lightning_gpp.schedules.actions import COLLECTIVES, Action, Kind, Schedule
 from lightning_gpp.schedules.continuous import assembled, prove, unrolled
 from lightning_gpp.schedules.lowering import derive_messages, lower
-from lightning_gpp.schedules.program import Instruction, Op, Origin, Program
+from lightning_gpp.schedules.program import Instruction, Op, Program
 from lightning_gpp.schedules.verifier import replay, verify
 
 
@@ -32,16 +31,15 @@ def on_one_device(program: Program) -> Program:
     total = program.batch_size
     plan = plan_on_one_device(program.plan, total)
     order = _order(program)
-    actions = list(_with_data(plan, total, [(action, ahead) for action, ahead, _ in order]))
-    origins = {action: origin for action, _, origin in order}
+    actions = list(_with_data(plan, total, order))
     if not program.ahead:
         merged = lower(plan, Schedule((tuple(action for action, _ in actions),)), total)
         verify(merged)
-        return replace(merged, origins=origins)
+        return merged
     row = tuple((Instruction(Op.COMPUTE, action=action), ahead) for action, ahead in actions)
     merged = assembled(plan, total, [row])
     prove(merged)
-    return replace(merged, origins=origins)
+    return merged
 
 
 def plan_on_one_device(plan: Plan, batch_size: int | None = None) -> Plan:
@@ -74,17 +72,17 @@ def _shares(plan: Plan, stage: int, total: int) -> list[tuple[int, int]]:
     return sorted((start, stop) for start, stop in shares if start < stop)
 
 
-def _order(program: Program) -> list[tuple[Action, int, Origin]]:
+def _order(program: Program) -> list[tuple[Action, int]]:
     """The actions of one period of all devices, without data actions, in an order in which one device can run them.
 
-    Each comes with the mini-batches by which it is ahead, and the replica whose work it is.
+    Each comes with the mini-batches by which it is ahead.
     """
     period, written_out = 0, program
     if program.ahead:
         period = program.lead + 1
         written_out = unrolled(program, 2 * period)
     places = [_places(program, device, 2 * period) for device in range(len(program.devices))]
-    found: list[tuple[Action, int, Origin]] = []
+    found: list[tuple[Action, int]] = []
 
     def visit(device: int, instruction: Instruction) -> None:
         position, turn = next(places[device])
@@ -95,7 +93,7 @@ def _order(program: Program) -> list[tuple[Action, int, Origin]]:
     return found
 
 
-def _on_one_device(program: Program, device: int, position: int) -> Iterator[tuple[Action, int, Origin]]:
+def _on_one_device(program: Program, device: int, position: int) -> Iterator[tuple[Action, int]]:
     """The work of an instruction, if the single device has any to do."""
     action = program.devices[device][position].action
     if action is None or action.kind in (*COLLECTIVES, Kind.DATA):
@@ -104,9 +102,7 @@ def _on_one_device(program: Program, device: int, position: int) -> Iterator[tup
     share = plan.share(stage, device, action.micro_batch, program.batch_size)
     if share[0] < share[1]:
         ahead = program.ahead[device][position] if program.ahead else 0
-        number = _shares(plan, stage, program.batch_size).index(share)
-        origin = Origin(device, plan.stages[stage].devices.index(device), action.micro_batch)
-        yield action.at(number), ahead, origin
+        yield action.at(_shares(plan, stage, program.batch_size).index(share)), ahead
 
 
 def _with_data(plan: Plan, batch_size: int, actions: list[tuple[Action, int]]) -> Iterator[tuple[Action, int]]:

@@ -15,7 +15,7 @@ first slot is always free. A stage that takes almost no time, such as one with o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Final
@@ -23,9 +23,10 @@ from typing import Final
 from lightning_gpp.plan import Plan
 from lightning_gpp.schedules.actions import Action, Kind, Schedule
 from lightning_gpp.schedules.device_orders import Orders
-from lightning_gpp.schedules.nominal_times import stage_of_largest
+from lightning_gpp.schedules.nominal_times import actions, by_nominal_time, stage_of_largest
 from lightning_gpp.schedules.one_f_one_b import one_f_one_b
 from lightning_gpp.schedules.registry import register_schedule
+from lightning_gpp.schedules.work import work_of
 
 # A chain of four stages on two devices, 0 and 2 on the first, 1 and 3 on the second; four micro-batches in two groups.
 # `2F1` is the forward of micro-batch 1 in stage 2.
@@ -38,39 +39,19 @@ from lightning_gpp.schedules.registry import register_schedule
 @register_schedule("interleaved", stages_per_device=2)
 def interleaved(plan: Plan, batch_size: int) -> Orders:
     """A warm-up, then forwards and backwards in turn, on every device; 1F1B if each device holds one stage."""
-    devices = range(plan.num_devices)
-    if all(len(plan.stages_on(device)) == 1 for device in devices):
+    if all(len(plan.stages_on(device)) == 1 for device in range(plan.num_devices)):
         return one_f_one_b(plan, batch_size)
-    slots = nominal_slots(plan, batch_size)
-    order = sorted(slots, key=lambda action: (slots[action], action.kind is Kind.BACKWARD))
-    return Schedule(tuple(_of_device(plan, order, device, batch_size) for device in devices))
+    slots = {
+        kind: {stage: _of_samples(plan, rows[stage], batch_size) for stage in rows}
+        for kind, rows in ((Kind.FORWARD, forward_slots(plan)), (Kind.BACKWARD, backward_slots(plan)))
+    }
 
+    def time(action: Action) -> float:
+        _, stop = plan.intervals(action.stage, batch_size)[action.micro_batch]
+        return slots[action.kind][action.stage][stop - 1] + 0.5 * (action.kind is Kind.BACKWARD)
 
-def _of_device(plan: Plan, order: Iterable[Action], device: int, batch_size: int) -> tuple[Action, ...]:
-    numbers = {stage: set(plan.micro_batches(stage, device, batch_size)) for stage in plan.stages_on(device)}
-    return tuple(action for action in order if action.micro_batch in numbers.get(action.stage, ()))
-
-
-def nominal_slots(plan: Plan, batch_size: int) -> dict[Action, int]:
-    """The slot of every action, no earlier than those of its inputs, which come first in the result.
-
-    A micro-batch has the slot of its last sample, or that of an input if it is later, which happens if sizes do not
-    divide each other.
-    """
-    graph, stages = plan.graph(), line(plan)
-    slots: dict[Action, int] = {}
-    for kind, first, order, makers in (
-        (Kind.FORWARD, forward_slots(plan), stages, graph.predecessors),
-        (Kind.BACKWARD, backward_slots(plan), stages[::-1], graph.successors),
-    ):
-        wanted = {stage: _of_samples(plan, first[stage], batch_size) for stage in order}
-        for stage in order:
-            for number, (_, stop) in enumerate(plan.intervals(stage, batch_size)):
-                inputs = [Action(i, kind, plan.micro_batch_of(i, stop - 1, batch_size)) for i in makers(stage)]
-                before = (Action(stage, Kind.FORWARD, number), Action(stage, kind, number - 1), *inputs)
-                known = [slots[action] for action in before if action in slots]
-                slots[Action(stage, kind, number)] = max([wanted[stage][stop - 1], *known])
-    return slots
+    rows = actions(by_nominal_time(work_of(plan, batch_size, split=False), time))
+    return Schedule(tuple(map(tuple, rows)))
 
 
 def _of_samples(plan: Plan, slots: Sequence[int], batch_size: int) -> list[int]:

@@ -11,15 +11,15 @@ actions per rank. Run with unit durations, it gives the time at which a level wo
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
 
-from lightning_gpp.plan import Plan
+from lightning_gpp.plan import STEP, Edge, Plan, Stage
 from lightning_gpp.schedules.actions import Action, Kind
-from lightning_gpp.schedules.list_scheduling import Task, in_order, task_graph
-from lightning_gpp.schedules.work import Work, is_extra
+from lightning_gpp.schedules.list_scheduling import Task, in_order
+from lightning_gpp.schedules.work import Work, halves, is_extra, work_of
 
 _STEP: Final = 1e-3
 """Minimum difference between the nominal times of an action and its inputs, in cells."""
@@ -97,8 +97,6 @@ def actions(rows: TimedRows, *, weights: bool = True) -> list[list[Action]]:
 RankOrder = Callable[[int, int, int], Sequence[Action]]
 """A function from rank, number of ranks and number of micro-batches to the rank's order, in stages of the chain."""
 
-_UNITS: Final = {Kind.FORWARD: 1, Kind.INPUT: 1, Kind.WEIGHT: 1, Kind.BACKWARD: 2}
-
 
 class Template:
     """A published order, run on a chain as long as the plan's depth.
@@ -114,21 +112,45 @@ class Template:
         self._numbers = coarse_numbers(plan, batch_size)
         # An order needs enough micro-batches to fill the pipeline; the times of additional ones are never read.
         ranks, enough = length // 2, max(length, *(row[-1] + 1 for row in self._numbers))
-        self._start = start_times([list(order(rank, ranks, enough)) for rank in range(ranks)], length)
+        rows = [list(order(rank, ranks, enough)) for rank in range(ranks)]
+        self._split = frozenset(action for row in rows for action in row if action.kind is Kind.INPUT)
+        chain = self._whole_backwards(work_of(_chain(length, enough), enough))
+        started = in_order(chain.tasks, [[half for action in row for half in halves(action)] for row in rows]).start
+        self._start = {action: started[number] for (_, action), number in chain.tasks.numbers.items()}
 
     def time(self, action: Action) -> float:
-        """Start of an action in the template, or of the full backward that contains it."""
-        place = self._place(action)
-        return self._start.get(place, self._start.get(place.of_kind(Kind.BACKWARD), 0.0))
+        """Start of an action in the template."""
+        return self._start[self._place(action)]
 
     def is_split(self, action: Action) -> bool:
         """True if the template splits the backward of the action's stage and micro-batch."""
-        return self._place(action).of_kind(Kind.INPUT) in self._start
+        return self._place(action).of_kind(Kind.INPUT) in self._split
+
+    def _whole_backwards(self, chain: Work) -> Work:
+        """The work in which a full backward sends its gradients at its end, as if its first half took all the time."""
+        units = {Kind.INPUT: 2.0, Kind.WEIGHT: 0.0}
+        full = (task for task in chain.seconds if task[1].of_kind(Kind.INPUT) not in self._split)
+        return replace(chain, seconds={**chain.seconds, **{t: units[t[1].kind] for t in full if t[1].kind in units}})
 
     def _place(self, action: Action) -> Action:
         """The action of the chain that corresponds to an action of the plan."""
         number = self._numbers[action.stage][action.micro_batch]
         return Action(self._levels[action.stage], action.kind, number)
+
+
+def _chain(length: int, num_micro_batches: int) -> Plan:
+    """A chain that turns back halfway, in which all actions of a stage take one unit."""
+    stages = tuple(
+        Stage(
+            name=str(level),
+            modules=(str(level), STEP) if level == length - 1 else (str(level),),
+            devices=(min(level, length - 1 - level),),
+            micro_batch_size=1,
+        )
+        for level in range(length)
+    )
+    edges = tuple(Edge(src=level, dst=level + 1) for level in range(length - 1))
+    return Plan(stages=stages, edges=edges, batch_size=num_micro_batches)
 
 
 def actions_of(steps: Sequence[str], stages: tuple[int, int]) -> list[Action]:
@@ -152,34 +174,3 @@ def actions_of(steps: Sequence[str], stages: tuple[int, int]) -> list[Action]:
         if kind == "I":
             waiting.append(done[-1].of_kind(Kind.WEIGHT))
     return done
-
-
-def start_times(rows: Sequence[Sequence[Action]], length: int) -> Mapping[Action, float]:
-    """Start of every action if all ranks follow their orders and messages take no time.
-
-    Args:
-        rows: order of every rank.
-        length: number of stages of the chain.
-    """
-    rank_of = {action: rank for rank, row in enumerate(rows) for action in row}
-    inputs = {action: need for action in rank_of if (need := _input(action, length, rank_of)) is not None}
-    tasks = {(rank, action): action for action, rank in rank_of.items()}
-    readers: dict[Task, list[tuple[Task, float]]] = {task: [] for task in tasks}
-    for action, need in inputs.items():
-        readers[rank_of[need], need].append(((rank_of[action], action), 0.0))
-    graph = task_graph(
-        {task: _UNITS[action.kind] for task, action in tasks.items()},
-        readers,
-        {task: int(action in inputs) for task, action in tasks.items()},
-    )
-    return dict(zip(rank_of, in_order(graph, rows).start, strict=True))
-
-
-def _input(action: Action, length: int, present: Collection[Action]) -> Action | None:
-    """The action of the neighbouring stage that an action waits for; None if there is none."""
-    if action.kind is Kind.FORWARD:
-        return action._replace(stage=action.stage - 1) if action.stage else None
-    if action.kind is Kind.WEIGHT or action.stage == length - 1:
-        return None
-    after = action._replace(stage=action.stage + 1)
-    return next(a for kind in (Kind.INPUT, Kind.BACKWARD) if (a := after.of_kind(kind)) in present)

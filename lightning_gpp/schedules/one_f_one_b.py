@@ -13,22 +13,21 @@ for gradients that are on their way. Its slack (`Stage.slack`) are micro-batches
 
 The warm-up rule looks at one edge at a time. Along several edges, micro-batch sizes that do not divide each other add
 up (10 -> {9, 8} -> 1 -> 4 with 93 samples): a backward may need, through a join, a forward that comes after it in the
-same order. Such plans are rare, 92 of 8 million random ones with sizes up to 13; their warm-ups are raised.
+same order. Such plans are rare, 92 of 8 million random ones with sizes up to 13; all of their warm-ups are raised.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import networkx as nx
 
 from lightning_gpp.errors import ScheduleError
-from lightning_gpp.plan import SOURCE, STEP, Edge, Plan, Stage
+from lightning_gpp.plan import SOURCE, Plan
 from lightning_gpp.schedules.actions import Action, Kind
 from lightning_gpp.schedules.device_orders import StageOrders, device_orders
-from lightning_gpp.schedules.list_scheduling import FixedOrder, in_order, task_graph
 from lightning_gpp.schedules.registry import register_schedule
-from lightning_gpp.schedules.work import is_extra, links
+from lightning_gpp.schedules.work import is_extra
 from lightning_gpp.slices import Unsliced, num_slices, unsliced
 
 # Two branches, 0 -> 1 and 2, that join in 3; four micro-batches; each stage on its own device. The warm-ups are the
@@ -70,26 +69,25 @@ def lane_orders(plan: Plan, batch_size: int, lead: float, lane: LaneOrder) -> St
         plan: the plan.
         batch_size: samples of the mini-batch.
         lead: see `samples_ahead`.
-        lane: the order of a stage. Its warm-up is raised by as little as it takes to avoid deadlocks.
+        lane: the order of a stage. All warm-ups are raised by as little as it takes to avoid deadlocks.
 
     Raises:
         ScheduleError: slices deadlock even with all forwards first.
     """
-    ahead = zip(lanes(plan).items(), samples_ahead(plan, lead), action_samples(plan), strict=True)
-    members, counts = {}, {}
-    for (first, parts), samples, size in ahead:
-        members[first], counts[first] = parts, int(samples) // size
-    if not plan.is_sliced:
-        counts = without_deadlock(plan, batch_size, _capped(plan, batch_size, counts))
-        return {first: lane(members[first], count) for first, count in counts.items()}
+    members = lanes(plan)
+    ahead = zip(members, samples_ahead(plan, lead), action_samples(plan), strict=True)
+    counts = {first: int(samples) // size for first, samples, size in ahead}
+    if not plan.is_sliced and _is_safe(plan, counts):
+        return {first: lane(parts, counts[first]) for first, parts in members.items()}
+    more = 0
     while True:
-        orders = {first: lane(members[first], count) for first, count in counts.items()}
+        orders = {first: lane(parts, counts[first] + more) for first, parts in members.items()}
         try:
             device_orders(plan, orders, batch_size)
         except ScheduleError:
-            if all(2 * count >= len(orders[first]) for first, count in counts.items()):
-                raise
-            counts = {first: count + 1 for first, count in counts.items()}  # with all forwards first, nothing waits
+            if all(2 * (counts[first] + more) >= len(order) for first, order in orders.items()):
+                raise  # although all forwards come first
+            more += 1
         else:
             return orders
 
@@ -111,10 +109,6 @@ def warm_up(plan: Plan, batch_size: int) -> dict[int, int]:
     """Number of forwards before every stage's first backward, which is also its maximum of micro-batches in flight."""
     samples = in_flight_samples(plan)
     counts = {stage: held // plan.stages[stage].micro_batch_size for stage, held in samples.items()}
-    return without_deadlock(plan, batch_size, _capped(plan, batch_size, counts))
-
-
-def _capped(plan: Plan, batch_size: int, counts: Mapping[int, int]) -> dict[int, int]:
     return {stage: min(count, len(plan.intervals(stage, batch_size))) for stage, count in counts.items()}
 
 
@@ -226,52 +220,6 @@ def alternating(
             actions += weights[index - late : index - late + 1]
         actions += forwards[warm_up + index : warm_up + index + 1]
     return (*actions, *weights[max(0, len(backwards) - late) :])
-
-
-def without_deadlock(plan: Plan, batch_size: int, warm_up: Mapping[int, int]) -> dict[int, int]:
-    """The warm-ups, raised by as little as it takes to avoid deadlocks.
-
-    While the orders deadlock, a stage with a next forward that another stage waits for gets one more forward before its
-    first backward. This ends, because with all forwards first nothing waits.
-    """
-    counts = dict(warm_up)
-    if _is_safe(plan, counts):
-        return counts
-    forwards, backwards = (
-        [lane_actions(plan, [stage], kind, batch_size) for stage in counts] for kind in (Kind.FORWARD, Kind.BACKWARD)
-    )
-    pairs = list(zip(forwards, backwards, strict=True))
-    tasks = dict.fromkeys(((action.stage, action) for pair in pairs for row in pair for action in row), 0.0)
-    missing, readers = links(_apart(plan), batch_size, tasks, travels=False)
-    graph, depths = task_graph(tasks, readers, missing), plan.depths()
-    while True:
-        outcome = in_order(graph, [alternating(*pair, counts[stage]) for stage, pair in enumerate(pairs)])
-        if not outcome.deadlocks:
-            return counts
-        counts[min(_culprits(outcome), key=lambda stage: (depths[stage], stage))] += 1
-
-
-def _apart(plan: Plan) -> Plan:
-    """The same graph with each stage on a device of its own."""
-    modules = [(STEP,) if i == plan.step_stage else (str(i),) for i in range(len(plan.stages))]
-    stages = tuple(
-        Stage(name=str(i), modules=modules[i], devices=(i,), micro_batch_size=stage.micro_batch_size)
-        for i, stage in enumerate(plan.stages)
-    )
-    edges = (Edge(src=e.src, dst=e.dst, differentiable=e.differentiable) for e in plan.edges if e.src != SOURCE)
-    return Plan(stages=stages, edges=tuple(edges), batch_size=plan.batch_size, period=plan.period)
-
-
-def _culprits(outcome: FixedOrder) -> Iterator[int]:
-    """Stages that wait for gradients while another stage waits for a forward of theirs."""
-    tasks, missing = outcome.tasks, outcome.missing
-    heads = [next((task for task in row if missing[task]), None) for row in outcome.order]
-    kinds = [None if task is None else tasks.actions[task].kind for task in heads]
-    waiting = {task for task, kind in zip(heads, kinds, strict=True) if kind is Kind.FORWARD}
-    for task, action in enumerate(tasks.actions):
-        blocks = kinds[action.stage] is Kind.BACKWARD and action.kind is Kind.FORWARD and missing[task]
-        if blocks and any(reader in waiting for reader, _ in tasks.readers[task]):
-            yield action.stage
 
 
 def _is_safe(plan: Plan, warm_up: Mapping[int, int]) -> bool:

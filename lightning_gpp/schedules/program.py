@@ -6,10 +6,8 @@ from a. There are no tags.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
-from typing import NamedTuple
 
 from lightning_gpp.plan import Plan
 from lightning_gpp.schedules.actions import Action
@@ -58,14 +56,6 @@ class Instruction:
     message: int | None = None
 
 
-class Origin(NamedTuple):
-    """The device whose work an action is, its number among the replicas of the stage, and its micro-batch there."""
-
-    device: int
-    replica: int
-    micro_batch: int
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
     """Instructions of every device of one pipeline replica, for one mini-batch of `batch_size` samples.
@@ -76,8 +66,7 @@ class Program:
 
     `inputs[device, action]` lists the ids of the messages (local ones too) that an action reads, `outputs[device,
     action]` those that it produces. `split`: stages and micro-batches whose backward is split. `reduced`: stages whose
-    gradients this program reduces over ranks. `origins`: the replica whose work each action is, if one device does the
-    work of all; otherwise empty.
+    gradients this program reduces over ranks.
     """
 
     plan: Plan
@@ -90,7 +79,6 @@ class Program:
     split: frozenset[tuple[int, int]] = frozenset()
     reduced: frozenset[int] = frozenset()
     ahead: tuple[tuple[int, ...], ...] = ()
-    origins: Mapping[Action, Origin] = field(default_factory=dict)
 
     @property
     def lead(self) -> int:

@@ -259,6 +259,13 @@ def is_extra(plan: Plan, stage: int) -> bool:
     return bool(rest) and min(mine) > max(rest)
 
 
+def halves(action: Action) -> tuple[Action, ...]:
+    """The two halves of a full backward; any other action itself."""
+    if action.kind is not Kind.BACKWARD:
+        return (action,)
+    return action.of_kind(Kind.INPUT), action.of_kind(Kind.WEIGHT)
+
+
 def turns(stage: Stage) -> int:
     """Number of replicas that take micro-batches in turn."""
     return len(stage.devices) if stage.round_robin else 1

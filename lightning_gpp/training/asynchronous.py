@@ -18,7 +18,6 @@ from torch.optim import Optimizer
 
 from lightning_gpp._compat.torch import kept_version_counters
 from lightning_gpp.plan import Plan
-from lightning_gpp.runtime.device_gradients import DeviceGradients
 from lightning_gpp.runtime.weights import WeightPolicy, Weights
 from lightning_gpp.schedules import Program, compile_program
 from lightning_gpp.schedules.continuous import continuous_program, delays_of
@@ -41,7 +40,6 @@ class Asynchronous:
 
     Attributes:
         policy: see above.
-        gradients: gradients of the devices that this one imitates; None if it does only its own work.
         ahead: number of mini-batches that have to be known before their turn.
     """
 
@@ -62,9 +60,6 @@ class Asynchronous:
         self._programs: list[tuple[Plan, int, Program]] = []
         program = self.program(plan, plan.batch_size)
         self.ahead, self._apart = program.lead, max(delays_of(program).values(), default=0)
-        self.gradients: DeviceGradients | None = None
-        if options.delayed_devices:
-            self.gradients = DeviceGradients(lambda: self.policy.weights.parameters)
         self._segments = Segments(num_steps)
         self._since_update, self._accumulated = 0, 1
         self._preserved: list[AbstractContextManager[None]] = []
@@ -163,11 +158,6 @@ class Asynchronous:
         self.policy.empty()
 
     # -- updates ------------------------------------------------------------------------------------------------------
-
-    def sum_gradients(self) -> None:
-        """Complete the gradients, if this device imitates several."""
-        if self.gradients is not None:
-            self.gradients.sum()
 
     def before_update(self) -> None:
         """Prepare for an optimizer step, whose gradients are complete."""

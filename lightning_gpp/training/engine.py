@@ -307,8 +307,6 @@ class Engine(DividedStates):
     def sum_gradients(self) -> None:
         """Complete the reductions of gradients over ranks with the same parameters, before an optimizer step."""
         self._training.finish()
-        if self._asynchronous is not None:
-            self._asynchronous.sum_gradients()
         if self._gradients is not None and self.job.options.on_nonfinite != "ignore":
             self._gradients.check(self.num_steps - 1)
         if self._finite is not None:

@@ -140,7 +140,6 @@ class Session:
             pipeline=control.pipeline,
             sharding=Forwarded(replicas, self._numbers or {}) if together and replicas is not None else None,
             weights=None if self.asynchronous is None else self.asynchronous.policy,
-            gradients=None if self.asynchronous is None else self.asynchronous.gradients,
             trace=self._job.options.trace,
             process=control.mesh.process,
         )

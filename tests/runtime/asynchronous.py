@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +12,6 @@ from torch.optim import Optimizer
 
 from lightning_gpp.plan import Plan
 from lightning_gpp.runtime import DistributedTransport, Executor, GradientSync, Mesh, MicroBatch, pairs_of
-from lightning_gpp.runtime.device_gradients import DeviceGradients
 from lightning_gpp.runtime.weights import Use, WeightPolicy, Weights, make_policy
 from lightning_gpp.runtime.weights.context import update, weights_of
 from lightning_gpp.schedules.continuous import continuous_program
@@ -38,7 +35,6 @@ OPTIMIZERS: Mapping[str, Callable[[list[nn.Parameter]], Optimizer]] = {
     "rmsprop": lambda parameters: torch.optim.RMSprop(parameters, lr=0.01),
     "adam": lambda parameters: torch.optim.Adam(parameters, lr=0.01, foreach=True),
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, fused=True),
-    "nadam": lambda parameters: torch.optim.NAdam(parameters, lr=0.01),
 }
 
 
@@ -93,22 +89,9 @@ def delayed(case: AsyncCase) -> AsyncOutcome:
     """The whole case in this process, on one device."""
     program = on_one_device(continuous_program(case.plan))
     run = Run(case, program, 0, make_stages(program.plan), range(case.num_pipelines))
-    gradients = DeviceGradients(lambda: run.parameters)
-    if case.num_pipelines == 1:
-        run.add(0, gradients=gradients)
-        return run.train(gradients.sum)
     for pipeline in run.pipelines:
-        run.add(pipeline, around=partial(_collected, gradients, pipeline, run.parameters))
-    return run.train(gradients.sum)
-
-
-@contextmanager
-def _collected(gradients: DeviceGradients, pipeline: int, stages: Iterable[int]) -> Iterator[None]:
-    for stage in stages:
-        gradients.enter(stage, pipeline)
-    yield
-    for stage in stages:
-        gradients.leave(stage, pipeline)
+        run.add(pipeline)
+    return run.train(lambda: None)
 
 
 @dataclass
@@ -156,7 +139,7 @@ class Run:
         self.policy = make_policy(case.policy, self._of_all_pipelines(weights), **case.options)
         self.policy.log = []
         self.outcome = AsyncOutcome({}, {}, [], own_bytes=sum(p.nbytes for p in self.named.values()))
-        self.parts: list[tuple[int, Stream, Executor, Callable[[], AbstractContextManager[None]]]] = []
+        self.parts: list[tuple[int, Stream, Executor]] = []
 
     def _of_all_pipelines(self, weights: Weights) -> Weights:
         places = range(len(self.pipelines))
@@ -177,9 +160,7 @@ class Run:
     def _count(self, stage: int) -> int:
         return len(self.program.plan.intervals(stage))
 
-    def add(
-        self, pipeline: int, around: Callable[[], AbstractContextManager[None]] = nullcontext, **of_executor: Any
-    ) -> None:
+    def add(self, pipeline: int, transport: Any = None) -> None:
         """Work for a pipeline, too."""
         source = Stream()
         first = {stage: self.pipelines.index(pipeline) * self._count(stage) for stage in self.parameters}
@@ -191,9 +172,9 @@ class Run:
             source=source,
             pipeline=pipeline,
             weights=OfPipeline(self.policy, first),
-            **{"transport": None, **of_executor},
+            transport=transport,
         )
-        self.parts.append((pipeline, source, executor, around))
+        self.parts.append((pipeline, source, executor))
 
     def train(self, sync: Callable[[], None]) -> AsyncOutcome:
         case, outcome = self.case, self.outcome
@@ -216,12 +197,11 @@ class Run:
         plan, lanes, losses = self.program.plan, self.program.lead + 1, self.stages[self.program.plan.step_stage].losses
         weight = 1 / (plan.batch_size * self.case.num_pipelines * self.case.every)
         seen = self.outcome.losses[step] = {}
-        for pipeline, source, executor, around in self.parts:
+        for pipeline, source, executor in self.parts:
             losses.clear()
             for batch in range(step, min(step + lanes, segment.stop)):
                 source.open[batch % lanes] = make_data(plan.batch_size, seed=1000 * pipeline + batch)
-            with around():
-                executor.run(loss_weight=weight, step=step, first=segment.start, last=segment.stop)
+            executor.run(loss_weight=weight, step=step, first=segment.start, last=segment.stop)
             seen |= {start + pipeline * plan.batch_size: loss for start, loss in losses.items()}
 
     def _update(self) -> None:

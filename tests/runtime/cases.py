@@ -46,9 +46,7 @@ class Outcome:
     losses: dict[int, tuple[float, int]]
     gradients: dict[str, Tensor | None]
     norm: float
-    peak_in_flight: dict[int, int]
     peak_alive: dict[int, int]
-    warm_up: dict[int, int]
 
 
 def run_on_rank(rank: int, case: Case) -> Outcome:
@@ -77,9 +75,7 @@ def run_on_rank(rank: int, case: Case) -> Outcome:
         losses=stages[plan.step_stage].losses,
         gradients={name: parameter.grad for name, parameter in parameters.items()},
         norm=float(sync.grad_norm()),
-        peak_in_flight=executor.peak_in_flight,
         peak_alive={stage: stages[stage].peak_alive for stage in plan.stages_on(mesh.device)},
-        warm_up=executor.warm_up,
     )
 
 

@@ -51,14 +51,11 @@ def test_equals_one_process(num_processes: int) -> None:
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 def test_activations_in_flight_are_what_the_schedule_promises(schedule: str) -> None:
-    """Counted by the executor, and by what autograd keeps alive: depth, not the number of stages."""
+    """By what autograd keeps alive: depth, not the number of stages."""
     plan = towers(2, 2, batch_size=8, schedule=schedule)
     outcomes = run_case(Case(plan, 8))
     promised = in_flight(plan, 8)
-    counted = {stage: peak for outcome in outcomes for stage, peak in outcome.peak_in_flight.items()}
     alive = {stage: peak for outcome in outcomes for stage, peak in outcome.peak_alive.items()}
-    assert counted == promised
     assert alive == promised
     if schedule == "1f1b":
         assert promised == {0: 3, 1: 2, 2: 3, 3: 2, 4: 1}
-        assert {stage: n for outcome in outcomes for stage, n in outcome.warm_up.items()} == promised

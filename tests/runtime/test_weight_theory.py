@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Adam, AdamW, NAdam, Optimizer, RMSprop
+from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
 
 from lightning_gpp.runtime.weights import Use, WeightPolicy, Weights, make_policy
 from lightning_gpp.runtime.weights.context import update
@@ -164,7 +164,6 @@ CONSTANT: dict[str, Make] = {
     "amsgrad": lambda p: Adam(p, lr=0.1, amsgrad=True),
     "adamw": lambda p: AdamW(p, lr=0.1, weight_decay=0.0),
     "adamw, fused": lambda p: AdamW(p, lr=0.1, weight_decay=0.0, fused=True),
-    "nadam": lambda p: NAdam(p, lr=0.1, momentum_decay=1.0),
     "rmsprop": lambda p: RMSprop(p, lr=0.1),
     "rmsprop, momentum": lambda p: RMSprop(p, lr=0.1, momentum=0.9),
 }
@@ -243,7 +242,6 @@ VANISHING: dict[str, Make] = {
     "momentum": lambda p: SGD(p, lr=0.1, momentum=0.9),
     "nesterov": lambda p: SGD(p, lr=0.1, momentum=0.9, nesterov=True),
     "constant momentum": lambda p: SGD(p, lr=0.1, momentum=1.0),
-    "rmsprop": lambda p: RMSprop(p, lr=0.1, momentum=0.9),
 }
 
 
@@ -259,7 +257,6 @@ def test_decaying_predictions_are_exact_while_gradients_vanish(name: str) -> Non
 KEEPING: dict[str, Make] = {
     "adam": lambda p: Adam(p, lr=0.1),
     "adamw, fused": lambda p: AdamW(p, lr=0.1, weight_decay=0.3, fused=True),
-    "nadam, decoupled decay": lambda p: NAdam(p, lr=0.1, weight_decay=0.3, decoupled_weight_decay=True, foreach=True),
 }
 
 

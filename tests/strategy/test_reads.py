@@ -137,5 +137,5 @@ def test_a_loop_reads_nothing_but_the_loss(ranks: int, options: dict[str, Any], 
         told = [
             f"{'isend' if runs_step else 'recv'} in {place}" for place in (LOSS, "training/data/incoming.py: announce")
         ]
-        expected = Counter([*told, "all_reduce in runtime/norms.py: norm_over_ranks", *collectives] * STEPS)
+        expected = Counter([*told, "all_reduce in runtime/gradients.py: norm_over_ranks", *collectives] * STEPS)
         assert messages == expected

@@ -11,9 +11,8 @@ from torch.distributed.fsdp import share_comm_ctx
 from torch.nn import Parameter
 
 from lightning_gpp.plan import shared_parameter
-from lightning_gpp.runtime.gradients import GradientSync
+from lightning_gpp.runtime.gradients import GradientSync, norm_over_ranks
 from lightning_gpp.runtime.mesh import CONTROL_BACKEND, Mesh
-from lightning_gpp.runtime.norms import norm_over_ranks
 from lightning_gpp.runtime.sharding.shards import StageShards, local, places_of
 
 

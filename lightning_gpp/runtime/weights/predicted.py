@@ -21,14 +21,14 @@ PipeOptim and SpecTrain do; the decay predictor shrinks the weights in every pre
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
-from torch.optim import SGD, Adam, AdamW, NAdam, Optimizer, RMSprop
+from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
 
 from lightning_gpp.errors import ConfigError
 from lightning_gpp.runtime.weights.interface import Use, Weights
@@ -110,10 +110,6 @@ def _never(group: Group) -> bool:
     return False
 
 
-def _always(group: Group) -> bool:
-    return True
-
-
 def _without_momentum(group: Group) -> bool:
     return not group["momentum"] or bool(group.get("nesterov"))
 
@@ -150,21 +146,6 @@ def _adam_step(group: Group, state: dict[str, Any], step: float, power: float = 
     return torch.as_tensor(mean / ((square / (1 - second**step)).sqrt() + group["eps"]))
 
 
-def _nadam(group: Group, state: dict[str, Any], updates: int, gradient: Tensor | None) -> Tensor | None:
-    if "exp_avg" not in state or gradient is None:
-        return None
-    first, second = group["betas"]
-    step, product = float(state["step"]), float(state["mu_product"])
-    now, following = _nadam_momentum(group, step), _nadam_momentum(group, step + 1)
-    root = (state["exp_avg_sq"] / (1 - second**step)).sqrt() + group["eps"]
-    mean = (1 - now) / (1 - product) * gradient + following / (1 - product * following) * state["exp_avg"]
-    return torch.as_tensor(updates * mean / root)
-
-
-def _nadam_momentum(group: Group, step: float) -> float:
-    return float(group["betas"][0] * (1 - 0.5 * 0.96 ** (step * group["momentum_decay"])))
-
-
 def _sgd_decaying(group: Group, state: dict[str, Any], updates: int, gradient: Tensor | None) -> Tensor | None:
     momentum: float = group["momentum"]
     buffer: Tensor | None = state.get("momentum_buffer")
@@ -179,35 +160,10 @@ def _adam_decaying(group: Group, state: dict[str, Any], updates: int, gradient: 
     """Adam's change if gradients vanish; the second moment stays the same, as in FTPipe."""
     if "exp_avg" not in state:
         return None
-    step, first = float(state["step"]), group["betas"][0]
-    return _summed(group, [_adam_step(group, state, step + k, first**k) for k in range(1, updates + 1)])
-
-
-def _summed(group: Group, descents: Sequence[Tensor]) -> Tensor:
-    """The descents of updates in a row; each is shrunk by the updates after it."""
-    after = range(len(descents) - 1, -1, -1)
-    return torch.stack([_shrink(group) ** k * descent for k, descent in zip(after, descents, strict=True)]).sum(dim=0)
-
-
-def _nadam_decaying(group: Group, state: dict[str, Any], updates: int, gradient: Tensor | None) -> Tensor | None:
-    """The second moment stays, as for Adam."""
-    if "exp_avg" not in state:
-        return None
-    first, second = group["betas"]
-    step, product, terms = float(state["step"]), float(state["mu_product"]), list[Tensor]()
-    for k in range(1, updates + 1):
-        product *= _nadam_momentum(group, step + k)
-        following = _nadam_momentum(group, step + k + 1)
-        root = (state["exp_avg_sq"] / (1 - second ** (step + k))).sqrt() + group["eps"]
-        terms.append(following / (1 - product * following) * first**k * state["exp_avg"] / root)
-    return _summed(group, terms)
-
-
-def _rmsprop_decaying(group: Group, state: dict[str, Any], updates: int, gradient: Tensor | None) -> Tensor | None:
-    if not group["momentum"] or "momentum_buffer" not in state:
-        return None
-    factor: float = sum(group["momentum"] ** k for k in range(1, updates + 1))
-    return torch.as_tensor(factor * state["momentum_buffer"])
+    step, first, shrink = float(state["step"]), group["betas"][0], _shrink(group)
+    numbers = range(1, updates + 1)
+    descents = [shrink ** (updates - k) * _adam_step(group, state, step + k, first**k) for k in numbers]
+    return torch.stack(descents).sum(dim=0)
 
 
 PREDICTORS: Final[dict[str, dict[type[Optimizer], tuple[Change, Callable[[Group], bool]]]]] = {
@@ -216,14 +172,11 @@ PREDICTORS: Final[dict[str, dict[type[Optimizer], tuple[Change, Callable[[Group]
         RMSprop: (_rmsprop, lambda group: not group["momentum"]),
         Adam: (_adam, _never),
         AdamW: (_adam, _never),
-        NAdam: (_nadam, _always),
     },
     "decay": {
         SGD: (_sgd_decaying, _never),
-        RMSprop: (_rmsprop_decaying, _never),
         Adam: (_adam_decaying, _never),
         AdamW: (_adam_decaying, _never),
-        NAdam: (_nadam_decaying, _never),
     },
 }
 """Rules by kind of predictor and optimizer, and whether they need the last gradient."""
