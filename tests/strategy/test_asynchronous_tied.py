@@ -72,23 +72,28 @@ def fit(policy: str, devices: int, **trainer: Any) -> tuple[list[float], dict[st
     return module.losses, state
 
 
+def saved(policy: str, devices: int, folder: str) -> tuple[list[float], dict[str, Any]]:
+    """A run that saves after four mini-batches, for which the pipeline fills again."""
+    saving = ModelCheckpoint(folder, every_n_train_steps=4, save_top_k=-1)
+    return fit(policy, devices, callbacks=[saving], enable_checkpointing=True)
+
+
 def interrupted(rank: int, folder: str) -> list[tuple[Any, Any]]:
     """A run with every policy, and one that goes on from a checkpoint of it."""
     found = []
     for policy in POLICIES:
-        saving = ModelCheckpoint(f"{folder}/{policy}", every_n_train_steps=4, save_top_k=-1)
-        whole = fit(policy, 3, callbacks=[saving], enable_checkpointing=True)
+        whole = saved(policy, 3, f"{folder}/{policy}")
         file = next(Path(f"{folder}/{policy}").glob("*step=4.ckpt"))
         found.append((whole, fit(policy, 3, ckpt_path=str(file))))
     return found
 
 
-def alone(rank: int) -> list[tuple[list[float], dict[str, Any]]]:
-    return [fit(policy, 1) for policy in POLICIES]
+def alone(rank: int, folder: str) -> list[tuple[list[float], dict[str, Any]]]:
+    return [saved(policy, 1, f"{folder}/{policy}, alone") for policy in POLICIES]
 
 
 def test_shared_weights_train_as_with_the_same_delays_on_one_device_and_resume(tmp_path: Path) -> None:
-    (expected,) = harness.run(1, alone)
+    (expected,) = harness.run(1, alone, str(tmp_path))
     results = harness.run(3, interrupted, str(tmp_path))
     for number, policy in enumerate(POLICIES):
         (losses, state), (rest, end) = results[0][number]
