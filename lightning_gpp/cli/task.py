@@ -31,7 +31,7 @@ from lightning_gpp.training.planner import (
     part_of_member,
     planned,
 )
-from lightning_gpp.training.whole.whole_step import noted_whole
+from lightning_gpp.training.whole.whole_step import noted_whole, ordered_for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +107,7 @@ def task_of(config: DictConfig) -> Task:
     replicable = config.get("cluster") is not None and options.num_pipelines is None
     return Task(
         subject=subject,
-        options=options,
+        options=ordered_for(options, subject.whole),
         machine=machine,
         num_devices=per_pipeline,
         num_pipelines=None if replicable else whole.num_devices // per_pipeline,

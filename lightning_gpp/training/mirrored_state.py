@@ -82,7 +82,7 @@ class MirroredState:
             self._parts = [(path, vars(part)) for path, part in self._module.named_modules() if _may_keep(part)]
         self._values = [dict(own) for _, own in self._parts]
         found = ((path, name, value) for path, own in self._parts for name, value in _changing(own))
-        self._marks = {(path, name): (value, _mark(value)) for path, name, value in found}
+        self._marks = {(path, name): (value, _mark(value)) for path, name, value in found if _is_shared(path, name)}
 
     def end(self) -> dict[Attribute, Any]:
         """Note what has changed since `begin`. Returns the plain values among it."""
@@ -101,7 +101,8 @@ class MirroredState:
     def _changes(self) -> Iterator[Attribute]:
         for (path, own), before in zip(self._parts, self._values, strict=True):
             if len(before) != len(own) or not all(map(is_, before.values(), own.values())):
-                yield from ((path, name) for name, value in own.items() if _is_other(name, value, before))
+                others = (name for name, value in own.items() if _is_other(name, value, before))
+                yield from ((path, name) for name in others if _is_shared(path, name))
         for key, (value, mark) in self._marks.items():
             if self._owner(key).get(key[1]) is value and not _is_same(mark, value):
                 yield key
@@ -160,6 +161,11 @@ def _put(own: Attributes, name: str, value: Any) -> None:
 def _may_keep(part: nn.Module) -> bool:
     """False for metrics, whose states have a way of their own, and for layers of torch, which keep nothing."""
     return not isinstance(part, Metric | MetricCollection) and not type(part).__module__.startswith("torch.")
+
+
+def _is_shared(path: str, name: str) -> bool:
+    """False for private names of parts: what a part has done where it computes, such as installing hooks on layers."""
+    return not (path and name.startswith("_"))
 
 
 def _is_other(name: str, value: Any, before: Attributes) -> bool:

@@ -67,6 +67,7 @@ from lightning_gpp.training.whole.whole_step import (
     made_for_whole,
     may_evaluate_whole,
     noted_whole,
+    ordered_for,
     why_whole,
 )
 
@@ -247,7 +248,8 @@ def _plan_of_rank_0(job: Job, captured: Captured, batch: Any, machine: JobMachin
                 delayed = 0 if job.known else job.options.delayed_devices
                 devices = delayed or job.control.num_devices
                 subject = part_of_member(captured, machine.look())
-                outcome = plan_for(subject, job.options, devices, job.known, measured, progress)
+                options = ordered_for(job.options, job.whole)
+                outcome = plan_for(subject, options, devices, job.known, measured, progress)
             if job.options.costs == "measured" and job.known is None and not isinstance(captured, Undivided):
                 measured()  # of given stages, too: the predicted times are made of them
         except MicroBatchesError as error:

@@ -84,7 +84,7 @@ def test_the_plan_is_for_a_step_as_a_whole(kind: type[L.LightningModule], module
     task, prediction = planned(kind)
     assert isinstance(task.subject, Step)
     assert "runs as a whole" in task.subject.notes[0]
-    assert prediction.plan.notes["step"] == "whole"
+    assert (prediction.plan.notes["step"], prediction.plan.schedule) == ("whole", "gpipe")  # as it runs
     assert {name for stage in prediction.plan.stages for name in stage.modules} == {*modules, "@step"}
 
 

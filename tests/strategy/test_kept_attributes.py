@@ -14,10 +14,14 @@ from torch import nn
 from lightning_gpp.training.mirrored_state import MirroredState
 
 
+class Part(nn.Module):
+    """A part of a module."""
+
+
 class Keeps(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layer = nn.Linear(1, 1)
+        self.layer = Part()
         self.number, self.text, self.none, self.numbers = 1.0, "a", None, [1, 2]
         self.tensor, self.array, self.large = torch.zeros(2), np.zeros(2), torch.zeros(1 << 15)
         self.inside, self.tensors = {"a": 1}, [torch.ones(1)]
@@ -32,6 +36,7 @@ def step(module: Any) -> None:
     module.inside["b"], module.made = 2, torch.ones(2)
     module.tensors.append(torch.ones(1))
     module.recent.append(2.0)
+    module._private, module.layer.public, module.layer._installed = 1, 2, True
 
 
 def test_values_are_found_and_taken_over() -> None:
@@ -47,6 +52,8 @@ def test_values_are_found_and_taken_over() -> None:
     assert not changed.keys() & {("", "large"), ("", "tensors"), ("", "layer"), ("", "array")}
     assert (other.number, other.text, other.none, other.numbers) == (2.0, "b", 3, [1, 2, 3])
     assert other.numbers is before
+    assert (other._private, other.layer.public) == (1, 2)
+    assert not hasattr(other.layer, "_installed")  # a layer's own affair where it computes
     assert (other.tensor.tolist(), other.made.tolist()) == ([1, 1], [1, 1])
     assert (other.inside, list(other.recent)) == ({"a": 1, "b": 2}, [1.0, 2.0])
     mirrored.begin()

@@ -247,6 +247,11 @@ def made_for_whole(plan: Plan | None) -> bool:
     return plan is not None and plan.notes.get(_STEP) == _WHOLE
 
 
+def ordered_for(options: Options, whole: bool) -> Options:
+    """The options by which stages are planned: of a step as a whole, all forwards of a call precede its backwards."""
+    return replace(options, schedule="gpipe") if whole else options
+
+
 def check_whole(options: Options, *, steps_itself: bool = False) -> None:
     """Refuse options that a step as a whole does not support.
 
