@@ -28,7 +28,7 @@ def metrics_of(module: nn.Module) -> dict[str, Metric | MetricCollection]:
 
 
 def _is_metric(value: object) -> TypeGuard[Metric | MetricCollection]:
-    """As isinstance says it, which for each class of its own that an observed module has asks all kinds of metrics."""
+    """True as by isinstance, which asks all kinds of metrics for each class, and an observed module has its own."""
     return not {Metric, MetricCollection}.isdisjoint(type(value).__mro__)
 
 

@@ -63,5 +63,6 @@ class Switches:
 
 def _flags(module: nn.Module) -> dict[tuple[str, str], bool]:
     """The flags `training` of modules and `requires_grad` of parameters, by path, as a recording does not observe."""
-    modes = {(path, "training"): vars(part)["training"] for path, part in module.named_modules()}
+    parts = ((path, vars(part)) for path, part in module.named_modules())
+    modes = {(path, "training"): own["training"] for path, own in parts if "training" in own}  # not of compiled ones
     return modes | {(name, "requires_grad"): each.requires_grad for name, each in module.named_parameters()}

@@ -1,4 +1,4 @@
-"""What rank 0 decides for all: what follows from exceptions, from ranks that do not move, from calls of some alone."""
+"""Decisions of rank 0 for all ranks: what follows from exceptions, ranks that do not move, and calls of some alone."""
 
 from __future__ import annotations
 

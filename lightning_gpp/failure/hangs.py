@@ -34,7 +34,8 @@ _COLLECTIVES: Final = tuple(
 )
 """The files of torch's collectives; other parts of torch.distributed also read and write files."""
 _TRAINER: Final = str(Path("lightning", "pytorch", "trainer", "trainer.py"))
-"""Lightning's trainer, in which all ranks are together: what called it is no call of one rank."""
+_RUNS: Final = ("fit", "validate", "test", "predict")
+"""The trainer's methods in which all ranks are together: what called one is no call of one rank."""
 _PAIRWISE: Final = ("send", "recv", "isend", "irecv", "send_object_list", "recv_object_list", "batch_isend_irecv")
 _STANDARD: Final = sysconfig.get_path("stdlib")
 _INSTALLED: Final = sysconfig.get_path("purelib")
@@ -207,13 +208,17 @@ def _standstill(frame: FrameType, wait: Wait | None) -> Standstill | None:
         return None
     ranks = () if wait is None else wait.ranks
     what = "" if wait is None else f"waiting for {wait.what}"
-    end = next((n for n, each in enumerate(frames) if each.f_code.co_filename.endswith(_TRAINER)), len(frames))
+    end = next((n for n, each in enumerate(frames) if _is_run(each)), len(frames))
     user = next((n for n, each in enumerate(frames[:end]) if _is_of_user(each.f_code.co_filename)), None)
     if user is None or not calls:
         return Standstill(call=calls[-1] if calls else "", ranks=ranks, what=what)
     called = [each.f_code.co_name for each in reversed(frames[:user]) if each.f_code.co_name != "wrapper"]
     line = f"{frames[user].f_code.co_filename}:{frames[user].f_lineno}"
     return Standstill(call=called[0] if called else calls[-1], line=line, ranks=ranks, what=what)
+
+
+def _is_run(frame: FrameType) -> bool:
+    return frame.f_code.co_name in _RUNS and frame.f_code.co_filename.endswith(_TRAINER)
 
 
 # --- calls that only some ranks make

@@ -44,7 +44,7 @@ def _owner_of(trainer: pl.Trainer, hook: str) -> object:
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """What a loop passes to the strategy after the first hook of a transfer: by this its calls are known.
+    """A value that a loop passes to the strategy after the first hook of a transfer, by which its calls are known.
 
     `batch`: the mini-batch; None if it comes from elsewhere, or went through the hooks when it was read ahead.
     """

@@ -22,7 +22,7 @@ class SharedResult(ClosureResult):
 
     @classmethod
     def from_training_step_output(cls, training_step_output: Any, normalize: int = 1) -> ClosureResult:
-        """What Lightning makes of it."""
+        """The result that Lightning makes of it."""
         known = None if training_step_output is SKIPPED else training_step_output
         return super().from_training_step_output(known, normalize)
 

@@ -182,7 +182,7 @@ class Asynchronous:
     # -- state --------------------------------------------------------------------------------------------------------
 
     def facts(self) -> dict[str, Any]:
-        """What all ranks know alike of the policy."""
+        """Facts of the policy that all ranks know alike."""
         return {
             "policy": self._options.weights,
             "options": dict(self._options.weight_options or {}),

@@ -24,6 +24,7 @@ from lightning_gpp._compat.torch import (
     saved,
     saved_unread,
     saves_tensors,
+    trained_flags,
     will_run,
     with_gradient_hooks,
     without_saved_hooks,
@@ -243,3 +244,10 @@ def test_kept_version_counters() -> None:
         weight.add_(1.0)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         product.backward()
+
+
+def test_trained_flags() -> None:
+    with torch.device("meta"):
+        foreign = nn.Linear(2, 1)
+    foreign.bias.requires_grad_(False)
+    assert trained_flags(foreign.parameters()) == b"\1\0"
