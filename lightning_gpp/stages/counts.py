@@ -89,15 +89,15 @@ def counted(reduction: str) -> Counted | None:
     return None if reduction in ("mean", "sum") else Counted.parsed(reduction)
 
 
-def candidates(batch: Any, total: int, dims: BatchDims) -> Iterator[Counted]:
-    """Yield the entries that the loss of these samples may average: labels, and what masks show."""
-    for name, rows in named_tensors(batch, total, dims):
-        whole_numbers = not rows.is_floating_point() and not rows.is_complex()
-        for ignored in (IGNORED, 0) if whole_numbers and rows.dim() > 0 else ():
-            for shifted in (False, True)[: rows.dim()]:
-                found = Counted(name, shifted, ignored)
-                if bool((rows == ignored).any()):
-                    yield found
+def candidates(batch: Any, total: int, dims: BatchDims) -> Iterator[list[Counted]]:
+    """Yield the entries that the loss of these samples may average: those of labels, then those that masks show."""
+    tensors = {name: rows for name, rows in named_tensors(batch, total, dims) if not rows.is_floating_point()}
+    masks = {name: rows for name, rows in tensors.items() if bool(((rows == 0) | (rows == 1)).all())}
+    for ignored, kind in ((IGNORED, tensors), (0, masks)):
+        hiding = {name: rows for name, rows in kind.items() if bool((rows == ignored).any())}
+        yield [
+            Counted(name, shifted, ignored) for name, rows in hiding.items() for shifted in (False, True)[: rows.dim()]
+        ]
 
 
 def share(counts: Sequence[float] | None, start: int, stop: int) -> float:

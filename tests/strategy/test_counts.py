@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_gpp.errors import ConfigError
-from lightning_gpp.stages.counts import Counted, reduction
+from lightning_gpp.stages.counts import Counted, candidates, reduction
 from tests.strategy import harness
 
 STAGES = {"words": 0, "head": 1}
@@ -119,6 +119,11 @@ def test_the_self_check_names_what_the_loss_averages(reports: list[tuple[Report,
     names = [name.replace("mask:except0", "labels") for _, name in KINDS]  # labels hide the same as the mask does
     for name, (_, (_, _, told)) in zip(names, reports, strict=True):
         assert re.findall(r"set strategy\.loss_reduction=(\S+)\. ", " ".join(told)) == [name]
+
+
+def test_masks_are_tried_after_labels_and_other_numbers_are_none() -> None:
+    labels, masks = ([str(each) for each in kind] for kind in candidates(batches()[0], SAMPLES, {}))
+    assert (labels, masks) == (["labels", "labels:shifted"], ["mask:except0", "mask:shifted:except0"])
 
 
 def test_an_entry_that_is_not_there_is_told() -> None:

@@ -166,18 +166,19 @@ class CutComparison:
     def _cause(self, whole: Result, parts: Result) -> str:
         if self._near(parts.mean if self.sums else parts.sum, whole.sum):
             return f"This loss is a {'mean' if self.sums else 'sum'} over samples: set strategy.loss_reduction."
-        if (by := self._counting()) is not None:
-            return f"This loss is a mean over the entries of {by}: set strategy.loss_reduction={by}."
+        if found := [str(by) for by in self._counting()]:
+            return _is_mean_over(found)
         normalises = any(isinstance(part, BatchNorm) and part.training for part in self.module.modules())
         return f"{_NORMALISES} {_DEPENDENT}" if normalises else _DEPENDENT
 
-    def _counting(self) -> Counted | None:
-        """The entries over which the loss is a mean, if with them micro-batches have the gradient of all samples."""
-        for by in candidates(self.batch, self.total, self.step.dims):
-            other = replace(self, invocation=replace(self.invocation, counted=by), sums=False)
-            if other._same(*other._both()):
-                return by
-        return None
+    def _counting(self) -> list[Counted]:
+        """The entries over which the loss may be a mean: with them micro-batches have the gradient of all samples."""
+        kinds = candidates(self.batch, self.total, self.step.dims)
+        return next(filter(None, ([by for by in kind if self._is_right(by)] for kind in kinds)), [])
+
+    def _is_right(self, by: Counted) -> bool:
+        other = replace(self, invocation=replace(self.invocation, counted=by), sums=False)
+        return other._same(*other._both())
 
     def _both(self) -> tuple[Result, Result]:
         draws = Draws(self.total)
@@ -249,6 +250,18 @@ def difference(comparison: CutComparison, inform: Callable[[str], None] = log.in
 def _by(rate: float) -> str:
     """A relative difference in words; one of a gradient near zero says nothing as a number."""
     return f" by {100 * rate:.3g} %" if rate < _ABSURD else f" by more than {100 * _ABSURD:.0f} % (it is near zero)"
+
+
+def _is_mean_over(found: Sequence[str]) -> str:
+    """The remedy for a loss that is a mean over some entries of the mini-batch."""
+    first, *others = found
+    if not others:
+        return f"This loss is a mean over the entries of {first}: set strategy.loss_reduction={first}."
+    return (
+        f"This loss is a mean over the entries of {first} or {' or '.join(others)}, which these samples do not tell "
+        "apart: set strategy.loss_reduction to the one that it averages (shifted: without the first entry of each "
+        "sample, as in language models that shift labels themselves)."
+    )
 
 
 def _calls_differ(samples: int, size: int) -> str:

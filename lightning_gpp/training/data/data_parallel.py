@@ -145,7 +145,9 @@ class WorldSizeReads:
         self._mesh, plain = mesh, dist.get_world_size
 
         def get_world_size(group: dist.ProcessGroup | None = None) -> int:
-            if group is None or group is dist.group.WORLD is mesh.everyone:
+            if (
+                group in (None, dist.group.WORLD) and dist.group.WORLD is mesh.everyone
+            ):  # not the pipelines, as in steps
                 self.note("torch.distributed.get_world_size()")
             return plain(group)
 
@@ -157,11 +159,11 @@ class WorldSizeReads:
         self._replaced.restore()
 
     def note(self, name: str) -> None:
-        """Warn if the number is read by code of the user, and not while data are loaded."""
+        """Warn if the number is read by code of the user."""
         mesh, frame = self._mesh, sys._getframe(2)
         while frame.f_code.co_name == "world_size" and frame.f_back is not None:  # properties that pass it on
             frame = frame.f_back
-        if mesh is None or dist.group.WORLD is not mesh.everyone or not is_user_code(frame.f_code.co_filename):
+        if mesh is None or not is_user_code(frame.f_code.co_filename):
             return
         self._mesh = None
         if mesh.own_process == 0:
