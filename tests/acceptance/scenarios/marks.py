@@ -31,7 +31,7 @@ WAYS_OUT: Final[Mapping[str, str]] = {
     "refused_clouds": "depends on the number of samples",
     "refused_averages": "combines first.0.weight",
     "refused_kept_by_hook": "the step reads a tensor that a module computed but did not return (a hook",
-    "refused_changed_in_place": "gets a dictionary, list or object in which an earlier module call",
+    "refused_changed_in_place": "return what others read",
     "refused_remembers": "which the step or another network call has set",
     **dict.fromkeys(_FILLED, "copy it at the beginning of the forward"),
     "refused_squares": "self.trainer.strategy.grad_norm()",
