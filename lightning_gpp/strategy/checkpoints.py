@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -20,6 +21,7 @@ from lightning_gpp.checkpoints.layout import KEY, dumped, joined, split
 from lightning_gpp.checkpoints.saver import Saver
 from lightning_gpp.checkpoints.stored import Folder
 from lightning_gpp.errors import CheckpointError, ConfigError
+from lightning_gpp.failure.report import is_consequence
 from lightning_gpp.reports import plan_table
 from lightning_gpp.training.control import Control
 from lightning_gpp.training.data.loaders import mini_batches_of
@@ -33,6 +35,21 @@ SHARDED_ABOVE: Final = 4 * 2**30
 """Bytes of parameters and buffers of the largest model that is saved as one file, unless the user chooses. With Adam
 rank 0 needs three times as much host memory for that.
 """
+
+
+@contextmanager
+def saved_by_all(*, ended: bool) -> Iterator[None]:
+    """Inside, all ranks collect a checkpoint. After the run (`ended`) nobody watches them: one alone is told here."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not ended or not is_consequence(error):
+            raise
+        raise CheckpointError(
+            "The checkpoint cannot be collected, because other ranks have ended: all of them hold a part of it. Let "
+            "every rank call trainer.save_checkpoint, also after fit; leave out conditions such as "
+            "`trainer.is_global_zero`."
+        ) from error
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):

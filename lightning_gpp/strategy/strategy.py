@@ -27,6 +27,7 @@ from lightning_gpp.plan import Plan
 from lightning_gpp.replaced import replaced
 from lightning_gpp.runtime.mesh import Mesh
 from lightning_gpp.simulation import Period, Timeline
+from lightning_gpp.strategy.checkpoints import saved_by_all
 from lightning_gpp.strategy.checks import check_synchronised, once
 from lightning_gpp.strategy.data import Taken, distribute
 from lightning_gpp.strategy.optimization import SKIPPED
@@ -304,7 +305,8 @@ class GPPStrategy(RanksStrategy):
             return super().lightning_module_state_dict()
         self._begin("collecting the state for a checkpoint")
         self._running.hooks.begin_saving()
-        return engine.state_dict(sharded=self._checkpoints.sharded(engine))
+        with saved_by_all(ended=self._monitor is None):
+            return engine.state_dict(sharded=self._checkpoints.sharded(engine))
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The undivided optimizer's state in the user's indexing; complete on global rank 0. All ranks must call it."""

@@ -12,6 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import _functional_collectives as functional
 
+from lightning_gpp.errors import CheckpointError
+from lightning_gpp.strategy.checkpoints import saved_by_all
 from tests.failure.pipeline_rank import processes_running
 from tests.sampling import sample
 from tests.strategy import harness
@@ -146,3 +148,10 @@ def test_a_call_of_one_rank_alone_is_told_with_its_line(tmp_path: Path, what: st
         running.wait(100)
     assert running.codes == [1, 1], running.output()
     assert re.search(rf"waits in {what} at \S*test_collectives.py:\d+ for rank 1, which does not", running.output(0))
+
+
+@pytest.mark.parametrize(("ended", "kind"), [(True, CheckpointError), (False, dist.DistError)])
+def test_after_the_run_a_rank_that_saves_alone_is_told(ended: bool, kind: type[Exception]) -> None:
+    match = "Let every rank call trainer.save_checkpoint" if ended else "closed"
+    with pytest.raises(kind, match=match), saved_by_all(ended=ended):
+        raise dist.DistError("Connection closed by peer")
