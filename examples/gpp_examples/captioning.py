@@ -6,16 +6,12 @@ byte of each: micro-batches count by their bytes (`strategy.loss_reduction=label
 
 from __future__ import annotations
 
-from typing import Any
-
-import lightning as L
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils.data import DataLoader
-from torchmetrics.aggregation import MeanMetric
 from transformers import GPT2Config, VisionEncoderDecoderConfig, VisionEncoderDecoderModel, ViTConfig
 
+from gpp_examples.common import Loaders, Writer
 from gpp_examples.digits import digits
 from gpp_examples.two_tower import WORDS
 
@@ -33,12 +29,11 @@ def collate(samples: list[tuple[Tensor, str]]) -> dict[str, Tensor]:
     return {"pixel_values": torch.stack(images), "labels": pad_sequence(texts, batch_first=True, padding_value=-100)}
 
 
-class CaptionedDigits(L.LightningDataModule):
+class CaptionedDigits(Loaders):
     """Mini-batches of `pixel_values` `[batch, 1, 8, 8]`, `labels` `[batch, bytes]`; 1,197 / 200 / 400 images."""
 
     def __init__(self, batch_size: int = 32, seed: int = 0) -> None:
-        super().__init__()
-        self.batch_size = batch_size
+        super().__init__(batch_size, collate, drop_last=True)
         self.seed = seed
 
     def setup(self, stage: str) -> None:
@@ -46,17 +41,8 @@ class CaptionedDigits(L.LightningDataModule):
             [(image, caption(int(label))) for image, label in zip(*part, strict=True)] for part in digits(self.seed)
         )
 
-    def train_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(self.training, self.batch_size, shuffle=True, drop_last=True, collate_fn=collate)
 
-    def val_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(self.validation, self.batch_size, collate_fn=collate)
-
-    def test_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(self.test, self.batch_size, collate_fn=collate)
-
-
-class Captioner(L.LightningModule):
+class Captioner(Writer):
     """Writes captions of digits.
 
     Stated quality: at least 0.85 of the test set's captions without a mistake with `experiment=captioning`.
@@ -91,29 +77,3 @@ class Captioner(L.LightningModule):
             image, text, pad_token_id=PAD, decoder_start_token_id=PAD
         )
         self.model = VisionEncoderDecoderModel(config)
-        self.correct = MeanMetric()
-
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        loss: Tensor = self.model(**batch).loss
-        self.log("train/loss", loss, prog_bar=True)
-        return loss
-
-    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        self.correct(self.without_mistake(batch))
-        self.log("val/correct", self.correct, prog_bar=True)
-
-    def test_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        self.correct(self.without_mistake(batch))
-        self.log("test/correct", self.correct)
-
-    def without_mistake(self, batch: dict[str, Tensor]) -> Tensor:
-        """Whether greedy decoding writes each caption right `[batch]`: each byte is likeliest after those before."""
-        likeliest, labels = self.model(**batch).logits.argmax(-1), batch["labels"]
-        return ((likeliest == labels) | (labels == -100)).all(1).float()
-
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.AdamW(self.parameters(), lr=self.hparams.learning_rate, weight_decay=0.01)
-        scheduler = torch.optim.lr_scheduler.OneCycleLR(
-            optimizer, max_lr=self.hparams.learning_rate, total_steps=int(self.trainer.estimated_stepping_batches)
-        )
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}

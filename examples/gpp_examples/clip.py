@@ -12,10 +12,11 @@ import lightning as L
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
 from transformers import CLIPTextConfig, CLIPTextModelWithProjection, CLIPVisionConfig, CLIPVisionModelWithProjection
 
+from gpp_examples.common import Loaders, one_cycle
 from gpp_examples.digits import digits
 from gpp_examples.two_tower import TEMPLATES, caption
 
@@ -30,12 +31,11 @@ def tokens(label: int, template: int) -> list[int]:
     return [*text[:length], END, *text[length:]]
 
 
-class CaptionedDigits(L.LightningDataModule):
+class CaptionedDigits(Loaders):
     """Samples `(image [1, 8, 8] float, caption [21] int64, label [] int64)`; 1,197 / 200 / 400 images."""
 
     def __init__(self, batch_size: int = 64, seed: int = 0) -> None:
-        super().__init__()
-        self.batch_size = batch_size
+        super().__init__(batch_size, drop_last=True)
         self.seed = seed
 
     def setup(self, stage: str) -> None:
@@ -45,15 +45,6 @@ class CaptionedDigits(L.LightningDataModule):
         templates = torch.randint(len(TEMPLATES), labels.shape, generator=torch.Generator().manual_seed(self.seed))
         texts = [tokens(int(label), int(template)) for label, template in zip(labels, templates, strict=True)]
         return TensorDataset(images, torch.tensor(texts), labels)
-
-    def train_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(self.training, self.batch_size, shuffle=True, drop_last=True)
-
-    def val_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(self.validation, self.batch_size)
-
-    def test_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(self.test, self.batch_size)
 
 
 class Towers(nn.Module):
@@ -126,8 +117,4 @@ class CLIP(L.LightningModule):
         return image @ F.normalize(self.towers.text(input_ids=captions).text_embeds, dim=1).T
 
     def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.AdamW(self.parameters(), lr=self.hparams.learning_rate, weight_decay=0.01)
-        scheduler = torch.optim.lr_scheduler.OneCycleLR(
-            optimizer, max_lr=self.hparams.learning_rate, total_steps=int(self.trainer.estimated_stepping_batches)
-        )
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+        return one_cycle(self)

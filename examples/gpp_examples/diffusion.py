@@ -11,9 +11,10 @@ import lightning as L
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, default_collate
+from torch.utils.data import default_collate
 from torchmetrics.aggregation import MeanMetric
 
+from gpp_examples.common import Loaders, one_cycle
 from gpp_examples.digits import digits
 from gpp_examples.two_tower import TEMPLATES, TextTower, caption
 
@@ -26,26 +27,16 @@ def collate(samples: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
     return [2 * images - 1, labels, torch.tensor(captions), torch.randn_like(images), torch.rand(len(labels))]
 
 
-class NoisyDigits(L.LightningDataModule):
+class NoisyDigits(Loaders):
     """Mini-batches of images and labels, captions, noise and times; 1,197 / 200 / 400 images."""
 
     def __init__(self, batch_size: int = 64, seed: int = 0) -> None:
-        super().__init__()
-        self.batch_size = batch_size
+        super().__init__(batch_size, collate, drop_last=True)
         self.seed = seed
 
     def setup(self, stage: str) -> None:
         parts = [list(zip(*part, strict=True)) for part in digits(self.seed)]
         self.training, self.validation, self.test = parts
-
-    def train_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(self.training, self.batch_size, shuffle=True, drop_last=True, collate_fn=collate)
-
-    def val_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(self.validation, self.batch_size, collate_fn=collate)
-
-    def test_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(self.test, self.batch_size, collate_fn=collate)
 
 
 class Residual(nn.Module):
@@ -130,8 +121,4 @@ class Diffusion(L.LightningModule):
         return (found - noise).square().mean((1, 2, 3))
 
     def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.AdamW(self.parameters(), lr=self.hparams.learning_rate, weight_decay=0.01)
-        scheduler = torch.optim.lr_scheduler.OneCycleLR(
-            optimizer, max_lr=self.hparams.learning_rate, total_steps=int(self.trainer.estimated_stepping_batches)
-        )
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+        return one_cycle(self)

@@ -14,18 +14,19 @@ import torch
 from sklearn.datasets import load_breast_cancer
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import TensorDataset
 from torchmetrics.classification import BinaryAccuracy
+
+from gpp_examples.common import Loaders
 
 NUM_FEATURES = 10
 
 
-class BreastCancer(L.LightningDataModule):
+class BreastCancer(Loaders):
     """Samples `(mean [10], error [10], worst [10], benign [])`, all float, standardised; 369 / 80 / 120 samples."""
 
     def __init__(self, batch_size: int = 32, seed: int = 0) -> None:
-        super().__init__()
-        self.batch_size = batch_size
+        super().__init__(batch_size)
         self.seed = seed
 
     def setup(self, stage: str) -> None:
@@ -36,15 +37,6 @@ class BreastCancer(L.LightningDataModule):
         self.training, self.validation, self.test = (
             dataset(features[rows], labels[rows]) for rows in (training, validation, test)
         )
-
-    def train_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(self.training, self.batch_size, shuffle=True)
-
-    def val_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(self.validation, self.batch_size)
-
-    def test_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(self.test, self.batch_size)
 
 
 def dataset(features: np.ndarray, labels: np.ndarray) -> TensorDataset:

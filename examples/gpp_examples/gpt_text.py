@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
+from gpp_examples.common import one_cycle
 from gpp_examples.transformer import Block
 from lightning_gpp.sequence import positions
 
@@ -102,8 +103,4 @@ class GPT(L.LightningModule):
         return F.cross_entropy(logits.flatten(0, 1), text[:, 1:].flatten())
 
     def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.AdamW(self.parameters(), lr=self.hparams.learning_rate, weight_decay=0.01)
-        scheduler = torch.optim.lr_scheduler.OneCycleLR(
-            optimizer, max_lr=self.hparams.learning_rate, total_steps=int(self.trainer.estimated_stepping_batches)
-        )
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+        return one_cycle(self)

@@ -9,11 +9,11 @@ from __future__ import annotations
 from typing import Any
 
 import lightning as L
-import torch
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import MixtralConfig, MixtralForCausalLM
 
+from gpp_examples.common import one_cycle
 from gpp_examples.gpt_text import NUM_BYTES
 
 
@@ -67,8 +67,4 @@ class Mixture(L.LightningModule):
         return F.cross_entropy(logits.flatten(0, 1), text[:, 1:].flatten())
 
     def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.AdamW(self.parameters(), lr=self.hparams.learning_rate, weight_decay=0.01)
-        scheduler = torch.optim.lr_scheduler.OneCycleLR(
-            optimizer, max_lr=self.hparams.learning_rate, total_steps=int(self.trainer.estimated_stepping_batches)
-        )
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+        return one_cycle(self)

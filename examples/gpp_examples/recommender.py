@@ -11,16 +11,17 @@ import lightning as L
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import TensorDataset
 from torchmetrics.classification import BinaryAUROC
 
+from gpp_examples.common import Loaders, one_cycle
 
-class Clicks(L.LightningDataModule):
+
+class Clicks(Loaders):
     """Samples `(numbers [8] float, categories [num_features] int64, clicked [] float)`; 16,384 / 2,048 / 4,096."""
 
     def __init__(self, batch_size: int = 256, num_features: int = 8, num_categories: int = 16, seed: int = 0) -> None:
-        super().__init__()
-        self.batch_size = batch_size
+        super().__init__(batch_size)
         self.num_features = num_features
         self.num_categories = num_categories
         self.seed = seed
@@ -41,15 +42,6 @@ class Clicks(L.LightningDataModule):
                 *(values.split([16384, 2048, 4096]) for values in (numbers, categories, clicked.float())), strict=True
             )
         )
-
-    def train_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(self.training, self.batch_size, shuffle=True)
-
-    def val_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(self.validation, self.batch_size)
-
-    def test_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(self.test, self.batch_size)
 
 
 def perceptron(*sizes: int) -> nn.Sequential:
@@ -115,8 +107,4 @@ class Recommender(L.LightningModule):
         self.log("test/area", self.area)
 
     def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.AdamW(self.parameters(), lr=self.hparams.learning_rate, weight_decay=0.01)
-        scheduler = torch.optim.lr_scheduler.OneCycleLR(
-            optimizer, max_lr=self.hparams.learning_rate, total_steps=int(self.trainer.estimated_stepping_batches)
-        )
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+        return one_cycle(self)

@@ -6,15 +6,12 @@ the labels by -100, so the loss is a mean over digits: micro-batches count by th
 
 from __future__ import annotations
 
-from typing import Any
-
-import lightning as L
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils.data import DataLoader
-from torchmetrics.aggregation import MeanMetric
 from transformers import T5Config, T5ForConditionalGeneration
+
+from gpp_examples.common import Loaders, Writer
 
 UNITS = [
     # fmt: off
@@ -72,15 +69,14 @@ def collate(samples: list[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
     return {"input_ids": tokens, "attention_mask": (tokens != PAD).long(), "labels": labels}
 
 
-class Numbers(L.LightningDataModule):
+class Numbers(Loaders):
     """Mini-batches of `input_ids` and `attention_mask` `[batch, words]`, `labels` `[batch, digits]`, all int64.
 
     The numbers are below a million and occur once: `num_samples` for training, 200 for validation, 1,000 to test.
     """
 
     def __init__(self, batch_size: int = 64, num_samples: int = 8000, seed: int = 0) -> None:
-        super().__init__()
-        self.batch_size = batch_size
+        super().__init__(batch_size, collate, drop_last=True)
         self.num_samples = num_samples
         self.seed = seed
 
@@ -89,17 +85,8 @@ class Numbers(L.LightningDataModule):
         samples = [sample(number) for number in order[: self.num_samples + 1200]]
         self.test, self.validation, self.training = samples[:1000], samples[1000:1200], samples[1200:]
 
-    def train_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(self.training, self.batch_size, shuffle=True, drop_last=True, collate_fn=collate)
 
-    def val_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(self.validation, self.batch_size, collate_fn=collate)
-
-    def test_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(self.test, self.batch_size, collate_fn=collate)
-
-
-class Translator(L.LightningModule):
+class Translator(Writer):
     """Writes numbers in digits.
 
     Stated quality: at least 0.95 of the test set's numbers without a mistake with `experiment=translation`.
@@ -122,29 +109,3 @@ class Translator(L.LightningModule):
             use_cache=False,
         )
         self.model = T5ForConditionalGeneration(config)
-        self.correct = MeanMetric()
-
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        loss: Tensor = self.model(**batch).loss
-        self.log("train/loss", loss, prog_bar=True)
-        return loss
-
-    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        self.correct(self.without_mistake(batch))
-        self.log("val/correct", self.correct, prog_bar=True)
-
-    def test_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        self.correct(self.without_mistake(batch))
-        self.log("test/correct", self.correct)
-
-    def without_mistake(self, batch: dict[str, Tensor]) -> Tensor:
-        """Whether greedy decoding writes each number right `[batch]`: each token is likeliest after those before."""
-        likeliest, labels = self.model(**batch).logits.argmax(-1), batch["labels"]
-        return ((likeliest == labels) | (labels == -100)).all(1).float()
-
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.AdamW(self.parameters(), lr=self.hparams.learning_rate, weight_decay=0.01)
-        scheduler = torch.optim.lr_scheduler.OneCycleLR(
-            optimizer, max_lr=self.hparams.learning_rate, total_steps=int(self.trainer.estimated_stepping_batches)
-        )
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}

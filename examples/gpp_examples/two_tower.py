@@ -14,9 +14,10 @@ import torch
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import TensorDataset
 from torchmetrics.classification import BinaryAccuracy
 
+from gpp_examples.common import Loaders, one_cycle
 from gpp_examples.transformer import Block
 
 WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
@@ -44,12 +45,11 @@ def pairs(images: np.ndarray, labels: np.ndarray, num_captions: int, seed: int) 
     return TensorDataset(torch.tensor(pixels, dtype=torch.float32), torch.tensor(texts), torch.tensor(matches).float())
 
 
-class CaptionedDigits(L.LightningDataModule):
+class CaptionedDigits(Loaders):
     """Samples `(image [1, 8, 8] float, caption [20] int64, match [] float)`; 1,197 / 200 / 400 images."""
 
     def __init__(self, batch_size: int = 64, num_captions: int = 4, seed: int = 0) -> None:
-        super().__init__()
-        self.batch_size = batch_size
+        super().__init__(batch_size)
         self.num_captions = num_captions
         self.seed = seed
 
@@ -61,15 +61,6 @@ class CaptionedDigits(L.LightningDataModule):
         self.training = pairs(images[training], labels[training], self.num_captions, self.seed + 1)
         self.validation = pairs(images[validation], labels[validation], 2, self.seed + 2)
         self.test = pairs(images[test], labels[test], 2, self.seed + 3)
-
-    def train_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(self.training, self.batch_size, shuffle=True)
-
-    def val_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(self.validation, self.batch_size)
-
-    def test_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(self.test, self.batch_size)
 
 
 class ImageTower(nn.Module):
@@ -180,10 +171,4 @@ class TwoTower(L.LightningModule):
         return F.binary_cross_entropy_with_logits(logits, matches.to(logits.dtype)), logits
 
     def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.AdamW(
-            self.parameters(), lr=self.hparams.learning_rate, weight_decay=self.hparams.weight_decay
-        )
-        scheduler = torch.optim.lr_scheduler.OneCycleLR(
-            optimizer, max_lr=self.hparams.learning_rate, total_steps=int(self.trainer.estimated_stepping_batches)
-        )
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+        return one_cycle(self, self.hparams.weight_decay)

@@ -85,9 +85,13 @@ class Values:
 
         Sizes that grow with the micro-batch, such as numbers of tokens, add up.
         """
-        values = torch.stack([value.detach().to(torch.float64).reshape(()) for value in self.values])
         weights = self.shares if self.is_of_mini_batch or self.sizes == self.samples else self.sizes
-        weighed = torch.tensor(weights, dtype=torch.float64).to(values.device, non_blocking=True)
+        entries = [*zip(self.values, weights, strict=True)]
+        if reduction not in ("sum", "min", "max"):  # a mean over nothing is NaN, and has no weight
+            entries = [entry for entry in entries if entry[1]] or entries
+        values = torch.stack([value.detach().to(torch.float64).reshape(()) for value, _ in entries])
+        weighed = torch.tensor([weight for _, weight in entries], dtype=torch.float64)
+        weighed = weighed.to(values.device, non_blocking=True)
         return _combine(values, weighed, reduction), self.sizes[0] if self.is_of_mini_batch else sum(self.sizes)
 
     @property
@@ -109,8 +113,7 @@ def _combine(values: Tensor, weights: Tensor, reduction: str) -> Tensor:
         return values.sum()
     if reduction in ("min", "max"):
         return values.min() if reduction == "min" else values.max()
-    counting = values.where(weights > 0, 0)  # a mean over nothing is NaN
-    return (counting * weights).sum() / weights.sum().clamp(min=1)
+    return (values * weights).sum() / weights.sum().clamp(min=1)
 
 
 @dataclass(slots=True)
