@@ -20,8 +20,8 @@ from torch.distributed.fsdp import FSDPModule
 from benchmarks.gpu.towers import autocast, gradients_of, layout, model_of, ordinary, pipeline
 from benchmarks.gpu.trained import trained
 from lightning_gpp import Engine, Options, initialize
-from lightning_gpp.training.updates.loss_scale import LossScale
-from lightning_gpp.training.whole.mirror import Mirror
+from lightning_gpp.training.control import Mirror
+from lightning_gpp.training.updates.gradients import LossScale
 
 SAMPLES, TOKENS, WIDTH = 8, 16, 32
 

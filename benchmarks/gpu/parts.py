@@ -34,9 +34,7 @@ from benchmarks.gpu.towers import (
 from lightning_gpp import Options
 from lightning_gpp.capture import capture_step
 from lightning_gpp.costs.model import CostModel
-from lightning_gpp.training.measured.job_machine import measured_costs
-from lightning_gpp.training.measured.machine import resolved
-from lightning_gpp.training.measured.predicted import simulated
+from lightning_gpp.training.measured.machine import measured_costs, resolved, simulated
 
 STEPS = 5
 

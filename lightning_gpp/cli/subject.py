@@ -33,13 +33,13 @@ from lightning_gpp.strategy.checks import runs_whole
 from lightning_gpp.strategy.data import peek, transferred
 from lightning_gpp.strategy.optimization import stand_ins
 from lightning_gpp.strategy.steps import CONTEXTS
-from lightning_gpp.training.data.batches import outline
+from lightning_gpp.training.data.incoming import outline
 from lightning_gpp.training.divided.parallel_regions import captured_apart
 from lightning_gpp.training.divided.tensor_parallel import TensorParallel, check_divided, dividing
-from lightning_gpp.training.measured.job_machine import measured_costs
-from lightning_gpp.training.measured.machine import footprint_of, present
+from lightning_gpp.training.host import TRAINING
+from lightning_gpp.training.measured.machine import footprint_of, measured_costs, present
 from lightning_gpp.training.options import Context, Options
-from lightning_gpp.training.planner import TRAINING, Subject, captured_step
+from lightning_gpp.training.planner import Subject, captured_step
 from lightning_gpp.training.updates.optimizers import OptimizerIndex
 from lightning_gpp.training.whole.whole_step import capture_found, check_whole, left_open, why_whole
 

@@ -20,17 +20,10 @@ from lightning_gpp.planning import Prediction, count_pipelines, devices_per_pipe
 from lightning_gpp.planning.problem.prediction import memory_limits
 from lightning_gpp.reports import search_progress
 from lightning_gpp.strategy import GPPStrategy
-from lightning_gpp.training.measured.machine import Machine, of_groups, resolved
-from lightning_gpp.training.measured.predicted import simulated, without_flush
+from lightning_gpp.training.host import TRAINING
+from lightning_gpp.training.measured.machine import Machine, of_groups, resolved, simulated, without_flush
 from lightning_gpp.training.options import Options
-from lightning_gpp.training.planner import (
-    TRAINING,
-    check_devices,
-    devices_wanted,
-    evaluated,
-    part_of_member,
-    planned,
-)
+from lightning_gpp.training.planner import check_devices, devices_wanted, evaluated, part_of_member, planned
 from lightning_gpp.training.whole.whole_step import noted_whole, ordered_for
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any, Final
 
-from lightning_gpp.training.control import Control
-from lightning_gpp.training.data.data_parallel import data_parallel_world, read_in_world
-from lightning_gpp.training.whole.mirror import Mirror
+from lightning_gpp.training.control import Control, Mirror
+from lightning_gpp.training.data.loaders import data_parallel_world, read_in_world
 
 _END: Final = object()
 """Comes after the last mini-batch."""

@@ -14,16 +14,15 @@ from torch.optim import Optimizer
 from lightning_gpp.capture.calls import StepCalls
 from lightning_gpp.checkpoints.layout import KEY
 from lightning_gpp.errors import ConfigError
-from lightning_gpp.training.captures import compiled_steps
 from lightning_gpp.training.control import Control
-from lightning_gpp.training.data.batches import outline
-from lightning_gpp.training.data.incoming import Incoming
+from lightning_gpp.training.data.incoming import Incoming, outline
 from lightning_gpp.training.engine import Engine
 from lightning_gpp.training.host import Host, Job
 from lightning_gpp.training.measured.machine import footprint_of
 from lightning_gpp.training.options import Options
+from lightning_gpp.training.sessions import compiled_steps
 from lightning_gpp.training.setup import agreed_seed, set_up
-from lightning_gpp.training.updates.loss_scale import LossScale, check_scaled
+from lightning_gpp.training.updates.gradients import LossScale, check_scaled
 
 _TYPES = {"bf16": torch.bfloat16, "16": torch.float16}
 

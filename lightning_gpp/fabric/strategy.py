@@ -30,11 +30,10 @@ from lightning_gpp.option import documents, takes_fields_of
 from lightning_gpp.plan import Plan
 from lightning_gpp.strategy.checkpoints import AtomicCheckpointIO
 from lightning_gpp.strategy.processes import JobProcesses
-from lightning_gpp.training.control import Control
-from lightning_gpp.training.data.data_parallel import divide_samples
+from lightning_gpp.training.control import Control, Mirror
+from lightning_gpp.training.data.loaders import divide_samples
 from lightning_gpp.training.engine import Engine
 from lightning_gpp.training.options import Options
-from lightning_gpp.training.whole.mirror import Mirror
 from lightning_gpp.training.whole.whole_step import check_whole
 
 

@@ -34,7 +34,7 @@ _COMMUNICATION: Final = (
             "runtime",
             "training/control.py",
             "training/updates/gradients.py",
-            "training/updates/gradient_norms.py",
+            "training/tensors/foreign.py",
         )
     ),
 )

@@ -22,7 +22,7 @@ from lightning_gpp._compat.torch import pytree
 from lightning_gpp.replaced import Replaced
 from lightning_gpp.strategy.data import Placeholder
 from lightning_gpp.training.control import Control
-from lightning_gpp.training.planner import TRAINING
+from lightning_gpp.training.host import TRAINING
 from lightning_gpp.user_code import user_function
 
 BATCH: Final = "batch"

@@ -27,7 +27,7 @@ from lightning_gpp.training.control import Control
 from lightning_gpp.training.data.loaders import mini_batches_of
 from lightning_gpp.training.engine import Engine
 from lightning_gpp.training.options import Options
-from lightning_gpp.training.tensors.checkpoint import fill
+from lightning_gpp.training.states import fill
 from lightning_gpp.training.tensors.foreign import pickled_as
 from lightning_gpp.training.tensors.parameters import tensors_of
 

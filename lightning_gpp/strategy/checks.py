@@ -15,9 +15,9 @@ from torch.nn.parameter import is_lazy
 from lightning_gpp._compat.torch import BatchNorm
 from lightning_gpp.errors import ConfigError
 from lightning_gpp.plan import Plan
-from lightning_gpp.training.captures import STEPS, compiled_steps
-from lightning_gpp.training.checks.agreement import text_of
 from lightning_gpp.training.options import Options
+from lightning_gpp.training.sessions import STEPS, compiled_steps
+from lightning_gpp.training.tensors.joining import text_of
 from lightning_gpp.wording import some
 
 _SETTINGS = (

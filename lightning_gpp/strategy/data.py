@@ -18,8 +18,7 @@ from lightning_gpp.capture.kept import Kept, unchanged, unmoved
 from lightning_gpp.errors import ConfigError
 from lightning_gpp.reports.units import size
 from lightning_gpp.training.control import Control
-from lightning_gpp.training.data.data_parallel import data_parallel_world, divide_samples, read_in_world
-from lightning_gpp.training.data.loaders import SharedLoader
+from lightning_gpp.training.data.loaders import SharedLoader, data_parallel_world, divide_samples, read_in_world
 from lightning_gpp.user_code import UNKNOWN, line_of
 from lightning_gpp.wording import described
 

@@ -17,10 +17,9 @@ from lightning_gpp.strategy.batch_readers import GRADIENTS, owners_of, user_hook
 from lightning_gpp.strategy.logs import LogRecorder
 from lightning_gpp.strategy.optimization import accumulates
 from lightning_gpp.strategy.steps import Steps
-from lightning_gpp.training.control import Control
+from lightning_gpp.training.control import Control, Mirror
 from lightning_gpp.training.engine import Engine
-from lightning_gpp.training.updates.gradient_norms import known
-from lightning_gpp.training.whole.mirror import Mirror
+from lightning_gpp.training.tensors.foreign import known
 
 LOOPS: Final = ("train", "validation", "test", "predict")
 _OUTSIDE: Final = (

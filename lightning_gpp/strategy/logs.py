@@ -26,7 +26,7 @@ from torchmetrics import Metric
 from lightning_gpp._compat.lightning import FORWARD_CACHE
 from lightning_gpp.errors import ConfigError
 from lightning_gpp.replaced import Replaced
-from lightning_gpp.training.checks.logged import REDUCTIONS
+from lightning_gpp.training.checks.results import REDUCTIONS
 from lightning_gpp.training.control import Control
 from lightning_gpp.training.options import Context
 

@@ -30,7 +30,7 @@ from lightning_gpp.failure.monitor import FailureMonitor
 from lightning_gpp.runtime.queues import open_queues
 from lightning_gpp.strategy.meeting import meeting_point
 from lightning_gpp.training.control import Control
-from lightning_gpp.training.data.data_parallel import WorldSizeReads
+from lightning_gpp.training.data.loaders import WorldSizeReads
 from lightning_gpp.training.engine import Engine
 from lightning_gpp.training.options import Options
 from lightning_gpp.training.tensors.joining import join, pipelines_of

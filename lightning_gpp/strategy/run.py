@@ -36,7 +36,6 @@ from lightning_gpp.strategy.metrics import MetricStates
 from lightning_gpp.strategy.optimization import SharedResult
 from lightning_gpp.strategy.processes import given_seed
 from lightning_gpp.strategy.steps import LightningHost, Steps, step_of
-from lightning_gpp.training.checks.agreement import check_alike, facts_of_schedules
 from lightning_gpp.training.control import Control
 from lightning_gpp.training.data.incoming import Incoming
 from lightning_gpp.training.data.loaders import mini_batches_of, warn_of_others
@@ -48,8 +47,9 @@ from lightning_gpp.training.measured.trace import TraceFile
 from lightning_gpp.training.option_values import SYNCHRONOUS
 from lightning_gpp.training.options import Options
 from lightning_gpp.training.setup import agreed_seed, set_up
+from lightning_gpp.training.tensors.joining import check_alike, facts_of_schedules
 from lightning_gpp.training.tensors.parameters import move
-from lightning_gpp.training.updates.loss_scale import check_scaled
+from lightning_gpp.training.updates.gradients import check_scaled
 from lightning_gpp.training.whole.whole_step import check_whole
 
 

@@ -28,12 +28,11 @@ from lightning_gpp.strategy.optimization import StepGradients, stand_ins
 from lightning_gpp.training.control import Control
 from lightning_gpp.training.data.incoming import Incoming
 from lightning_gpp.training.engine import Engine
-from lightning_gpp.training.host import Host
+from lightning_gpp.training.host import TRAINING, Host
 from lightning_gpp.training.measured.trace import TraceFile
 from lightning_gpp.training.mirrored_state import MirroredState
 from lightning_gpp.training.options import Context
-from lightning_gpp.training.planner import TRAINING
-from lightning_gpp.training.updates.loss_scale import LossScale
+from lightning_gpp.training.updates.gradients import LossScale
 from lightning_gpp.wording import some
 
 CONTEXTS: Final = {

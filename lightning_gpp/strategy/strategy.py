@@ -38,10 +38,10 @@ from lightning_gpp.strategy.steps import Steps
 from lightning_gpp.training.divided.parallel_regions import agreed_division
 from lightning_gpp.training.divided.tensor_parallel import TensorParallel, check_first_run, dividing
 from lightning_gpp.training.engine import Engine
-from lightning_gpp.training.measured.predicted import simulated
+from lightning_gpp.training.measured.machine import simulated
 from lightning_gpp.training.measured.trace import period_of, write_report
 from lightning_gpp.training.options import Options
-from lightning_gpp.training.tensors.checkpoint import load_state
+from lightning_gpp.training.states import load_state
 from lightning_gpp.training.tensors.joining import disconnect
 from lightning_gpp.training.tensors.parameters import move
 

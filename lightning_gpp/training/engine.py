@@ -18,19 +18,18 @@ from lightning_gpp.failure.hangs import Wait
 from lightning_gpp.graph import OperatorGraph
 from lightning_gpp.plan import Plan
 from lightning_gpp.training.asynchronous import Asynchronous
-from lightning_gpp.training.data.segments import Feed
+from lightning_gpp.training.data.incoming import Feed
 from lightning_gpp.training.evaluation import EvaluationSteps
+from lightning_gpp.training.host import TRAINING
 from lightning_gpp.training.measured.machine import Machine
-from lightning_gpp.training.planner import TRAINING
 from lightning_gpp.training.runner import Outputs, Runner, loss_and_rest, losses_of
 from lightning_gpp.training.session import Session
 from lightning_gpp.training.sessions import Sessions
-from lightning_gpp.training.states import DividedStates
-from lightning_gpp.training.tensors.checkpoint import make_whole
+from lightning_gpp.training.states import DividedStates, make_whole
+from lightning_gpp.training.tensors.foreign import KnownNorms
 from lightning_gpp.training.tensors.gathered import Door, install, remove
 from lightning_gpp.training.tensors.parameters import move
 from lightning_gpp.training.tensors.replicas import Replicas
-from lightning_gpp.training.updates.gradient_norms import KnownNorms
 from lightning_gpp.training.updates.gradients import FiniteCheck, StageGradients
 from lightning_gpp.training.updates.optimizers import OptimizerIndex, all_divided, all_undivided
 from lightning_gpp.training.whole.whole_step import WholeStep

@@ -13,12 +13,14 @@ from torch import nn
 
 from lightning_gpp.checkpoints.stored import StoredValues
 from lightning_gpp.plan import Plan
-from lightning_gpp.training.control import Control
+from lightning_gpp.training.control import Control, Mirror
 from lightning_gpp.training.divided.tensor_parallel import TensorParallel
 from lightning_gpp.training.options import Context, Options
-from lightning_gpp.training.whole.mirror import Mirror
 
 log = logging.getLogger(__name__)
+
+TRAINING = "training_step"
+"""The name of the training step."""
 
 
 class Host:

@@ -20,14 +20,13 @@ from lightning_gpp.errors import ConfigError
 from lightning_gpp.failure.hangs import Activity
 from lightning_gpp.failure.limits import Limits
 from lightning_gpp.failure.monitor import FailureMonitor
-from lightning_gpp.training.captures import compiled_steps
 from lightning_gpp.training.control import Control
 from lightning_gpp.training.data.incoming import Incoming
 from lightning_gpp.training.engine import Engine
-from lightning_gpp.training.host import Host, Job
+from lightning_gpp.training.host import TRAINING, Host, Job
 from lightning_gpp.training.measured.machine import footprint_of
 from lightning_gpp.training.options import Context, Options
-from lightning_gpp.training.planner import TRAINING
+from lightning_gpp.training.sessions import compiled_steps
 from lightning_gpp.training.setup import agreed_seed, set_up
 from lightning_gpp.training.tensors.joining import join
 from lightning_gpp.training.whole.whole_step import check_whole

@@ -24,10 +24,10 @@ from lightning_gpp.planning.assignment.manual import StagesSpec
 from lightning_gpp.planning.assignment.slices import Slicing
 from lightning_gpp.planning.request import Count, SearchOptions
 from lightning_gpp.schedules.registry import schedule_names
-from lightning_gpp.training.option_checks import check_together
 from lightning_gpp.training.option_values import (
     AUTO,
     ClusterSpec,
+    check_together,
     cluster_given,
     degrees_of,
     dims_given,

@@ -30,11 +30,10 @@ from lightning_gpp.stages.slices import with_whole_inputs
 from lightning_gpp.stages.undivided import Captured, Undivided
 from lightning_gpp.training.data.loaders import mini_batches_of
 from lightning_gpp.training.evaluation_plan import NOWHERE, Held, with_others
+from lightning_gpp.training.host import TRAINING
 from lightning_gpp.training.measured.machine import Machine, first, resolved
 from lightning_gpp.training.option_values import AUTO, weight_copies_of
 from lightning_gpp.training.options import DEFAULT, Context, Options, StageSpec, schedules_of
-
-TRAINING = "training_step"
 
 
 def captured_step(

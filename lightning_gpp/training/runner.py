@@ -22,9 +22,9 @@ from lightning_gpp.runtime.stage import MicroBatch
 from lightning_gpp.stages.counts import counted
 from lightning_gpp.stages.step import Invocation
 from lightning_gpp.training.asynchronous import Asynchronous
-from lightning_gpp.training.data.batches import SessionCache
-from lightning_gpp.training.data.segments import later
-from lightning_gpp.training.planner import TRAINING
+from lightning_gpp.training.data.frozen import SessionCache
+from lightning_gpp.training.data.incoming import later
+from lightning_gpp.training.host import TRAINING
 from lightning_gpp.training.session import Session
 from lightning_gpp.training.sessions import Sessions
 from lightning_gpp.training.tensors.foreign import alone

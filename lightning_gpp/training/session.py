@@ -29,10 +29,9 @@ from lightning_gpp.stages import Pipeline, build
 from lightning_gpp.stages.step import Invocation, StepRunner
 from lightning_gpp.stages.undivided import Captured
 from lightning_gpp.training.asynchronous import Asynchronous
-from lightning_gpp.training.data.segments import flushed_if_need_be
-from lightning_gpp.training.host import Job
+from lightning_gpp.training.data.incoming import flushed_if_need_be
+from lightning_gpp.training.host import TRAINING, Job
 from lightning_gpp.training.options import Context
-from lightning_gpp.training.planner import TRAINING
 from lightning_gpp.training.tensors.parameters import Placement
 from lightning_gpp.training.tensors.replicas import Layout, Replicas
 

@@ -1,16 +1,22 @@
-"""Makes the sessions of a run: one for each of the user's steps and each form of its mini-batches."""
+"""Captures the user's steps, unless they run as they are, and makes the sessions of a run: one for each step and each
+form of its mini-batches.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 from torch import nn
+from torch.optim import Optimizer
 
+from lightning_gpp._compat.torch import uncompiled
 from lightning_gpp.capture import Capture
 from lightning_gpp.capture.attributes import Attribute, dotted
 from lightning_gpp.capture.batch import samples_in
+from lightning_gpp.capture.calls import StepCalls
 from lightning_gpp.errors import CaptureError, NoNetworkError, ScheduleError, ShapeError
 from lightning_gpp.plan import Plan
 from lightning_gpp.runtime.transport import Transport
@@ -18,8 +24,8 @@ from lightning_gpp.schedules.continuous import check_continuous
 from lightning_gpp.stages.undivided import Captured, Undivided, undivided
 from lightning_gpp.stages.user_step import UserStep
 from lightning_gpp.training.asynchronous import Asynchronous
-from lightning_gpp.training.data.batches import outline
-from lightning_gpp.training.data.incoming import FrozenAttributes, Incoming, adopt
+from lightning_gpp.training.data.frozen import FrozenAttributes, adopt
+from lightning_gpp.training.data.incoming import Incoming, outline
 from lightning_gpp.training.data.lengths import KnownLengths
 from lightning_gpp.training.divided.parallel_regions import agreed_regions, captured_apart
 from lightning_gpp.training.evaluation_plan import (
@@ -28,12 +34,14 @@ from lightning_gpp.training.evaluation_plan import (
     evaluation_plan,
     with_reductions_in_step,
 )
-from lightning_gpp.training.host import Job
-from lightning_gpp.training.planner import TRAINING, captured_step, refitted
+from lightning_gpp.training.host import TRAINING, Job
+from lightning_gpp.training.option_values import SYNCHRONOUS
+from lightning_gpp.training.planner import captured_step, refitted
 from lightning_gpp.training.session import Session
 from lightning_gpp.training.tensors.replicas import Layout, Replicas
 from lightning_gpp.training.tensors.shards import without_shards
-from lightning_gpp.training.whole.whole_step import made_for_whole, may_evaluate_whole
+from lightning_gpp.training.updates.optimizers import is_first_order
+from lightning_gpp.training.whole.whole_step import can_run_whole, capture_whole, made_for_whole, may_evaluate_whole
 
 
 class Sessions:
@@ -221,3 +229,80 @@ def _needs_no_stages(job: Job, step: str, error: Exception) -> bool:
     if job.control.num_devices > 1:
         return step != TRAINING and isinstance(error, NoNetworkError)
     return options.stages is None and options.plan is None and options.delayed_devices is None
+
+
+VALIDATION: Final = "validation_step"
+STEPS: Final = TRAINING, VALIDATION, "test_step", "predict_step"
+
+
+class UncapturedError(Exception):
+    """Carries the error of a capture, which all ranks raise alike."""
+
+    def __init__(self, error: CaptureError | ShapeError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+def captured_in(job: Job, step: str, example: Any, calls: StepCalls | None) -> tuple[Captured, StepCalls | None]:
+    """The captured step, and what was found in one that runs as a whole; None where its calls are not pipelined.
+
+    Raises:
+        UncapturedError: the step cannot be captured, and some of it has to run on another device.
+    """
+    try:
+        if _as_it_is(job, step):
+            return _uncut(job, step, example), None
+        if job.whole:
+            return _captured_whole(job, step, example, calls)
+        return capture_of(job, step, example, job.known), None
+    except (CaptureError, ShapeError) as error:
+        raise UncapturedError(error) from error
+
+
+def as_captured(job: Job, step: str, captured: Captured, optimizers: Sequence[Optimizer]) -> Job:
+    """The job, on one process for a training step that runs as it is, if it is not cut, or its optimizers repeat it."""
+    uncut = isinstance(captured, Undivided) or not all(map(is_first_order, optimizers))
+    alone = uncut and step == TRAINING and job.control.num_processes == 1
+    return replace(job, whole=True) if alone and can_run_whole(job) else job
+
+
+def steps_as_whole(job: Job, step: str) -> frozenset[str]:
+    """The names of the steps that run as a whole; the engine is set up for `step`."""
+    alone = {each for each in STEPS if _as_it_is(job, each)}
+    return frozenset(alone | ({step} if job.whole else set()) | ({VALIDATION} if job.evaluates_whole else set()))
+
+
+def _as_it_is(job: Job, step: str) -> bool:
+    """True if a step need not be captured: on one process it runs as the user wrote it."""
+    return step != TRAINING and _evaluates_as_it_is(job)
+
+
+def _evaluates_as_it_is(job: Job) -> bool:
+    """True if one process needs no stages for evaluation, and no option asks for them."""
+    options = job.options
+    cuts = options.num_micro_batches, options.micro_batch_size, options.stages, options.plan, options.delayed_devices
+    left_open = options.step == "auto" and options.weights == SYNCHRONOUS and all(each is None for each in cuts)
+    return job.control.num_processes == 1 and left_open
+
+
+def _uncut(job: Job, step: str, example: Any) -> Undivided:
+    return undivided(job.module, step, samples_in(example), "One process needs no stages.", alone=True)
+
+
+def _captured_whole(job: Job, step: str, example: Any, calls: StepCalls | None) -> tuple[Captured, StepCalls | None]:
+    try:
+        return capture_whole(job, example, calls, step)
+    except (CaptureError, ShapeError) as error:
+        return uncaptured(job, step, example, error), None
+
+
+def compiled_steps(module: nn.Module, steps: Sequence[str]) -> Iterator[str]:
+    """Refusals of steps that are compiled together with the network that is to be cut."""
+    for step in steps:
+        function = getattr(module, step, None)
+        if uncompiled(function) is not function:
+            yield (
+                f"{type(module).__name__}.{step} is compiled (torch.compile) with the network inside, which is to be "
+                "cut into stages. Compile modules that it calls and that stages call undivided, for example "
+                "self.encoder.compile()."
+            )

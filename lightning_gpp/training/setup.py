@@ -41,21 +41,18 @@ from lightning_gpp.schedules.delayed import plan_on_one_device
 from lightning_gpp.stages import build
 from lightning_gpp.stages.undivided import Captured, Undivided
 from lightning_gpp.training.asynchronous import Asynchronous
-from lightning_gpp.training.captures import UncapturedError, as_captured, captured_in, steps_as_whole
-from lightning_gpp.training.checks.agreement import check_alike, facts_of_optimizers
+from lightning_gpp.training.checks.copies import comparison
 from lightning_gpp.training.checks.self_check import check_first
-from lightning_gpp.training.checks.whole_check import comparison
 from lightning_gpp.training.control import Control
-from lightning_gpp.training.data.batches import outline
-from lightning_gpp.training.data.incoming import Incoming
-from lightning_gpp.training.data.segments import Feed
+from lightning_gpp.training.data.incoming import Feed, Incoming, outline
 from lightning_gpp.training.engine import Engine
-from lightning_gpp.training.host import Job
-from lightning_gpp.training.measured.job_machine import JobMachine
+from lightning_gpp.training.host import TRAINING, Job
+from lightning_gpp.training.measured.machine import JobMachine
 from lightning_gpp.training.option_values import SYNCHRONOUS
 from lightning_gpp.training.options import Options
-from lightning_gpp.training.planner import TRAINING, part_of_member, plan_for
-from lightning_gpp.training.sessions import Sessions
+from lightning_gpp.training.planner import part_of_member, plan_for
+from lightning_gpp.training.sessions import Sessions, UncapturedError, as_captured, captured_in, steps_as_whole
+from lightning_gpp.training.tensors.joining import check_alike, facts_of_optimizers
 from lightning_gpp.training.tensors.parameters import equalise, move, place, settle
 from lightning_gpp.training.tensors.replicas import Layout, Replicas
 from lightning_gpp.training.updates.gradients import FiniteCheck, StageGradients

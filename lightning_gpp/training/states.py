@@ -1,35 +1,41 @@
-"""The states of a divided module and its optimizers: what a checkpoint saves, and what it gives back to every rank."""
+"""The states of a divided module and its optimizers: what a checkpoint saves, under original names, merged on global
+rank 0, or of every rank what it alone holds; and what it gives back to every rank.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_gpp.errors import ConfigError
+from lightning_gpp._compat.torch import pytree
+from lightning_gpp.checkpoints.stored import StoredValues
+from lightning_gpp.errors import CheckpointError, ConfigError
 from lightning_gpp.training.asynchronous import Asynchronous
 from lightning_gpp.training.control import Control
 from lightning_gpp.training.data.incoming import Incoming
 from lightning_gpp.training.host import Job
 from lightning_gpp.training.runner import Runner
-from lightning_gpp.training.tensors.checkpoint import (
-    check_held,
-    load_state,
-    own_optimizer_state,
-    own_state,
+from lightning_gpp.training.tensors.foreign import Foreign
+from lightning_gpp.training.tensors.parameters import (
+    Placement,
+    drop,
+    held_first,
+    materialise,
     saved_here,
-    values_loaded,
-    values_saved,
-    whole_optimizer_state,
-    whole_state,
+    succeed,
+    tensors_of,
+    with_values,
 )
-from lightning_gpp.training.tensors.parameters import drop, tensors_of
 from lightning_gpp.training.tensors.replicas import Layout, Replicas
+from lightning_gpp.training.tensors.shards import is_shard, loadable, outline, state_shard, whole_states, whole_values
 from lightning_gpp.training.updates.gradients import StageGradients
 from lightning_gpp.training.updates.optimizers import OptimizerIndex
+from lightning_gpp.wording import some
 
 
 class DividedStates:
@@ -142,3 +148,240 @@ class DividedStates:
         raise ConfigError(
             f"The {type(optimizer).__name__} is not one of the optimizers that the engine was set up with."
         )
+
+
+def whole_state(module: nn.Module, placement: Placement, control: Control) -> dict[str, Any]:
+    """The module's state dict. On global rank 0 every entry has values; elsewhere, those of other ranks are
+    foreign.
+
+    All ranks must call it.
+    """
+    tensors = tensors_of(module)
+    names = {id(tensor): name for name, tensor in tensors.items()}
+    state = module.state_dict(keep_vars=True)
+    made = _made_states(module, state, placement) if control.pipeline == control.member == 0 else {}
+    received = merge({**made, **whole_values(tensors, saved_here(placement, control))}, control)
+    for key, value in state.items():
+        if isinstance(value, Tensor):
+            value = outline(value) if is_shard(value) else value
+            state[key] = received.get(names.get(id(state[key]), ""), value.detach())
+    return state | {name: value for name, value in received.items() if name not in tensors}
+
+
+def check_held(module: nn.Module, placement: Placement, control: Control) -> None:
+    """Check, after a run, that ranks still have what they had in it. All ranks call this.
+
+    Raises:
+        CheckpointError: a later run has placed parameters or buffers on others.
+    """
+    tensors = tensors_of(module)
+    lacking = [name for name in placement.held_by(control.device) if name in tensors and tensors[name].is_meta]
+    lost = [name for names in control.gather_all(lacking) for name in names]
+    if lost:
+        raise CheckpointError(
+            f"This trainer's run is over, and a later one has placed {some(lost)} on other ranks. Save before the "
+            "later run, or by its trainer."
+        )
+
+
+def _is_saved(name: str, value: Any, placement: Placement, control: Control) -> bool:
+    """True if this process saves a tensor: of what replicas shard every shard, of what members shard those of one
+    replica.
+    """
+    if is_shard(value):
+        return control.num_members == 1 or name in held_first(placement, control)
+    return name in saved_here(placement, control)
+
+
+def _made_states(module: nn.Module, state: Mapping[str, Any], placement: Placement) -> dict[str, Tensor]:
+    """The entries of the module's state dict that are buffers which hooks have made since parameters were placed."""
+    names = {name for name, buffer in module.named_buffers() if name not in placement.devices and not buffer.is_meta}
+    return {name: state[name].detach() for name in names & state.keys()}
+
+
+def own_state(module: nn.Module, placement: Placement, control: Control) -> dict[str, Any]:
+    """The module's state dict, in which tensors that other ranks save have no memory."""
+    names = {id(tensor): name for name, tensor in tensors_of(module).items()}
+    state = module.state_dict(keep_vars=True)
+    made = _made_states(module, state, placement) if control.pipeline == control.member == 0 else {}
+    for key, value in state.items():
+        if isinstance(value, Tensor):
+            here = key in made or _is_saved(names.get(id(value), ""), value, placement, control)
+            state[key] = value.detach() if here else torch.empty(value.shape, dtype=value.dtype, device="meta")
+    return state
+
+
+def own_optimizer_state(
+    index: OptimizerIndex,
+    tensors: Mapping[str, Tensor],
+    placement: Placement,
+    control: Control,
+    owned: bool = False,
+) -> dict[str, Any]:
+    """The entries of `whole_optimizer_state` that this rank saves; of shards its own, as DTensors."""
+    state = index.state()
+
+    def saved(name: str, value: Any) -> bool:
+        own = is_shard(value) or control.member == 0
+        return own if owned else _is_saved(name, value, placement, control)
+
+    return index.merged(
+        {
+            name: {key: value for key, value in shards.items() if saved(name, value)}
+            for name, shards in ((name, _shards(values, tensors.get(name))) for name, values in state.items())
+        }
+    )
+
+
+def _shards(values: Mapping[str, Any], pattern: Tensor | None) -> dict[str, Any]:
+    return {key: state_shard(value, pattern) for key, value in values.items()}
+
+
+def merge(mine: Mapping[str, Any], control: Control, num_pipelines: int = 1) -> dict[str, Any]:
+    """The entries of all ranks of the first pipelines on global rank 0, elsewhere the rank's own.
+
+    All ranks must call it. First members have what their device saves.
+    """
+    others, merged = range(1, control.num_devices * num_pipelines), dict(mine)
+    if control.first:
+        for rank in others:
+            merged.update(control.receive_tree(src=control.mesh.process(rank)))
+    elif control.rank in others and control.member == 0:
+        control.send_tree(merged, dst=0)
+    return merged
+
+
+def whole_optimizer_state(
+    index: OptimizerIndex,
+    tensors: Mapping[str, Tensor],
+    placement: Placement,
+    control: Control,
+    owned: bool = False,
+) -> dict[str, Any]:
+    """The optimizer's state dict in the user's original indexing; complete on global rank 0. All ranks must call it.
+
+    `tensors`: the module's parameters. `owned`: no two ranks step the same one.
+    """
+    state = index.ordered_state()
+    stepped = state.keys() if control.member == 0 else ()
+    mine = whole_states(state, tensors, stepped if owned else saved_here(placement, control))
+    return index.merged(merge(mine, control, control.num_pipelines if owned else 1))
+
+
+def values_saved(
+    values: Mapping[str, Mapping[nn.Parameter, Tensor]],
+    module: nn.Module,
+    names: set[str],
+    control: Control,
+    whole: bool = True,
+) -> dict[str, dict[str, Tensor]]:
+    """Values that ranks keep for parameters, by kind and name; complete on global rank 0 if `whole`, else this rank's.
+
+    All ranks must call it.
+
+    Args:
+        values: values by kind and parameter.
+        module: the module with the parameters.
+        names: parameters whose values this rank saves.
+        control: the side channel of this rank.
+        whole: whether global rank 0 gets the values of all ranks.
+    """
+    named = {parameter: name for name, parameter in module.named_parameters() if name in names}
+    mine = {f"{kind} {named[p]}": value for kind, of in values.items() for p, value in of.items() if p in named}
+    found: dict[str, dict[str, Tensor]] = {}
+    for key, value in (merge(mine, control) if whole else mine).items():
+        kind, name = key.split(" ")
+        found.setdefault(kind, {})[name] = value
+    return found
+
+
+def values_loaded(
+    values: Mapping[str, Mapping[str, Tensor]], module: nn.Module, names: set[str]
+) -> dict[str, dict[nn.Parameter, Tensor]]:
+    """The values of the parameters with these names from the result of `values_saved`, on the parameters' devices."""
+    named = {name: parameter for name, parameter in module.named_parameters() if name in names}
+    return {
+        kind: {named[name]: of[name].to(named[name].device, copy=True) for name in of if name in named}
+        for kind, of in values.items()
+    }
+
+
+def load_state(module: nn.Module, state: Mapping[str, Any], strict: bool) -> None:
+    """Load a state dict of the undivided module into a module that may have parts without memory.
+
+    Parts without memory get it, but from a folder only what has memory is loaded: `settle` reads the rest.
+
+    Raises:
+        CheckpointError: keys or shapes do not fit.
+    """
+    if not isinstance(state, StoredValues):
+        tensors = tensors_of(module)
+        names = {id(tensor): name for name, tensor in tensors.items()}
+        for key, value in module.state_dict(keep_vars=True).items():
+            if isinstance(value, Tensor) and value.is_meta and key in state:
+                materialise(module, [names[id(value)]])
+    own = module.state_dict(keep_vars=True)
+    try:
+        module.load_state_dict({key: loadable(state, key, own.get(key)) for key in state}, strict=strict)
+    except RuntimeError as error:
+        text = _differences(own, state) or _first_lines(str(error))
+        partly = strict and "size mismatch" not in str(error)
+        raise CheckpointError(
+            f"The checkpoint does not fit {type(module).__name__} (ckpt_path). Load a checkpoint of the same model"
+            f"{', or set `strict_loading = False` on the module' if partly else ''}. {text}"
+        ) from error
+
+
+def _differences(own: Mapping[str, Any], state: Mapping[str, Any]) -> str:
+    """The names that only the module or only the checkpoint has, and those with two shapes; empty if there are none."""
+    shapes = [(name, _shape(own[name]), _shape(state[name])) for name in own if name in state]
+    found = {
+        "It lacks": [name for name in own if name not in state],
+        "It also has": [name for name in state if name not in own],
+        "Shapes differ:": [
+            f"{name} {stored}, in the model {shape}" for name, shape, stored in shapes if shape != stored
+        ],
+    }
+    return " ".join(f"{told} {some(names, most=3)}." for told, names in found.items() if names)
+
+
+def _shape(value: Any) -> tuple[int, ...]:
+    return tuple(getattr(value, "shape", ()))
+
+
+_MOST_LINES: Final = 6
+
+
+def _first_lines(text: str) -> str:
+    lines = text.splitlines()
+    rest = len(lines) - _MOST_LINES
+    return "\n".join([*lines[:_MOST_LINES], *([f"... and {rest} more."] if rest > 0 else [])])
+
+
+def make_whole(module: nn.Module, placement: Placement, control: Control) -> None:
+    """Give global rank 0 the values of all parameters and buffers, on the CPU. All ranks must call it."""
+    tensors = tensors_of(module)
+    held = placement.held_by(control.device)
+    mine = {name: tensors[name].detach() for name in held if name in tensors}  # hooks take some out of the module
+    received = merge(mine if control.pipeline == 0 else {}, control)
+    if not control.first:
+        return
+    swaps = {}
+    for name, tensor in tensors.items():
+        if tensor.is_meta and name in received:  # hooks make buffers from values of others, which have no values here
+            swaps[id(tensor)] = (tensor, with_values(tensor, received[name]))
+    succeed(module, swaps)
+
+
+def fill(tree: Any, control: Control) -> Any:
+    """The tree with the values of its foreign tensors on global rank 0; all ranks call this, with trees alike."""
+    pairs, structure = pytree.tree_flatten_with_path(tree)
+    leaves = {pytree.keystr(path): leaf for path, leaf in pairs}
+    missing = {name: min(leaf.ranks) for name, leaf in leaves.items() if isinstance(leaf, Foreign)}
+    for name, source in control.broadcast(missing).items():
+        if control.first:
+            leaves[name] = torch.empty(leaves[name].shape, dtype=leaves[name].dtype)
+            dist.recv(leaves[name], group_src=source, group=control.everyone)
+        elif control.mesh.own_process == source:
+            dist.send(leaves[name].detach().cpu().contiguous(), group_dst=0, group=control.everyone)
+    return pytree.tree_unflatten(list(leaves.values()), structure)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from lightning_gpp.errors import ConfigError
 from lightning_gpp.failure.monitor import FailureMonitor
-from lightning_gpp.training.checks.agreement import check_alike, facts_of_optimizers, text_of
+from lightning_gpp.training.tensors.joining import check_alike, facts_of_optimizers, text_of
 from tests.distributed import run_distributed
 from tests.strategy import harness
 from tests.strategy.harness import TwoTowers

@@ -15,7 +15,7 @@ from lightning_gpp import ConfigError, GPPError, GPPStrategy, PlanError
 from lightning_gpp.plan import STEP, Plan, Stage
 from lightning_gpp.strategy.checks import check_callbacks, check_synchronised
 from lightning_gpp.strategy.data import Placeholder
-from lightning_gpp.training.updates.loss_scale import check_scaled
+from lightning_gpp.training.updates.gradients import check_scaled
 from tests.strategies import chain
 from tests.strategy import harness
 from tests.strategy.harness import TwoTowers, loader

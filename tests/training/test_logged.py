@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_gpp.training.checks.logged import Logged, other_reductions
+from lightning_gpp.training.checks.results import Logged, other_reductions
 
 
 def logged(reduction: str, *values: torch.Tensor | float) -> Logged:

@@ -13,8 +13,7 @@ from lightning_gpp.cluster import preset_cluster
 from lightning_gpp.errors import ConfigError, PlanError
 from lightning_gpp.measure.memory import memory_bytes
 from lightning_gpp.planning import manual
-from lightning_gpp.training.measured.machine import Machine, footprint_of, present, resolved
-from lightning_gpp.training.measured.predicted import simulated
+from lightning_gpp.training.measured.machine import Machine, footprint_of, present, resolved, simulated
 from lightning_gpp.training.option_values import cluster_given
 from tests.planning import graphs
 

@@ -21,7 +21,7 @@ from lightning_gpp.training.data.incoming import Incoming
 from lightning_gpp.training.host import Job
 from lightning_gpp.training.planner import check_step_device
 from lightning_gpp.training.setup import set_up
-from lightning_gpp.training.tensors.checkpoint import load_state, whole_state
+from lightning_gpp.training.states import load_state, whole_state
 from lightning_gpp.training.tensors.foreign import Whereabouts
 from lightning_gpp.training.tensors.parameters import Placement, drop, move, settle, tensors_of
 from lightning_gpp.training.updates.optimizers import OptimizerIndex

@@ -38,15 +38,13 @@ from lightning_gpp.stages import build
 from lightning_gpp.stages.counts import counted
 from lightning_gpp.stages.step import Invocation, StepRunner
 from lightning_gpp.stages.undivided import Captured, Undivided
-from lightning_gpp.training.checks.projections import differing, forget_vectors, norms, projections
+from lightning_gpp.training.checks.copies import given_arguments, silent_copy, unnoticed
+from lightning_gpp.training.checks.results import differing, forget_vectors, norms, projections
 from lightning_gpp.training.checks.undivided import CutComparison, difference, few_samples, tried
-from lightning_gpp.training.checks.whole_check import given_arguments, unnoticed
 from lightning_gpp.training.control import Control
-from lightning_gpp.training.data.batches import outline
-from lightning_gpp.training.host import Job
-from lightning_gpp.training.planner import TRAINING
+from lightning_gpp.training.data.incoming import outline
+from lightning_gpp.training.host import TRAINING, Job
 from lightning_gpp.training.session import DATA_STREAM, Session
-from lightning_gpp.training.tensors.copies import silent_copy
 from lightning_gpp.training.tensors.parameters import Placement, bytes_of, place, tensors_of
 from lightning_gpp.training.whole.whole_step import capture_whole, check_whole
 from lightning_gpp.user_code import line_of

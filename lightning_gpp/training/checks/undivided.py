@@ -27,8 +27,15 @@ from lightning_gpp.runtime.random import python_streams
 from lightning_gpp.runtime.stage import MicroBatch
 from lightning_gpp.stages.counts import Counted, candidates
 from lightning_gpp.stages.step import Invocation, StepRunner
-from lightning_gpp.training.checks.logged import Logged, other_reductions, unlike_means
-from lightning_gpp.training.checks.projections import differing, distance, norms, projections
+from lightning_gpp.training.checks.results import (
+    Logged,
+    differing,
+    distance,
+    norms,
+    other_reductions,
+    projections,
+    unlike_means,
+)
 from lightning_gpp.wording import some
 
 log = logging.getLogger(__name__)

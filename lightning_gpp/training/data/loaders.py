@@ -1,21 +1,33 @@
-"""Data loaders whose mini-batches all pipelines share, and which know their position.
+"""Data loaders of pipelines: each loads its share of mini-batches that all share, or divides samples as under DDP.
 
-The mini-batches, and so the numbers of a run, do not depend on how many pipelines there are: a run may be resumed on
-others, also in the middle of an epoch.
+The shared mini-batches, and so the numbers of a run, do not depend on how many pipelines there are: a run may be
+resumed on others, also in the middle of an epoch.
+
+Rank and world size of data parallelism are those of pipelines, not of processes. Samplers and data sets that were
+written for DDP ask torch.distributed for these numbers. In one pipeline of four processes one process loads data, so a
+data set that yields every fourth sample would lose the other three quarters.
 """
 
 from __future__ import annotations
 
 import copy
 import itertools
+import os
+import sys
 import warnings
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Final
 
-from torch.utils.data import DataLoader, IterableDataset
+import torch.distributed as dist
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from lightning_gpp.errors import ConfigError
+from lightning_gpp.replaced import Replaced
+from lightning_gpp.runtime.mesh import Mesh
 from lightning_gpp.training.options import Options
+from lightning_gpp.user_code import is_user_code, own_attributes
+from lightning_gpp.wording import counted
 
 
 def mini_batches_of(options: Options, num_pipelines: int) -> int:
@@ -127,4 +139,160 @@ def _no_indices(loader: object) -> ConfigError:
     return ConfigError(
         "strategy.mini_batch=shared needs a torch.utils.data.DataLoader with a batch size and a dataset that is read "
         f"by index, not {type(loader).__name__}. Use strategy.mini_batch=own."
+    )
+
+
+@contextmanager
+def data_parallel_world(mesh: Mesh) -> Iterator[None]:
+    """Inside, the processes that load data are the world: that of torch.distributed, and of RANK and WORLD_SIZE.
+
+    Workers of data loaders keep the world in which they start.
+    """
+    whole = {name: os.environ.get(name) for name in _VARIABLES}
+    os.environ.update(zip(_VARIABLES, (str(mesh.pipeline), str(mesh.num_pipelines)), strict=True))
+    try:
+        with mesh.peers():
+            yield
+    finally:
+        for name, value in whole.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+_VARIABLES: Final = ("RANK", "WORLD_SIZE")
+
+
+def read_in_world(loader: Iterable[Any], mesh: Mesh) -> Iterator[Any]:
+    """The mini-batches of a loader, which starts its workers and loads data in the world of data parallelism."""
+    with data_parallel_world(mesh):
+        batches = iter(loader)
+    while True:
+        with data_parallel_world(mesh):
+            batch = next(batches, _END)
+        if batch is _END:
+            return
+        yield batch
+
+
+_END: Final = object()
+
+# --- samplers
+
+
+def divide_samples(loader: Any, mesh: Mesh, wanted: Mapping[str, int]) -> None:
+    """Let the user's distributed samplers divide the samples among pipelines.
+
+    Args:
+        loader: a data loader.
+        mesh: the mesh of this process.
+        wanted: `num_replicas` and `rank` of samplers on this process.
+
+    Raises:
+        ConfigError: a sampler divides them in another way, and has more numbers than those that torch's sampler has.
+    """
+    if mesh.num_processes == wanted["num_replicas"]:
+        return
+    for sampler in _distributed_samplers(loader):
+        found = {name: getattr(sampler, name) for name in ("num_replicas", "rank")}
+        if found == wanted or found["num_replicas"] == 1:
+            continue
+        meant = found["num_replicas"] in (mesh.num_processes, wanted["num_replicas"])
+        if not meant or type(sampler).__init__ is not DistributedSampler.__init__:
+            raise ConfigError(f"{_divides(sampler, mesh)} Samples would be lost, or used twice. {_REMEDY}")
+        _construct_anew(sampler, wanted)
+        if mesh.own_process == 0:
+            warnings.warn(
+                f"{_divides(sampler, mesh, found['num_replicas'])} It divides them among pipelines now. {_REMEDY}",
+                stacklevel=2,
+            )
+
+
+def _distributed_samplers(loader: Any) -> Iterator[Any]:
+    """The samplers of a loader that divide samples among ranks, also those inside of batch samplers and wrappers."""
+    open_parts, seen = [loader], set[int]()
+    while open_parts:
+        part = open_parts.pop()
+        attributes = own_attributes(part) or {}
+        if id(part) in seen or not attributes:
+            continue
+        seen.add(id(part))
+        if all(isinstance(attributes.get(name), int) for name in ("num_replicas", "rank")):
+            yield part
+        open_parts += [attributes[name] for name in ("batch_sampler", "sampler") if name in attributes]
+
+
+def _construct_anew(sampler: Any, wanted: Mapping[str, int]) -> None:
+    """Give a sampler other numbers; the object stays, because its user may set its epoch."""
+    epoch, settings = sampler.epoch, {name: getattr(sampler, name) for name in ("shuffle", "seed", "drop_last")}
+    numbers: dict[str, Any] = {**wanted, **settings}
+    DistributedSampler.__init__(sampler, sampler.dataset, **numbers)
+    sampler.epoch = epoch
+
+
+def _divides(sampler: Any, mesh: Mesh, num_replicas: int | None = None) -> str:
+    number = sampler.num_replicas if num_replicas is None else num_replicas
+    pipelines = counted(mesh.num_pipelines, "pipeline")
+    return (
+        f"{type(sampler).__name__} of a data loader divides the samples among num_replicas={number}, but not processes "
+        f"divide data here, pipelines do: the {mesh.num_processes} processes are {pipelines}."
+    )
+
+
+_REMEDY: Final = (
+    "Leave the sampler out, because Lightning makes the right one; or make it in the hook that makes the data loader, "
+    "with **self.trainer.distributed_sampler_kwargs, which has the right numbers under DDP, too."
+)
+
+
+# --- user code that asks for the number of processes
+
+
+class WorldSizeReads:
+    """Tells users once that the number of processes, which their code reads, does not divide data or scale rates."""
+
+    def __init__(self) -> None:
+        self._mesh: Mesh | None = None
+        self._replaced = Replaced()
+
+    def begin(self, mesh: Mesh) -> None:
+        """Watch reads from here on, if pipelines have several processes."""
+        self.end()
+        if mesh.num_processes == mesh.num_pipelines:
+            return
+        self._mesh, plain = mesh, dist.get_world_size
+
+        def get_world_size(group: dist.ProcessGroup | None = None) -> int:
+            if (
+                group in (None, dist.group.WORLD) and dist.group.WORLD is mesh.everyone
+            ):  # not the pipelines, as in steps
+                self.note("torch.distributed.get_world_size()")
+            return plain(group)
+
+        self._replaced.put(dist, "get_world_size", get_world_size)
+
+    def end(self) -> None:
+        """Stop watching."""
+        self._mesh = None
+        self._replaced.restore()
+
+    def note(self, name: str) -> None:
+        """Warn if the number is read by code of the user."""
+        mesh, frame = self._mesh, sys._getframe(2)
+        while frame.f_code.co_name == "world_size" and frame.f_back is not None:  # properties that pass it on
+            frame = frame.f_back
+        if mesh is None or not is_user_code(frame.f_code.co_filename):
+            return
+        self._mesh = None
+        if mesh.own_process == 0:
+            warnings.warn(_told(name, mesh, f"{frame.f_code.co_filename}:{frame.f_lineno}"), stacklevel=3)
+
+
+def _told(name: str, mesh: Mesh, line: str) -> str:
+    return (
+        f"{name} is the number of processes, {mesh.num_processes} ({line}), but data are divided among "
+        f"{counted(mesh.num_pipelines, 'pipeline')}. To divide samples or scale a learning rate, use num_replicas and "
+        "rank of self.trainer.distributed_sampler_kwargs, which are right under DDP, too; the __iter__ of an "
+        "IterableDataset may ask torch.distributed, whose world is then that of the pipelines."
     )

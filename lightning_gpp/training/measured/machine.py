@@ -1,23 +1,38 @@
-"""The machine of a plan: the devices of the job, the costs of operators on them, and the footprint of parameters."""
+"""The machine of a plan: the devices of the job, the costs of operators on them, the footprint of parameters; and plans
+simulated on it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Final
+from typing import Any, Final
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
+from lightning_gpp.capture import Capture
 from lightning_gpp.cluster import CLUSTERS, Cluster, Node, preset_cluster
-from lightning_gpp.cluster.groups import grouped, num_members
+from lightning_gpp.cluster.groups import grouped, num_members, num_processes
+from lightning_gpp.costs.measured import MeasuredCosts
 from lightning_gpp.costs.model import OPTIMIZER_STATES, PRECISIONS, CostModel, Footprint, ForwardOnly, Roofline
 from lightning_gpp.costs.tensor_parallel import MemberCosts
-from lightning_gpp.errors import ConfigError
+from lightning_gpp.errors import ConfigError, PlanError
 from lightning_gpp.graph import OperatorGraph
 from lightning_gpp.graph.parts import part_of
+from lightning_gpp.measure.costs import measure_costs
 from lightning_gpp.measure.detect import detect
 from lightning_gpp.measure.memory import memory_bytes
+from lightning_gpp.plan import Plan
+from lightning_gpp.planning import estimate
+from lightning_gpp.planning.assignment.complete import resolve_size
+from lightning_gpp.schedules import compile_program
+from lightning_gpp.simulation import Period, StageCosts, Timeline, simulate, simulate_period
+from lightning_gpp.stages.undivided import Captured
+from lightning_gpp.training.host import TRAINING, Job
+from lightning_gpp.training.option_values import weight_copies_of
+from lightning_gpp.training.options import Context, Options
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,3 +160,121 @@ def _optimizer_name(optimizer: Optimizer) -> str:
     if name == "sgd":
         return "sgd_momentum" if any(group.get("momentum") for group in optimizer.param_groups) else "sgd"
     return name if name in OPTIMIZER_STATES else "adam"
+
+
+def simulated(plan: Plan, graph: OperatorGraph, machine: Machine, num_pipelines: int = 1) -> Timeline:
+    """The timeline of one mini-batch on a machine; without known costs, all actions take the same time.
+
+    Raises:
+        PlanError: the machine has fewer devices than the plan.
+    """
+    costs = costs_of(plan, graph, machine, num_pipelines)
+    return simulate(compile_program(plan, training=machine.footprint.training, copies=num_pipelines), costs)
+
+
+def _knows_costs(graph: OperatorGraph, machine: Machine) -> bool:
+    return machine.costs is not None or any(operator.flops.at(1) for operator in graph)
+
+
+def without_flush(
+    plan: Plan, graph: OperatorGraph, machine: Machine, num_pipelines: int, weights: str
+) -> Period | None:
+    """The steady state of a plan under a weight policy, simulated on a machine; None in synchronous training, and for
+    inference, whose program is another.
+
+    Raises:
+        PlanError: the machine has fewer devices than the plan.
+        ScheduleError: the schedule has no steady state.
+    """
+    copies = weight_copies_of(weights)
+    if copies is None or not machine.footprint.training:
+        return None
+    return simulate_period(plan, costs_of(plan, graph, machine, num_pipelines), num_pipelines, copies)
+
+
+def costs_of(plan: Plan, graph: OperatorGraph, machine: Machine, num_pipelines: int) -> StageCosts:
+    """Seconds and bytes of the plan's stages on a machine; without known costs, all actions take the same time.
+
+    Raises:
+        PlanError: the machine has fewer devices than the plan.
+    """
+    if not _knows_costs(graph, machine):
+        return StageCosts.uniform(plan)
+    cluster, there = machine.cluster, num_processes(machine.cluster)
+    if there < plan.num_processes:
+        raise PlanError(
+            f"The plan needs {plan.num_processes} devices, the cluster {cluster.name!r} has {there}. Give "
+            "the cluster more (cluster.num_nodes, cluster.num_devices), or make a plan for it."
+        )
+    copies = num_pipelines if there >= plan.num_processes * num_pipelines else 1
+    return estimate(graph, plan, cluster, machine.costs, footprint=machine.footprint, num_pipelines=copies)
+
+
+class JobMachine:
+    """The devices of a job, and costs measured on them.
+
+    Attributes:
+        costs: measured seconds of operators; only on rank 0.
+    """
+
+    def __init__(self, job: Job, footprint: Footprint, captured: Captured) -> None:
+        self._job, self._footprint, self._captured = job, footprint, captured
+        self.costs: CostModel | None = None
+
+    def look(self) -> Machine:
+        """The machine that plans are made for."""
+        job = self._job
+        number = job.options.delayed_devices or job.control.num_processes
+        cluster = resolved(job.options.cluster, number, job.num_nodes, job.device.type)
+        cluster = cluster.with_headroom(job.options.memory_headroom)
+        machine = Machine(cluster=cluster, footprint=self._footprint, costs=self.costs)
+        if job.parallel is None:
+            return machine
+        return of_groups(machine, job.parallel.cut, job.control.mesh.members_of_devices, self._captured.graph)
+
+    def measured(self, captured: Captured, batch: Any) -> Machine:
+        """The same, after measuring the costs of a training step, once, if the user wants that."""
+        job, machine = self._job, self.look()
+        if job.options.costs == "measured" and captured.step == TRAINING and self.costs is None:
+            context = job.host.context(TRAINING)
+            self.costs = measured_costs(
+                captured, job.module, batch, job.options, machine.cluster, device=job.device, context=context
+            )
+        return replace(machine, costs=self.costs)
+
+
+QUARTER: Final = 4
+
+
+def measured_costs(
+    captured: Captured,
+    module: nn.Module,
+    batch: Any,
+    options: Options,
+    cluster: Cluster,
+    *,
+    device: torch.device,
+    context: Context,
+) -> MeasuredCosts:
+    """Measured costs of operators on a device of this machine, with the largest micro-batch and with a quarter of it.
+
+    Args:
+        captured: the training step.
+        module: the step's module.
+        batch: a mini-batch with values.
+        options: the options, which may give the size of micro-batches; the default is a quarter of the mini-batch.
+        cluster: a cluster whose first device is of the same kind.
+        device: the device to measure on.
+        context: context in which the step computes.
+
+    Raises:
+        ConfigError: the step was not captured, so there are no operators to measure.
+    """
+    if not isinstance(captured, Capture):
+        raise ConfigError(
+            "strategy.costs=measured needs a captured step, but this one cannot be captured. Choose "
+            "strategy.costs=roofline."
+        )
+    size = resolve_size(captured.batch_size, options.num_micro_batches, options.micro_batch_size, QUARTER)
+    sizes, kind = sorted({max(1, size // QUARTER), size}), cluster.kinds[0]
+    return measure_costs(captured, module, batch, device=kind, sizes=sizes, torch_device=device, context=context)

@@ -21,7 +21,7 @@ from lightning_gpp.simulation.simulator import held_bytes
 from lightning_gpp.simulation.trace_events import with_messages
 from lightning_gpp.training.control import Control
 from lightning_gpp.training.engine import Engine
-from lightning_gpp.training.measured.predicted import costs_of, simulated, without_flush
+from lightning_gpp.training.measured.machine import costs_of, simulated, without_flush
 
 COMPARED: Final = 100
 """Number of the last mini-batches that are compared with the simulation."""

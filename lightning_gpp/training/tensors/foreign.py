@@ -8,14 +8,19 @@ gives another foreign tensor:
     rank 1      holds both: computes
     rank 0      holds neither: nothing to do
 
-Of gradients the norms may be known here (`gradient_norms`). Whatever else would need its values here raises an error
-that names the tensor, and the door to its values (`gathered.summon_full_params`): to read one, or to combine it with a
-tensor of this rank, except to change the foreign one by it. In user code that only one rank runs, that does, too.
+Of gradients the norms are known in some hooks, before which ranks exchange them (`KnownNorms`):
+
+    norms = [p.grad.norm() for p in self.parameters() if p.grad is not None]     every rank: those of all stages
+
+Whatever else would need its values here raises an error that names the tensor, and the door to its values
+(`gathered.summon_full_params`): to read one, or to combine it with a tensor of this rank, except to change the foreign
+one by it. In user code that only one rank runs, that does, too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -26,11 +31,13 @@ from torch import Tensor, nn
 
 from lightning_gpp._compat.torch import pytree, schema_arguments, without_torch_function, wrapper
 from lightning_gpp.errors import ForeignTensorError
-from lightning_gpp.training.updates import gradient_norms
+from lightning_gpp.training.control import Control
 from lightning_gpp.wording import some
 
 alone: ContextVar[bool] = ContextVar("alone", default=False)
 """True where user code runs that the other ranks do not run: they would not do what is left to them."""
+_norms: ContextVar[KnownNorms | None] = ContextVar("norms", default=None)
+"""The norms that are known in the present hook."""
 _values: ContextVar[Mapping[str, Any] | None] = ContextVar("values", default=None)
 
 _READS: Final = {
@@ -186,7 +193,7 @@ def _is_parameter(tensor: Tensor) -> bool:
 
 def _gradient_of(tensor: Foreign) -> Foreign | None:
     """A gradient is where its parameter is; whether there is one at the moment is known in some hooks."""
-    norms, name = gradient_norms.current(), tensor.origins[0].name
+    norms, name = _norms.get(), tensor.origins[0].name
     if not tensor.requires_grad or (norms is not None and norms.is_missing(name)):
         return None
     gradient = Foreign(tensor.detach(), tensor.device, tensor.origins)
@@ -196,7 +203,7 @@ def _gradient_of(tensor: Foreign) -> Foreign | None:
 
 def _known_norm(tensor: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
     """The norm of a gradient of another rank, if it is known."""
-    norms, order = gradient_norms.current(), gradient_norms.order_of(args, kwargs)
+    norms, order = _norms.get(), _order_of(args, kwargs)
     if norms is None or order is None or not isinstance(tensor, Foreign):
         return None
     norm = norms.norm(tensor.gradient_of, order)
@@ -206,7 +213,7 @@ def _known_norm(tensor: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]) 
 
 def _note_changes(written: Sequence[Tensor]) -> None:
     """Forget the norms of gradients that are changed."""
-    norms = gradient_norms.current()
+    norms = _norms.get()
     for tensor in written:
         if norms is not None and isinstance(tensor, Foreign) and tensor.gradient_of:
             norms.forget(tensor.gradient_of)
@@ -216,7 +223,7 @@ def _set(setter: Callable[[Tensor, Any], None], tensor: Foreign, value: Tensor |
     """Set `grad` or `data`; only the type of the tensor can change here."""
     if value is not None:
         _check("=", [tensor], [tensor], [value])
-    if norms := gradient_norms.current():
+    if norms := _norms.get():
         norms.forget(tensor.origins[0].name)
     if isinstance(value, Foreign) and value.dtype != tensor.dtype:
         with without_torch_function():
@@ -317,3 +324,72 @@ def _refusal(name: str, tensors: Sequence[Any]) -> ForeignTensorError:
         "(strategy.stages). Skip those of other ranks by `if not p.is_meta`. Leave modules out of "
         "save_hyperparameters(ignore=[...]), and save by trainer.save_checkpoint."
     )
+
+
+ORDERS: Final = (1.0, 2.0, math.inf)
+"""The orders of the norms that are exchanged."""
+
+
+class KnownNorms:
+    """The norms of gradients by parameter name, as far as they are known.
+
+    Args:
+        table: the norms of `ORDERS` of each gradient; None for a parameter without one.
+    """
+
+    def __init__(self, table: Mapping[str, Sequence[float] | None]) -> None:
+        self._table = dict(table)
+
+    def is_missing(self, name: str) -> bool:
+        """True if the parameter is known to have no gradient."""
+        return name in self._table and self._table[name] is None
+
+    def norm(self, name: str, order: float) -> float | None:
+        """A norm of a gradient; None if it is not known."""
+        norms = self._table.get(name)
+        return norms[ORDERS.index(order)] if norms is not None and order in ORDERS else None
+
+    def forget(self, name: str) -> None:
+        """Take note that a gradient was changed."""
+        self._table.pop(name, None)
+
+
+@contextmanager
+def known(norms: KnownNorms) -> Iterator[None]:
+    """Inside, a hook runs, and these norms are known."""
+    token = _norms.set(norms)
+    try:
+        yield
+    finally:
+        _norms.reset(token)
+
+
+def exchanged(module: nn.Module, mine: Collection[str], control: Control) -> KnownNorms:
+    """The norms of the gradients of all stages. All ranks of a pipeline call this together.
+
+    `mine`: the parameters for which this rank speaks; of each, one rank does.
+    """
+    gradients = {name: parameter.grad for name, parameter in module.named_parameters() if name in mine}
+    dense = {
+        name: gradient.detach() for name, gradient in gradients.items() if gradient is not None and _is_dense(gradient)
+    }
+    norms = [torch.linalg.vector_norm(each, order).double() for each in dense.values() for order in ORDERS]
+    values = torch.stack(norms).view(-1, len(ORDERS)).tolist() if norms else []  # one wait for the device
+    missing = (name for name, each in gradients.items() if each is None)
+    table: dict[str, Sequence[float] | None] = {}
+    for known_there in control.gather_in_pipeline({**dict.fromkeys(missing), **dict(zip(dense, values, strict=True))}):
+        table.update(known_there)
+    return KnownNorms(table)
+
+
+def _is_dense(gradient: Tensor) -> bool:
+    return gradient.layout is torch.strided and not gradient.is_complex()
+
+
+def _order_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> float | None:
+    """The order of the norm that `linalg_vector_norm` computes; None if it is not a norm of the whole tensor."""
+    given = dict(zip(("tensor", "ord", "dim", "keepdim"), args, strict=False)) | dict(kwargs)
+    dims = given.get("dim")
+    if given.get("keepdim") or (dims is not None and len(dims) < given["tensor"].dim()):
+        return None
+    return float(given.get("ord", 2.0))

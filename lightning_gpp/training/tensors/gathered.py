@@ -18,12 +18,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_gpp.errors import ConfigError
+from lightning_gpp.training.control import Mirror
 from lightning_gpp.training.host import Job
 from lightning_gpp.training.option_values import SYNCHRONOUS
 from lightning_gpp.training.tensors.foreign import Foreign, alone
 from lightning_gpp.training.tensors.parameters import digest, replace_tensors, tensors_of, with_values
 from lightning_gpp.training.tensors.replicas import Layout
-from lightning_gpp.training.whole.mirror import Mirror
 from lightning_gpp.wording import some
 
 

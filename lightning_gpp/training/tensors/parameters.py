@@ -49,6 +49,16 @@ class Placement:
         return [name for name, devices in self.devices.items() if devices[0] == device]
 
 
+def saved_here(placement: Placement, control: Control) -> set[str]:
+    """Names of the parameters and buffers whose values a checkpoint takes from this process."""
+    return held_first(placement, control) if control.member == 0 else set()
+
+
+def held_first(placement: Placement, control: Control) -> set[str]:
+    """Names of the parameters and buffers whose values a checkpoint takes from this device, from some member."""
+    return set(placement.held_by(control.device)) if control.pipeline == 0 else set()
+
+
 def tensors_of(module: nn.Module) -> dict[str, Tensor]:
     """Parameters and buffers by canonical name: the first one under which a tied tensor is found."""
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}

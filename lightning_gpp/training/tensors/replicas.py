@@ -34,10 +34,9 @@ from lightning_gpp.runtime.sharding import OwnedParameters, ShardedStages, Stage
 from lightning_gpp.training.control import Control
 from lightning_gpp.training.divided.parallel_regions import check_tied
 from lightning_gpp.training.divided.tensor_parallel import TensorParallel
-from lightning_gpp.training.tensors.checkpoint import saved_here
-from lightning_gpp.training.tensors.parameters import Placement, check_grown, tensors_of
+from lightning_gpp.training.tensors.foreign import KnownNorms, exchanged
+from lightning_gpp.training.tensors.parameters import Placement, check_grown, saved_here, tensors_of
 from lightning_gpp.training.tensors.shards import whole_states
-from lightning_gpp.training.updates.gradient_norms import KnownNorms, exchanged
 from lightning_gpp.training.updates.optimizers import OptimizerIndex
 from lightning_gpp.wording import some
 

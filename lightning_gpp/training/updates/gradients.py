@@ -1,4 +1,4 @@
-"""Checks and clips the gradients of this rank before an optimizer step.
+"""Checks, scales and clips the gradients of this rank before an optimizer step.
 
 A pipeline that flushes has all gradients then, so ranks look for numbers that are not finite together (`FiniteCheck`).
 In one that does not (`StageGradients`) no rank may wait for a rank that is behind it, so a rank clips by an older norm
@@ -7,6 +7,9 @@ background.
 
 Ranks add vectors with an entry for each set of stages that share parameters, and only one rank has a term for an entry.
 So sums do not depend on the order of the ranks, and one device computes the same to the last bit.
+
+In half precision all ranks change the scale of the loss together (`LossScale`): each has the gradients of its stages
+only, so torch's `GradScaler` alone would skip steps by itself. What it looks for is agreed on by all ranks.
 """
 
 from __future__ import annotations
@@ -19,12 +22,17 @@ from typing import Final
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
+from lightning_gpp._compat.torch import check_gradients_by, check_gradients_plainly
 from lightning_gpp.errors import GPPError
+from lightning_gpp.option import refuse_beside
 from lightning_gpp.runtime.sharding.shards import local
 from lightning_gpp.training.control import Control
+from lightning_gpp.training.option_values import SYNCHRONOUS
+from lightning_gpp.training.options import Options
 from lightning_gpp.training.tensors.replicas import Layout
 
 _NOTHING: Final = torch.zeros((), dtype=torch.float64)
@@ -233,3 +241,61 @@ class FiniteCheck(_Held):
         largest = torch.tensor(number)
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._control.everyone)
         return int(largest)
+
+
+class LossScale:
+    """The scale of a run. All ranks attach it together, and step their optimizers in the same order.
+
+    Args:
+        scaler: the scaler, which is enabled.
+        control: the side channel of this rank.
+        device: the device of this rank.
+    """
+
+    def __init__(self, scaler: GradScaler, control: Control, device: torch.device) -> None:
+        self._scaler, self._control, self._device = scaler, control, device
+
+    @classmethod
+    def of(cls, scaler: GradScaler | None, control: Control, device: torch.device) -> LossScale | None:
+        """The scale of a run; None if there is no scaler, or one that is not enabled."""
+        return cls(scaler, control, device) if scaler is not None and scaler.is_enabled() else None
+
+    @property
+    def factor(self) -> float:
+        """The factor of the loss in the current step."""
+        return self._scaler.get_scale()
+
+    def attach(self) -> None:
+        """Let all ranks agree on gradients that are not finite."""
+        if self._control.num_processes > 1:
+            check_gradients_by(self._scaler, self._agreed)
+
+    def detach(self) -> None:
+        """Undo `attach`."""
+        check_gradients_plainly(self._scaler)
+
+    def _agreed(self, found: dict[torch.device, Tensor]) -> dict[torch.device, Tensor]:
+        """One number: above 0 if some gradient on some rank is not finite."""
+        here = any(bool(each.item()) for each in found.values())
+        anywhere = self._control.unanimous(here, everyone=False)
+        return {self._device: torch.full((1,), float(anywhere), device=self._device)}
+
+
+def check_scaled(options: Options) -> None:
+    """Refuse options that a scaled loss does not support.
+
+    Raises:
+        ConfigError: names the option and a remedy.
+    """
+    problems = {
+        "weights": (
+            options.weights != SYNCHRONOUS,
+            "would give mini-batches in flight different scales. Leave it out",
+        ),
+        "sharding": (options.sharding == "fsdp", "shards gradients, at which the scaler cannot look. Leave it out"),
+        "on_nonfinite": (
+            options.on_nonfinite in ("stop", "skip"),
+            "is what the scaler does, on all ranks, which then takes a smaller scale. Leave it out",
+        ),
+    }
+    refuse_beside("trainer.precision='16-mixed', which scales the loss (bf16-mixed does not)", options, problems)

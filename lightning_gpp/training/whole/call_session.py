@@ -28,11 +28,10 @@ from lightning_gpp.schedules import compile_program
 from lightning_gpp.slices import unsliced
 from lightning_gpp.stages import build
 from lightning_gpp.stages.step import Invocation
-from lightning_gpp.training.host import Job
-from lightning_gpp.training.planner import TRAINING
+from lightning_gpp.training.control import Mirror
+from lightning_gpp.training.host import TRAINING, Job
 from lightning_gpp.training.session import InContext, check_placement
 from lightning_gpp.training.tensors.parameters import Placement
-from lightning_gpp.training.whole.mirror import Mirror
 
 
 class _Seeds:

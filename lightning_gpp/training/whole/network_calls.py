@@ -29,13 +29,12 @@ from lightning_gpp.plan import Plan
 from lightning_gpp.runtime.random import RandomStreams, undisturbed
 from lightning_gpp.runtime.transport import Transport
 from lightning_gpp.stages.answers import Answers
-from lightning_gpp.training.data.batches import SessionCache, outline, signature
-from lightning_gpp.training.data.incoming import FrozenAttributes
-from lightning_gpp.training.host import Job
-from lightning_gpp.training.planner import TRAINING
+from lightning_gpp.training.control import Mirror
+from lightning_gpp.training.data.frozen import FrozenAttributes, SessionCache
+from lightning_gpp.training.data.incoming import outline, signature
+from lightning_gpp.training.host import TRAINING, Job
 from lightning_gpp.training.tensors.parameters import Placement, tensors_of
 from lightning_gpp.training.whole.call_session import CallSession, NetworkRun
-from lightning_gpp.training.whole.mirror import Mirror
 from lightning_gpp.wording import named
 
 

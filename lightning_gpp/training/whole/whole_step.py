@@ -31,12 +31,11 @@ from lightning_gpp.option import refuse_beside
 from lightning_gpp.plan import Plan
 from lightning_gpp.runtime.transport import Transport
 from lightning_gpp.stages import Pipeline
-from lightning_gpp.training.host import Job
+from lightning_gpp.training.control import Mirror
+from lightning_gpp.training.host import TRAINING, Job
 from lightning_gpp.training.option_values import SYNCHRONOUS
 from lightning_gpp.training.options import Context, Options
-from lightning_gpp.training.planner import TRAINING
 from lightning_gpp.training.tensors.replicas import Layout, Replicas
-from lightning_gpp.training.whole.mirror import Mirror
 from lightning_gpp.training.whole.network_calls import NetworkCalls
 from lightning_gpp.wording import sentence
 
