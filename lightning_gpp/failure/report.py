@@ -28,15 +28,7 @@ _LATER: Final = 60
 _HERE: Final = Path(__file__).parents[1]
 _COMMUNICATION: Final = (
     str(Path(torch.__file__).parent / "distributed"),
-    *(
-        str(_HERE / part)
-        for part in (
-            "runtime",
-            "training/control.py",
-            "training/updates/gradients.py",
-            "training/tensors/foreign.py",
-        )
-    ),
+    *(str(_HERE / part) for part in ("runtime", "training/control.py", "training/updates/gradients.py")),
 )
 """The code that sends, receives and waits; errors of connections come out of it."""
 
