@@ -19,6 +19,7 @@ import threading
 import time
 import types
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -62,6 +63,11 @@ class Program:
     def send_signal(self, number: int) -> None:
         os.kill(self.pid, number)
 
+    def end(self) -> None:
+        """Kill it if it runs."""
+        if self.running:
+            self.kill()
+
     def kill(self) -> None:
         """Kill it, and all that it started in its session."""
         with contextlib.suppress(ProcessLookupError):
@@ -90,6 +96,14 @@ class Program:
         assert self._process.exitcode is not None
         return self._process.exitcode, self._read.decode()
 
+    def abandoned(self, timeout: float) -> int:
+        """Read nothing, as `head` does when it has enough; the exit code."""
+        self._output.close()
+        self._process.join(timeout)
+        self.kill()
+        assert self._process.exitcode is not None
+        return self._process.exitcode
+
     def _more(self, deadline: float) -> bool:
         """Read some output; False at its end."""
         if not select.select([self._output], [], [], max(deadline - time.monotonic(), 0))[0]:
@@ -106,6 +120,30 @@ def run(
     with tempfile.NamedTemporaryFile() as errors:
         code, output = Program(*arguments, cwd=cwd, environment=environment, errors=errors.name).outcome(timeout)
         return subprocess.CompletedProcess(arguments, code, output, errors.read().decode())
+
+
+def run_ranks(
+    number: int, *arguments: str, cwd: Path | str, timeout: float, environment: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run a program in so many processes of one job, as torchrun does; one exit code, and what all of them printed."""
+    given = {**(os.environ if environment is None else environment), **_job(number)}
+    with ExitStack() as stack:
+        errors = [stack.enter_context(tempfile.NamedTemporaryFile()) for _ in range(number)]
+        programs = []
+        for rank, file in enumerate(errors):
+            of_rank = {**given, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            programs.append(Program(*arguments, cwd=cwd, environment=of_rank, errors=file.name))
+            stack.callback(programs[-1].end)
+        codes, outputs = zip(*(program.outcome(timeout) for program in programs), strict=True)
+        told = "".join(file.read().decode() for file in errors)
+        return subprocess.CompletedProcess(arguments, max(codes, key=abs), "".join(outputs), told)
+
+
+def _job(number: int) -> dict[str, str]:
+    """What torchrun tells all processes of a job on one node."""
+    counts = {"WORLD_SIZE": str(number), "LOCAL_WORLD_SIZE": str(number), "NODE_RANK": "0", "GROUP_RANK": "0"}
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(distributed.free_port())}
+    return {**counts, **meeting, "TORCHELASTIC_RUN_ID": "test"}
 
 
 def _main(

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import lightning_gpp
-from tests.interpreter import Program
+from tests.interpreter import run_ranks
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs/reference/python.md").read_text()
@@ -52,12 +52,12 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("script", ["train.py", "api.md"])
-def test_examples_run(script: str, folder: Path) -> None:
+@pytest.mark.parametrize(("script", "ranks"), [("train.py", 3), ("api.md", 1)])
+def test_examples_run(script: str, ranks: int, folder: Path) -> None:
     paths = os.pathsep.join([str(folder), *sys.path])
     environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
-    code, output = Program(script, cwd=folder, environment=environment).outcome(170)
-    assert code == 0, output
+    ended = run_ranks(ranks, script, cwd=folder, timeout=170, environment=environment)
+    assert ended.returncode == 0, ended.stderr
 
 
 def test_importing_loads_nothing_heavy() -> None:

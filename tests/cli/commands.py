@@ -24,7 +24,7 @@ from tests import interpreter
 from tests.distributed import PATIENCE
 from tests.interpreter import ROOT
 
-__all__ = ["ROOT", "called", "check_targets", "command", "commands", "composed", "make_plan"]
+__all__ = ["ROOT", "called", "check_targets", "command", "commands", "composed", "launched", "make_plan"]
 
 
 def composed(*overrides: str, name: str = "train") -> DictConfig:
@@ -39,6 +39,13 @@ def command(
     module = f"lightning_gpp.cli.{name}"
     given = {**os.environ, **environment}
     return interpreter.run("-m", module, *arguments, cwd=cwd, timeout=timeout, environment=given)
+
+
+def launched(
+    number: int, name: str, *arguments: str, cwd: Path, timeout: float = PATIENCE
+) -> subprocess.CompletedProcess[str]:
+    """Run `gpp-<name>` in so many processes, as torchrun does."""
+    return interpreter.run_ranks(number, "-m", f"lightning_gpp.cli.{name}", *arguments, cwd=cwd, timeout=timeout)
 
 
 def called(patch: pytest.MonkeyPatch, name: str, *arguments: str, cwd: Path) -> int | str | None:

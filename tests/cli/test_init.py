@@ -9,7 +9,7 @@ import pytest
 
 from lightning_gpp.cli.init import create
 from lightning_gpp.errors import ConfigError
-from tests.cli.commands import command
+from tests.cli.commands import command, launched
 from tests.interpreter import Program
 
 
@@ -19,7 +19,7 @@ def test_the_project_trains_and_passes_its_test(tmp_path: Path) -> None:
     (line,) = re.findall(r"cd my_project && gpp-train (.*)", result.stdout)
     project = tmp_path / "my_project"
     short = ("trainer.max_epochs=1", "trainer.limit_train_batches=2", "trainer.limit_val_batches=1")
-    trained = command("train", *line.split(), *short, cwd=project)
+    trained = launched(2, "train", *line.split(), *short, cwd=project)
     assert trained.returncode == 0, trained.stderr
     assert next((project / "runs" / "my_project").glob("*/checkpoints/last.ckpt")).is_file()
     code, output = Program("-m", "pytest", "-q", "-p", "no:cacheprovider", cwd=project).outcome(60)

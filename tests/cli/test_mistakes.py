@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,7 +10,9 @@ import pytest
 
 import lightning_gpp
 from lightning_gpp.cli.app import in_order
-from tests.cli.commands import ROOT, called, command
+from tests.cli.commands import called, command
+from tests.distributed import PATIENCE
+from tests.interpreter import Program
 
 PROJECT = {
     "mine.py": "class Model: pass\n",
@@ -118,22 +118,20 @@ def test_help(
 
 @pytest.mark.parametrize("line", ["--help", f"{TWO_TOWER} strategy.search_seconds=0.1 output=plan.yaml"])
 def test_a_reader_may_stop_reading(line: str, tmp_path: Path) -> None:
-    shell = f"{sys.executable} -m lightning_gpp.cli.plan {line} | head -c 1"
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'examples'}"}
-    result = subprocess.run(shell, shell=True, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert (len(result.stdout), result.stderr) == (1, "")
+    errors = tmp_path / "errors"
+    errors.touch()
+    program = Program("-m", "lightning_gpp.cli.plan", *line.split(), cwd=tmp_path, errors=str(errors))
+    program.abandoned(PATIENCE)
+    assert errors.read_text() == ""
     assert (tmp_path / "plan.yaml").exists() == ("output=" in line)
 
 
-def test_an_installed_command_finds_modules_of_the_current_folder(project: Path, tmp_path: Path) -> None:
+def test_an_installed_command_finds_modules_of_the_current_folder(
+    project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Python puts the folder of the command's script in front of the module path, not the current one."""
-    (tmp_path / "script.py").write_text("from lightning_gpp.cli.plan import main; main()")
-    result = subprocess.run(
-        [sys.executable, str(tmp_path / "script.py"), TWO_TOWER, "model._target_=mine.Nothing"],
-        cwd=project,
-        env={"PYTHONPATH": f"{ROOT}:{ROOT / 'examples'}", **os.environ},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert "'Nothing' is importable from module 'mine'" in result.stderr
+    monkeypatch.setattr(sys, "path", [folder for folder in sys.path if folder and Path(folder) != project])
+    sys.modules.pop("mine", None)
+    line = (TWO_TOWER, "model._target_=mine.Nothing", "hydra/job_logging=none", "hydra.output_subdir=null")
+    assert called(monkeypatch, "plan", *line, cwd=project) == 1
+    assert "'Nothing' is importable from module 'mine'" in " ".join(capsys.readouterr().err.split())

@@ -11,7 +11,7 @@ from lightning_gpp.cli.app import quiet_overrides
 from lightning_gpp.cli.train import optimized
 from lightning_gpp.errors import ConfigError
 from lightning_gpp.plan import Plan
-from tests.cli.commands import called, command
+from tests.cli.commands import called, command, launched
 
 SHORT = ("experiment=feature_towers", "debug=default", "trainer.enable_progress_bar=false")
 
@@ -77,7 +77,7 @@ def test_a_module_without_a_test_is_only_trained(tmp_path: Path) -> None:
 
 def test_what_all_ranks_refuse_is_told_once(tmp_path: Path) -> None:
     wrong = ("trainer.devices=2", "strategy.stages={first:[nothing],second:[nothing_else]}")
-    result = command("train", *SHORT, *wrong, cwd=tmp_path)
+    result = launched(2, "train", *SHORT, *wrong, cwd=tmp_path)
     assert result.returncode == 1
     assert result.stderr.count("gpp-train: strategy.stages names the module 'nothing'") == 1
     assert "Traceback" not in result.stderr

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.interpreter import ROOT, Program
+from tests.interpreter import ROOT, run_ranks
 
 pytest.importorskip("jsonargparse")
 
@@ -20,7 +20,8 @@ def test_it_trains(strategy: str, tmp_path: Path) -> None:
     line = LINE.replace("\\\n", " ")
     if strategy == "gpp":
         line = re.sub(r"--trainer\.strategy .*_batches 4", "--trainer.strategy gpp", line)
-    code, output = Program(*line.split(), "--trainer.limit_train_batches", "2", cwd=tmp_path).outcome(170)
-    assert code == 0, output
-    assert "`max_epochs=1` reached" in output
-    assert "The plan" in output
+    short = ("--trainer.limit_train_batches", "2")
+    ended = run_ranks(2, *line.split(), *short, cwd=tmp_path, timeout=170)
+    assert ended.returncode == 0, ended.stderr
+    assert "`max_epochs=1` reached" in ended.stdout + ended.stderr
+    assert "The plan" in ended.stdout + ended.stderr

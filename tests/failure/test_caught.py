@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-import os
 import re
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -19,6 +17,7 @@ from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from lightning_gpp.errors import GPPError
 from lightning_gpp.failure.monitor import FailureMonitor
 from lightning_gpp.failure.processes import say
+from tests import interpreter
 from tests.failure.pipeline_rank import Rank, job, processes_running
 from tests.strategy import harness
 
@@ -242,9 +241,7 @@ def test_an_error_after_the_run_is_the_exit_code_of_the_job(tmp_path: Path) -> N
         "        if self.global_rank == 1: raise ValueError('late')\n"
         "harness.trainer(harness.strategy(self_check=False), 2, max_epochs=1).fit(Late().double(), harness.loader(8))\n"
     )
-    paths = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "PYTHONPATH": paths}
-    ended = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=150)
+    ended = interpreter.run(str(script), cwd=tmp_path, timeout=150)
     assert ended.returncode == 1, ended.stderr
     assert "ValueError: late" in ended.stderr
 

@@ -18,7 +18,9 @@ from torchmetrics.classification import MulticlassAccuracy
 from lightning_gpp import GPPStrategy
 from tests import distributed
 
-distributed.preload("lightning.pytorch", "torchmetrics.classification", "tests.strategy.harness")
+distributed.preload(
+    "lightning.pytorch", "torchmetrics.classification", "tests.strategy.harness", "tests.strategy.captured"
+)
 
 STAGES = [
     {"modules": ["left"], "devices": [1]},
