@@ -177,6 +177,17 @@ def named_tensors(batch: Any, total: int, dims: BatchDims = GUESSED) -> Iterator
             yield name, node.movedim(dim, 0)
 
 
+def loose_rows(batch: Any, dims: BatchDims = GUESSED) -> dict[str, int]:
+    """Rows of the tensors that every micro-batch gets only because they have other rows than samples, by path.
+
+    They may belong to samples, such as several images to each.
+    """
+    total = batch_size_of(batch, dims)
+    tensors = ((name, node) for name, node in _parts(batch, "") if isinstance(node, torch.Tensor) and node.dim())
+    unsaid = ((name, node) for name, node in tensors if _said(name, dims) is None)
+    return {name: len(node) for name, node in unsaid if len(node) > 1 and _dim_of(node, name, total, dims) is None}
+
+
 # --- number of samples
 
 

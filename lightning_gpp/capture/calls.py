@@ -175,9 +175,11 @@ def tied(graph: OperatorGraph, groups: Sequence[frozenset[str]]) -> OperatorGrap
 
 
 def _outlined(module: nn.Module, recording: Recording, call: ModuleCall) -> CallArguments:
-    """The arguments of a call, as tensors without memory."""
+    """The arguments of a call, as tensors without memory, except for those of the example batch."""
 
     def outline(leaf: Any) -> Any:
+        if isinstance(leaf, Ref) and leaf.call in recording.examples:
+            return recording.examples[leaf.call]
         if isinstance(leaf, Ref):
             shape, dtype, grad = recording.calls[leaf.call].outputs[leaf.output]
             return torch.empty(shape, dtype=getattr(torch, dtype), device="meta", requires_grad=grad)
@@ -258,13 +260,16 @@ def _changeable(tensor: Tensor) -> Tensor:
     return tensor if isinstance(tensor, FakeTensor) or not tensor.requires_grad else tensor.clone()
 
 
-def capture_joint(module: nn.Module, batch: Mapping[str, Any], *, context: Entered, device: torch.device) -> Capture:
-    """Capture all network calls of a step, from a `joint_batch`, with a loss behind them.
+def capture_joint(
+    module: nn.Module, batch: Mapping[str, Any], *, context: Entered, device: torch.device, divided: bool = True
+) -> Capture:
+    """Capture all network calls of a step, from a `joint_batch`, with a loss behind them; see `capture_calls`.
 
     Raises:
         CaptureError: a module cannot be captured.
     """
-    return capture_step(module, batch, context=context, device=device, function=joint_loss, dims=_COUNTED)
+    dims = _COUNTED if divided else _UNDIVIDED
+    return capture_step(module, batch, context=context, device=device, function=joint_loss, dims=dims)
 
 
 def joint_batch(arguments: Mapping[str, CallArguments], num_samples: int) -> dict[str, Any]:

@@ -269,6 +269,8 @@ class Recorder(TorchFunctionMode):
         """Take a tensor for an input. `uniform`: its number among the leaves of the batch, if its values are known."""
         call = self._begin(_no_function, BATCH, (), {})
         self._finish(call, tensor, [])
+        if (known := self.examples.get(id(tensor))) is not None:
+            self.recording.examples[call.index] = known
         if uniform is not None:
             self.values.add(tensor)
             self.recording.uniform[call.index] = uniform

@@ -160,6 +160,8 @@ class Recording:
     ambient: CallModes
     calls: list[Recorded] = field(default_factory=list)
     modules: list[ModuleCall] = field(default_factory=list)
+    examples: dict[int, torch.Tensor] = field(default_factory=dict)
+    """The tensors of the example batch, perhaps without memory, by the index of the call that represents them."""
     uniform: dict[int, int] = field(default_factory=dict)
     """Numbers of the leaves of the batch whose values are known, by the index of the call that represents them."""
     decisions: list[tuple[int, int, int]] = field(default_factory=list)

@@ -91,6 +91,7 @@ class Job:
         stored: the state dict of a checkpoint folder, for tensors without memory.
         whole: whether the step that the engine is set up for runs as a whole, on all ranks.
         evaluates_whole: whether validation in training does, too.
+        cuts_calls: whether network calls of a step as a whole may be cut into micro-batches.
         parallel: the tensor parallelism inside stages; None without.
     """
 
@@ -105,6 +106,7 @@ class Job:
     stored: StoredValues | None = None
     whole: bool = False
     evaluates_whole: bool = False
+    cuts_calls: bool = True
     parallel: TensorParallel | None = None
 
     def in_device(self, tree: Any) -> Any:

@@ -15,9 +15,9 @@ from torch.optim import Optimizer
 from lightning_gpp._compat.torch import uncompiled
 from lightning_gpp.capture import Capture
 from lightning_gpp.capture.attributes import Attribute, dotted
-from lightning_gpp.capture.batch import samples_in
+from lightning_gpp.capture.batch import BatchDims, loose_rows, named_tensors, samples_in
 from lightning_gpp.capture.calls import StepCalls
-from lightning_gpp.errors import CaptureError, NoNetworkError, ScheduleError, ShapeError
+from lightning_gpp.errors import CaptureError, GPPError, NoNetworkError, ScheduleError, ShapeError
 from lightning_gpp.plan import Plan
 from lightning_gpp.runtime.transport import Transport
 from lightning_gpp.schedules.continuous import check_continuous
@@ -41,7 +41,13 @@ from lightning_gpp.training.session import Session
 from lightning_gpp.training.tensors.replicas import Layout, Replicas
 from lightning_gpp.training.tensors.shards import without_shards
 from lightning_gpp.training.updates.optimizers import is_first_order
-from lightning_gpp.training.whole.whole_step import can_run_whole, capture_whole, made_for_whole, may_evaluate_whole
+from lightning_gpp.training.whole.whole_step import (
+    can_run_whole,
+    capture_whole,
+    check_whole,
+    made_for_whole,
+    may_evaluate_whole,
+)
 
 
 class Sessions:
@@ -80,6 +86,10 @@ class Sessions:
         self._asynchronous, self._evaluating = asynchronous, evaluating or transport
         self._at_capture = _frozen_in(job.module, captured)
         self._example, self._lengths = example, KnownLengths(job, incoming, asynchronous is None)
+        self._rows: dict[str, tuple[set[str], set[str]]] = {}
+        """Tensors with a row for each sample, and those with other rows, in the first form of each step."""
+        if isinstance(captured, Capture) and not job.whole:
+            self._check_rows(captured.step, example, captured.dims)
 
     def new(self, step: str, batch: Any, *, anew: bool = False) -> Session:
         """A session for the form of the announced mini-batch, which is used only on the rank that runs the step.
@@ -169,6 +179,7 @@ class Sessions:
             try:
                 captured = capture_of(self.job, step, example, self.layout.plan, general=general)
                 if isinstance(captured, Capture):
+                    self._check_rows(step, example, captured.dims)
                     self.incoming.depend_on(captured.decided, example)
                 return captured
             except CaptureError as error:
@@ -176,10 +187,34 @@ class Sessions:
                     raise
                 names = ", ".join(map(dotted, sorted(changed)))
                 raise CaptureError(
-                    f"{names} changed, and with the new values the step cannot run on micro-batches: {error.reason}. "
-                    "Let it run as a whole (strategy.step=whole), in which modules may be called in another way in "
-                    "every step."
+                    f"{names} changed, and with the new values the step cannot run on micro-batches: {error.reason}."
+                    + self._remedy(example)
                 ) from error
+
+    def _check_rows(self, step: str, example: Any, dims: BatchDims) -> None:
+        """Refuse tensors that had one row for each sample and have others now, or the other way round."""
+        samples = samples_in(example, dims)
+        if samples == 1:
+            return
+        owned, loose = {name for name, _ in named_tensors(example, samples, dims)}, loose_rows(example, dims)
+        first_owned, first_loose = self._rows.setdefault(step, (owned, set(loose)))
+        for name in sorted((first_owned & loose.keys()) | (first_loose & owned)):
+            raise CaptureError(
+                f"{name!r} has {loose.get(name, samples)} rows for {samples} samples; in an earlier mini-batch it "
+                f"{'had' if name in first_owned else 'did not have'} one for each. If every micro-batch needs all of "
+                f"them, say strategy.batch_dims={{{name}: null}}. If they belong to samples, nobody says which are "
+                f"whose.{self._remedy(example)}"
+            )
+
+    def _remedy(self, example: Any) -> str:
+        """The step as a whole, if it can be captured on this mini-batch."""
+        job = replace(self.job, whole=True)
+        try:
+            check_whole(job.options)
+            capture_whole(job, example)
+        except GPPError:
+            return ""
+        return " The step can run as a whole, on undivided mini-batches of any form: strategy.step=whole."
 
 
 def _frozen_in(module: nn.Module, captured: Captured) -> FrozenAttributes:

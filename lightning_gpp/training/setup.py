@@ -164,7 +164,7 @@ def _set_up(
     equalise(job.module, job.control)
     with job.host.unheard(), alone():
         if compared:
-            check_first(job, captured, plan, batch, transport)
+            job = check_first(job, captured, plan, batch, transport)
     if not (job.whole and job.control.num_processes == 1):
         for optimizer in optimizers:
             check_first_order(optimizer)

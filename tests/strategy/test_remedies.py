@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_gpp.errors import ForeignTensorError
+from lightning_gpp.errors import CaptureError, ForeignTensorError
 from tests.strategy import harness
 
 STAGES = {"first": 1, "second": 0}
@@ -29,6 +29,9 @@ class Plain(pl.LightningModule):
 
     def batch(self) -> Any:
         return numbers(4, 4)
+
+    def batches(self) -> list[Any]:
+        return [self.batch()]
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return self.second(self.first(batch).tanh()).square().mean()
@@ -105,7 +108,7 @@ def fit(strategy: Any, devices: int, kind: str) -> dict[str, Any]:
     trainer = harness.trainer(strategy, devices, max_epochs=3)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        trainer.fit(module, DataLoader([module.batch()], batch_size=None))
+        trainer.fit(module, DataLoader(module.batches(), batch_size=None))
     return {
         "state": {name: value.clone() for name, value in module.state_dict().items() if not value.is_meta},
         "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
@@ -114,7 +117,7 @@ def fit(strategy: Any, devices: int, kind: str) -> dict[str, Any]:
 
 
 def divided(rank: int, kind: str, settings: dict[str, Any]) -> dict[str, Any]:
-    stages = {"first.embedding": 1, "first.head": 0} if kind == "Rows" else STAGES
+    stages = {"first.embedding": 1, "first.head": 0} if issubclass(KINDS[kind], Rows) else STAGES
     return fit(harness.strategy(**{"stages": stages, "num_micro_batches": 2, **settings}), 2, kind)
 
 
@@ -133,13 +136,44 @@ def test_parameters_outside_of_a_frozen_network_are_trained(kind: str, settings:
     check(kind, settings)
 
 
-def test_rows_of_samples_are_never_silently_wrong_and_the_named_remedy_works() -> None:
-    for settings in ({}, {"step": "whole"}):
-        (found, _) = harness.run(2, divided, "Rows", settings)
-        (text,) = found["warned"]
-        assert "strategy.num_micro_batches=1" in text
-        assert "strategy.step=whole" not in text
-        assert not check("Rows", {**settings, "num_micro_batches": 1})
+@pytest.mark.parametrize("settings", [{}, {"step": "whole"}])
+def test_rows_that_belong_to_samples_train_undivided(settings: dict[str, Any]) -> None:
+    assert any("undivided mini-batches" in text for text in check("Rows", settings))
+    assert not check("Rows", {**settings, "num_micro_batches": 1})
+
+
+class MoreRows(Rows):
+    """One row for each sample of the first mini-batch, and more of the second."""
+
+    def batches(self) -> list[Any]:
+        later = {"ids": torch.tensor([[1, 1], [1, 2]]), "rows": numbers(3, 4)}
+        return [{"ids": torch.tensor([[1, 2], [2, 1]]), "rows": numbers(2, 4)}, later]
+
+
+class Weighted(Plain):
+    """Every micro-batch needs all weights, which are once as many as samples."""
+
+    def batches(self) -> list[Any]:
+        return [{"x": numbers(count, 4), "weights": torch.ones(3, dtype=torch.float64)} for count in (4, 3)]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch["x"], batch_idx) * batch["weights"].sum()
+
+
+KINDS.update(MoreRows=MoreRows, Weighted=Weighted)
+
+
+def changed_rows(rank: int, kind: str) -> str:
+    with pytest.raises(CaptureError) as caught:
+        divided(rank, kind, {})
+    return str(caught.value)
+
+
+def test_rows_that_count_samples_only_in_some_mini_batches_are_refused_with_lines_that_work() -> None:
+    assert all("strategy.step=whole" in text for text in harness.run(2, changed_rows, "MoreRows"))
+    check("MoreRows", {"step": "whole"})
+    assert all("strategy.batch_dims={weights: null}" in text for text in harness.run(2, changed_rows, "Weighted"))
+    assert not check("Weighted", {"batch_dims": {"weights": None}})
 
 
 def test_a_step_as_a_whole_is_named_where_it_works() -> None:

@@ -15,7 +15,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,8 +24,7 @@ from torch.random import fork_rng
 
 from lightning_gpp._compat.torch import BatchNorm
 from lightning_gpp.capture import Capture, slice_batch
-from lightning_gpp.capture.batch import cut_note, cut_of
-from lightning_gpp.capture.calls import joint_batch
+from lightning_gpp.capture.batch import cut_note, cut_of, loose_rows
 from lightning_gpp.capture.loss import loss_of, trained_loss
 from lightning_gpp.errors import GPPError, IndivisibleError, SelfCheckError
 from lightning_gpp.measure.memory import free_bytes
@@ -38,9 +37,9 @@ from lightning_gpp.stages import build
 from lightning_gpp.stages.counts import counted
 from lightning_gpp.stages.step import Invocation, StepRunner
 from lightning_gpp.stages.undivided import Captured, Undivided
-from lightning_gpp.training.checks.copies import given_arguments, silent_copy, unnoticed
+from lightning_gpp.training.checks.copies import given_arguments, silent_copy
 from lightning_gpp.training.checks.results import differing, forget_vectors, norms, projections
-from lightning_gpp.training.checks.undivided import CutComparison, difference, few_samples, tried
+from lightning_gpp.training.checks.undivided import OFF, CutComparison, difference, few_samples, normalises, tried
 from lightning_gpp.training.control import Control
 from lightning_gpp.training.data.incoming import outline
 from lightning_gpp.training.host import TRAINING, Job
@@ -48,6 +47,7 @@ from lightning_gpp.training.session import DATA_STREAM, Session
 from lightning_gpp.training.tensors.parameters import Placement, bytes_of, place, tensors_of
 from lightning_gpp.training.whole.whole_step import capture_whole, check_whole
 from lightning_gpp.user_code import line_of
+from lightning_gpp.wording import counted as counted_in
 
 log = logging.getLogger(__name__)
 
@@ -66,17 +66,29 @@ def refuses_check(job: Job, plan: Plan) -> str:
     return ""
 
 
-def check_first(job: Job, captured: Captured, plan: Plan, batch: Any, transport: Transport) -> None:
+class Findings(NamedTuple):
+    """How logged values follow from those of micro-batches, if not as those of batches do, by name; and whether the
+    network calls of a step as a whole have other results in micro-batches.
+    """
+
+    combined: Mapping[str, str] = {}
+    calls_differ: bool = False
+
+
+def check_first(job: Job, captured: Captured, plan: Plan, batch: Any, transport: Transport) -> Job:
     """Compare split and unsplit model on the first pipeline if the user wants it and it is possible. All ranks call
     this.
+
+    Returns:
+        The job; network calls that differ in micro-batches are not cut.
 
     Raises:
         IndivisibleError: on all ranks of all pipelines.
         SelfCheckError: see `self_check`.
     """
     if captured.step != TRAINING or isinstance(captured, Undivided) or not _wanted(job, plan):
-        return
-    outcome: Mapping[str, str] | IndivisibleError = {}
+        return job
+    outcome: Findings | IndivisibleError = Findings()
     if job.control.pipeline == 0:
         with undisturbed(), fork_rng([] if job.device.type == "cpu" else [job.device]):
             try:
@@ -87,7 +99,8 @@ def check_first(job: Job, captured: Captured, plan: Plan, batch: Any, transport:
     outcome = job.control.broadcast(outcome)
     if isinstance(outcome, IndivisibleError):
         raise outcome
-    job.host.combine(outcome)
+    job.host.combine(outcome.combined)
+    return replace(job, cuts_calls=job.cuts_calls and not outcome.calls_differ)
 
 
 def _wanted(job: Job, plan: Plan) -> bool:
@@ -118,7 +131,7 @@ def samples_of(plan: Plan, batch_size: int) -> int:
     return min(batch_size, *(stage.micro_batch_size for stage in plan.stages))
 
 
-def self_check(job: Job, captured: Capture, plan: Plan, batch: Any, transport: Transport) -> Mapping[str, str]:
+def self_check(job: Job, captured: Capture, plan: Plan, batch: Any, transport: Transport) -> Findings:
     """Compare split and unsplit model on the first samples of `batch`. All ranks of one pipeline call this together.
 
     Warns if the same samples, undivided, have another loss than in micro-batches.
@@ -131,11 +144,10 @@ def self_check(job: Job, captured: Capture, plan: Plan, batch: Any, transport: T
         transport: transport to the other devices.
 
     Returns:
-        How logged values follow from those of micro-batches, if not as those of batches do, by name; found on the rank
-            that runs the step.
+        What was found on the rank that runs the step.
 
     Raises:
-        IndivisibleError: on all ranks: the step cannot run on these samples.
+        IndivisibleError: on all ranks: the step cannot run on these samples, or may give them rows of others.
         SelfCheckError: on all ranks, naming what differs.
     """
     control, samples = job.control, samples_of(plan, captured.batch_size)
@@ -153,19 +165,31 @@ def self_check(job: Job, captured: Capture, plan: Plan, batch: Any, transport: T
                 if (comparison := _comparison(job, step, captured, plan, batch, expected.dtype)) is not None:
                     warning = difference(comparison, told.append)
                     combined = comparison.combined
+                if warning and (rows := loose_rows(batch, captured.dims)) and not job.whole:
+                    failure = _rows_of_others(rows, captured.batch_size, warning)
             del whole
         if failure := _anywhere(control, failure):
             raise IndivisibleError(failure)
         actual, stages = _split(job, captured, plan, transport, part, samples)
     found = _compare(job, stages, expected, actual, TOLERANCES[least_precise(job, captured, expected.dtype)])
-    works = partial(_whole_works, job, plan, batch, expected.dtype)
+    works = partial(_whole_works, job, batch)
     if warning and not found:
-        control.warn(tried(warning, works))
+        control.warn(warning if job.whole else tried(warning, works))
     for text in told:
         (job.host.inform if control.first else log.info)(tried(text, works))
     if verdict := _anywhere(control, tried(found, works)):
         raise SelfCheckError(verdict)
-    return combined
+    return Findings(combined, job.whole and bool(warning) and not normalises(job.module))
+
+
+def _rows_of_others(rows: Mapping[str, int], samples: int, difference: str) -> str:
+    """The refusal of a batch with rows of which nobody says whose they are."""
+    name, count = next(iter(rows.items()))
+    return (
+        f"{name!r} has {counted_in(count, 'row')} for {counted_in(samples, 'sample')}. If they belong to samples, such "
+        "as several images to each, nobody says which are whose; if every micro-batch needs all of them, say "
+        f"strategy.batch_dims={{{name}: null}}. {difference.removesuffix(OFF).strip()}"
+    )
 
 
 def _anywhere(control: Control, found: str) -> str:
@@ -238,8 +262,8 @@ def _comparison(
     )
 
 
-def _whole_works(job: Job, plan: Plan, batch: Any, dtype: torch.dtype) -> bool:
-    """True if the step can run as a whole, and its network calls compute the same on micro-batches."""
+def _whole_works(job: Job, batch: Any) -> bool:
+    """True if the step can run as a whole on this mini-batch."""
     if job.whole:
         return False
     job = replace(job, whole=True)
@@ -249,11 +273,8 @@ def _whole_works(job: Job, plan: Plan, batch: Any, dtype: torch.dtype) -> bool:
         used = {name for operator in captured.graph for name in (*operator.parameters, *operator.buffers)}
         if job.control.num_devices > 1 and found.states & used:  # see check_states
             return False
-        given = joint_batch(given_arguments(job, found, batch), captured.batch_size)
-        step = StepRunner(module=silent_copy(job.module, job.device), returns_loss=True, dims=captured.dims)
-        compared = _comparison(job, step, captured, plan, given, dtype)
-        with unnoticed(job):
-            return compared is None or compared.total <= compared.size or not compared.warning()
+        given_arguments(job, found, batch)
+        return True
     except Exception as error:  # refused, or user code on copies
         log.info("strategy.step=whole was tried, and refused: %s", error)
         return False

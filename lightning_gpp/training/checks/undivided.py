@@ -52,7 +52,7 @@ _ABSURD: Final = 10.0
 WHOLE: Final = "strategy.step=whole"
 UNCUT: Final = "strategy.num_micro_batches=1"
 """Options that give the step, or also its network calls, undivided mini-batches."""
-_OFF: Final = "strategy.self_check=false ends this comparison."
+OFF: Final = "strategy.self_check=false ends this comparison."
 _DEPENDENT: Final = (
     "Samples depend on each other or do not count the same (a contrastive loss, a mean over unmasked tokens), the step "
     "or a module keeps state between its calls, or the batch is cut along a dimension that does not count samples (say "
@@ -140,12 +140,12 @@ class CutComparison:
         if self._same(whole, parts):
             return self._logged_otherwise(whole, parts)
         if self.of_calls:
-            return _calls_differ(self.total, self.size)
+            return _calls_differ(self.total, self.size, normalises(self.module))
         rate = distance(parts.gradients, whole.gradients) / max(whole.norm, 1e-30)
         return (
             f"The loss of the first {self.total} samples is {whole.sum:.6g} undivided, and {self._loss(parts):.6g} as "
             f"the {'sum' if self.sums else 'mean'} over micro-batches of {self.size}; their gradients differ{_by(rate)}"
-            f". So training in micro-batches is not training on one device. {self._cause(whole, parts)} {_OFF}"
+            f". So training in micro-batches is not training on one device. {self._cause(whole, parts)} {OFF}"
         )
 
     def _logged_otherwise(self, whole: Result, parts: Result) -> str:
@@ -175,8 +175,7 @@ class CutComparison:
             return f"This loss is a {'mean' if self.sums else 'sum'} over samples: set strategy.loss_reduction."
         if found := [str(by) for by in self._counting()]:
             return _is_mean_over(found)
-        normalises = any(isinstance(part, BatchNorm) and part.training for part in self.module.modules())
-        return f"{_NORMALISES} {_DEPENDENT}" if normalises else _DEPENDENT
+        return f"{_NORMALISES} {_DEPENDENT}" if normalises(self.module) else _DEPENDENT
 
     def _counting(self) -> list[Counted]:
         """The entries over which the loss may be a mean: with them micro-batches have the gradient of all samples."""
@@ -271,14 +270,24 @@ def _is_mean_over(found: Sequence[str]) -> str:
     )
 
 
-def _calls_differ(samples: int, size: int) -> str:
+def _calls_differ(samples: int, size: int, normalised: bool) -> str:
     """The warning of network calls whose results depend on the micro-batches in which they are computed."""
-    return (
+    text = (
         f"The network calls of the step, which runs as a whole, have other results for {samples} samples at once than "
-        f"for micro-batches of {size}: an argument has another number of rows than samples (several images per sample "
-        "in one tensor), or a module combines samples. So this is not training on one device. "
-        f"{UNCUT} leaves network calls undivided. {_OFF}"
+        f"for micro-batches of {size}: "
     )
+    if normalised:
+        return f"{text}BatchNorm normalises each by itself. {UNCUT} leaves network calls undivided. {OFF}"
+    return (
+        f"{text}an argument has another number of rows than samples (several images per sample in one tensor), or a "
+        "module combines samples. So they get undivided mini-batches, and devices wait for each other. strategy."
+        "self_check=false cuts them."
+    )
+
+
+def normalises(module: nn.Module) -> bool:
+    """True if a layer of the module computes statistics of the samples that it gets."""
+    return any(isinstance(part, BatchNorm) and part.training for part in module.modules())
 
 
 def _no_means(names: Sequence[str]) -> str:
@@ -288,5 +297,5 @@ def _no_means(names: Sequence[str]) -> str:
         f"{some(names, most=5)}, which the training step logs, {'are' if many else 'is'} no mean over samples. It runs "
         "once for each micro-batch, so the mean over micro-batches is logged, and not what one device logs. Training "
         "itself is that of one device. Log a metric object (self.log(name, self.metric)), whose state is that of all "
-        f"samples, or set {WHOLE}. {_OFF}"
+        f"samples, or set {WHOLE}. {OFF}"
     )

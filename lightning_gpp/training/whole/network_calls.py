@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_gpp._compat.torch import BatchNorm, accumulator_of, graph_is_kept, pytree, will_run
+from lightning_gpp._compat.torch import accumulator_of, graph_is_kept, pytree, will_run
 from lightning_gpp.capture.attributes import is_plain
 from lightning_gpp.capture.calls import call_batch, capture_calls, samples_of_call
 from lightning_gpp.errors import CaptureError, GPPError
@@ -29,6 +29,7 @@ from lightning_gpp.plan import Plan
 from lightning_gpp.runtime.random import RandomStreams, undisturbed
 from lightning_gpp.runtime.transport import Transport
 from lightning_gpp.stages.answers import Answers
+from lightning_gpp.training.checks.undivided import normalises
 from lightning_gpp.training.control import Mirror
 from lightning_gpp.training.data.frozen import FrozenAttributes, SessionCache
 from lightning_gpp.training.data.incoming import outline, signature
@@ -61,6 +62,8 @@ class NetworkCalls:
         self._sessions = SessionCache[CallSession](job.control.warn)
         self._frozen = FrozenAttributes(job.module)
         self._undivided: set[Hashable] = set()
+        self._rows: dict[str, list[bool]] = {}
+        self._told: set[str] = set()
         with torch.inference_mode(False), torch.enable_grad():
             self._token = torch.zeros((), requires_grad=True)
             self._accumulator = accumulator_of(self._token)
@@ -132,7 +135,7 @@ class NetworkCalls:
         given = tuple(repr(leaf) if is_plain(leaf) else type(leaf) for leaf in others)
         values, changing = (given, self._frozen.announce()), partial(_changing, path, self._frozen)
         make = partial(self._new, path, batch, needs, module)
-        if form not in self._undivided:
+        if self._job.cuts_calls and self._has_known_rows(path, arguments) and form not in self._undivided:
             try:
                 return self._sessions.get((form, values)) or self._sessions.make((form, values), make, changing)
             except CaptureError:  # perhaps because tensors differ in the dimension that counts samples
@@ -140,6 +143,25 @@ class NetworkCalls:
         shapes = tuple(leaf.shape for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor))
         key, make = ((form, shapes), values), partial(make, divided=False)
         return self._sessions.get(key) or self._sessions.make(key, make, changing)
+
+    def _has_known_rows(self, path: str, arguments: Any) -> bool:
+        """True if the same arguments count samples as in the first call; a warning if not, so that no other is cut."""
+        samples = samples_of_call(arguments)
+        if samples == 1:
+            return True
+        tensors = [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor) and leaf.dim()]
+        counts = [len(tensor) == samples for tensor in tensors]
+        first = self._rows.setdefault(path, counts)
+        if len(first) != len(counts) or first == counts:
+            return True
+        if path not in self._told:
+            self._told.add(path)
+            self._job.control.warn(
+                f"An argument of {named(path)} had one row for each sample, and has not in this call, or the other way "
+                "round. Calls like this one get undivided mini-batches. If rows belong to samples (images), set "
+                "strategy.num_micro_batches=1, which leaves all calls undivided."
+            )
+        return False
 
     def _new(
         self, path: str, batch: Mapping[str, Any], needs: Sequence[bool], module: nn.Module, divided: bool = True
@@ -149,7 +171,7 @@ class NetworkCalls:
         captured = capture_calls(job.module, example, context=context, device=job.device, divided=divided)
         session = CallSession(job, captured, *places, self._transport, self._streams, divided=divided)
         self._frozen.add(session.pipeline.frozen, {})
-        if session.is_cut and not self._warned and _normalises(module):
+        if session.is_cut and not self._warned and normalises(module):
             self._warned = True
             job.control.warn(
                 f"BatchNorm in {named(path)} normalises each micro-batch by itself, and updates its running statistics "
@@ -164,10 +186,6 @@ def _changing(path: str, frozen: FrozenAttributes) -> str:
 
 _MOST_CALLS = 1 << 20
 """More than the network calls of any step; numbers of calls are unique in a run."""
-
-
-def _normalises(module: nn.Module) -> bool:
-    return any(isinstance(part, BatchNorm) and part.training for part in module.modules())
 
 
 def _needing(batch: Any, needs: Sequence[bool]) -> Any:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -21,12 +22,13 @@ from lightning_gpp.capture import Capture
 from lightning_gpp.capture.batch import samples_in
 from lightning_gpp.capture.calls import (
     StepCalls,
+    call_batch,
     capture_joint,
     find_calls,
     joint_batch,
     tied,
 )
-from lightning_gpp.errors import ConfigError, GPPError
+from lightning_gpp.errors import CaptureError, ConfigError, GPPError
 from lightning_gpp.option import refuse_beside
 from lightning_gpp.plan import Plan
 from lightning_gpp.runtime.transport import Transport
@@ -183,7 +185,11 @@ def capture_found(
     module: nn.Module, found: StepCalls, example: Any, options: Options, context: Context, device: torch.device
 ) -> Capture:
     """Capture the network calls that were found in a step, together; see `capture_whole`."""
-    captured = capture_joint(module, joint_batch(found.arguments, samples_in(example)), context=context, device=device)
+    capture = partial(capture_joint, module, context=context, device=device)
+    try:
+        captured = capture(joint_batch(found.arguments, samples_in(example)))
+    except CaptureError:  # perhaps because rows of an argument are no samples
+        captured = capture(call_batch(found.arguments, samples_in(example)), divided=False)
     if options.stages is not None:  # they are checked afterwards
         return captured
     return replace(captured, graph=tied(captured.graph, found.coupled))
