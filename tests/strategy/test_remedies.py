@@ -235,8 +235,8 @@ class Routed(pl.LightningModule):
         kinds = {"output_router_logits": True, "attn_implementation": "eager", "experts_implementation": "eager"}
         self.model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes, **heads, **kinds))
 
-    def batch(self) -> Any:
-        return torch.randint(0, 30, (4, 9), generator=torch.Generator().manual_seed(3))
+    def batches(self) -> list[Any]:
+        return [torch.randint(0, 30, (4, 9), generator=torch.Generator().manual_seed(3))]
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss: Tensor = self.model(input_ids=batch, labels=batch).loss
@@ -250,9 +250,9 @@ KINDS["Routed"] = Routed  # type: ignore[assignment]
 
 
 @pytest.mark.acceptance
-def test_a_step_as_a_whole_is_not_named_for_a_model_that_refuses_it() -> None:
-    (found, _) = harness.run(2, divided, "Routed", {"stages": None, "num_pipelines": 1})
+def test_a_step_as_a_whole_is_named_for_a_loss_over_all_tokens_and_works() -> None:
+    free = {"stages": None, "num_pipelines": 1}
+    (found, _) = harness.run(2, divided, "Routed", free)
     (text,) = found["warned"]
-    assert "strategy.num_micro_batches=1" in text
-    assert "strategy.step=whole" not in text
-    assert not check("Routed", {"stages": None, "num_pipelines": 1, "num_micro_batches": 1})
+    assert "strategy.step=whole" in text
+    check("Routed", {**free, "step": "whole"})
