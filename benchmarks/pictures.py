@@ -22,9 +22,8 @@ from lightning_gpp.plan import SOURCE, STEP, Edge, Plan, Stage
 from lightning_gpp.planning import Prediction, Request
 from lightning_gpp.planning.problem.prediction import simulated
 from lightning_gpp.reports import svg
-from lightning_gpp.reports.gantt import Chart
 from lightning_gpp.reports.graph import GraphPicture
-from lightning_gpp.reports.timeline import summary
+from lightning_gpp.reports.timeline import Chart, summary
 from lightning_gpp.reports.units import duration, percent, size
 from lightning_gpp.schedules import compile_program
 from lightning_gpp.simulation import StageCost, StageCosts, simulate

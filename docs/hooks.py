@@ -19,7 +19,7 @@ import yaml
 from lightning_gpp.option import Option, options_of
 from lightning_gpp.planning.problem.partitioner import PARTITIONERS
 from lightning_gpp.registry import Registry
-from lightning_gpp.runtime.weights.registry import WEIGHT_POLICIES
+from lightning_gpp.runtime.weights.policy import WEIGHT_POLICIES
 from lightning_gpp.schedules.registry import SCHEDULES
 from lightning_gpp.training.options import Options
 

@@ -21,7 +21,7 @@ from lightning_gpp.option import options_of
 from lightning_gpp.plan import Plan
 from lightning_gpp.planning.problem.partitioner import PARTITIONERS
 from lightning_gpp.registry import Registry
-from lightning_gpp.runtime.weights.registry import WEIGHT_POLICIES
+from lightning_gpp.runtime.weights.policy import WEIGHT_POLICIES
 from lightning_gpp.schedules.registry import SCHEDULES
 from lightning_gpp.training.options import Options
 from tests.pages import DOCS, ROOT, SITE, blocks

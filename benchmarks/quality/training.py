@@ -16,7 +16,7 @@ from benchmarks.quality.stages import PartsStage, Stream, computed, plan_of, slo
 from benchmarks.quality.tasks import TASKS, Samples, Task
 from lightning_gpp.runtime import Executor
 from lightning_gpp.runtime.weights import make_policy
-from lightning_gpp.runtime.weights.context import update, weights_of
+from lightning_gpp.runtime.weights.policy import update, weights_of
 from lightning_gpp.schedules.continuous import continuous_program
 from lightning_gpp.schedules.delayed import on_one_device
 from lightning_gpp.schedules.program import Program

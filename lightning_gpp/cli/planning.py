@@ -12,7 +12,7 @@ from lightning_gpp.errors import ConfigError
 from lightning_gpp.planning import Prediction
 from lightning_gpp.planning.assignment.layout import layout_mismatch
 from lightning_gpp.reports import graph_svg, prediction_text, terminal_width, timeline_svg
-from lightning_gpp.reports.page import report_html
+from lightning_gpp.reports.report import report_html
 from lightning_gpp.reports.terminal import wrapped
 from lightning_gpp.simulation import trace_of
 from lightning_gpp.training.tensors.replicas import idle_sharding

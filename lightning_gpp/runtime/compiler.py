@@ -9,8 +9,17 @@ from typing import Any, Final
 
 from lightning_gpp.errors import PlanError, ScheduleError
 from lightning_gpp.plan import SOURCE
-from lightning_gpp.runtime.boundary import EdgeTensors, borders, carried, hand_out_zeros, promises
-from lightning_gpp.runtime.module_state import ModuleState
+from lightning_gpp.runtime.boundary import (
+    EdgeTensors,
+    Receive,
+    Send,
+    TransferLink,
+    borders,
+    carried,
+    hand_out_zeros,
+    promises,
+    releasing,
+)
 from lightning_gpp.runtime.offload import HostLink, Offloaded, offloading
 from lightning_gpp.runtime.operations import (
     ComputeBackward,
@@ -27,18 +36,15 @@ from lightning_gpp.runtime.operations import (
     drawing,
     gathering,
     nothing,
-    releasing,
     with_weights,
 )
 from lightning_gpp.runtime.random import RandomStreams
 from lightning_gpp.runtime.receipts import receipts
-from lightning_gpp.runtime.recompute import RecomputedForward
-from lightning_gpp.runtime.sharding.interface import StageSync
+from lightning_gpp.runtime.recompute import ModuleState, RecomputedForward
 from lightning_gpp.runtime.split import SplitBackward, Splitter
-from lightning_gpp.runtime.stage import DataSource, MicroBatch, Slot, StageModule
-from lightning_gpp.runtime.transport import Receive, Send, TransferLink
+from lightning_gpp.runtime.stage import DataSource, MicroBatch, Slot, StageModule, StageSync
 from lightning_gpp.runtime.weights.derived import Derived, Derives
-from lightning_gpp.runtime.weights.interface import WeightPolicy
+from lightning_gpp.runtime.weights.policy import WeightPolicy
 from lightning_gpp.schedules.actions import COLLECTIVES, COMPUTING, RELEASES, Action, Kind
 from lightning_gpp.schedules.continuous import delays_of
 from lightning_gpp.schedules.program import Instruction, Message, Op, Program
@@ -141,7 +147,7 @@ class Compiler:
         return self._receive(message).start
 
     def _wait(self, message: Message, arrived: Sequence[Send]) -> Operation:
-        wait: Operation = self._receive(message).wait
+        wait = self._receive(message).wait
         return releasing(wait, arrived, self._lane.state.device) if arrived else wait
 
     def _compute(self, action: Action) -> Operation:

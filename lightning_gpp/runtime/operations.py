@@ -4,7 +4,7 @@ mini-batch to the next is looked up when they are made; `run()` only moves tenso
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -14,30 +14,15 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from lightning_gpp._compat.torch import FakeTensor
 from lightning_gpp.errors import GPPError
-from lightning_gpp.runtime.boundary import EdgeTensors, MessageTensors, Promise, check_promises, hand_out
+from lightning_gpp.runtime.boundary import DeviceState, EdgeTensors, MessageTensors, Promise, check_promises, hand_out
 from lightning_gpp.runtime.random import RandomStreams
-from lightning_gpp.runtime.sharding.interface import StageSync
 from lightning_gpp.runtime.split import SplitBackward
-from lightning_gpp.runtime.stage import LOSS, DataSource, MicroBatch, StageModule
-from lightning_gpp.runtime.transport import Send
-from lightning_gpp.runtime.weights.interface import Use, WeightPolicy
+from lightning_gpp.runtime.stage import LOSS, DataSource, MicroBatch, StageModule, StageSync
+from lightning_gpp.runtime.weights.policy import Use, WeightPolicy
 from lightning_gpp.schedules.actions import Action, Kind
 
 StageForward = Callable[[Mapping[str, Tensor], MicroBatch], dict[str, Tensor]]
 """`StageModule.forward`, inside the stage's random stream if it has one."""
-
-
-class DeviceState:
-    """State that all actions of a device share, for all mini-batches.
-
-    Attributes:
-        token: the tensor that artificial edges carry.
-        steady: whether the current period is complete; it is not while a continuous pipeline fills or drains.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.token = torch.zeros(1, dtype=torch.uint8, device=device)
-        self.steady = True
 
 
 class State:
@@ -322,19 +307,6 @@ def with_weights(weights: WeightPolicy, action: Action, state: State, operation:
         enter(use)
         operation()
         leave(use)
-
-    return run
-
-
-def releasing(wait: Operation, sends: Sequence[Send], device: DeviceState) -> Operation:
-    """A wait that proves the arrival of sends and releases them; while the pipeline fills, it proves nothing."""
-
-    def run() -> None:
-        wait()
-        if not device.steady:
-            return
-        for send in sends:
-            send.release()
 
     return run
 

@@ -19,8 +19,8 @@ from torch.autograd.graph import GradientEdge
 from lightning_gpp.errors import add_note
 from lightning_gpp.runtime.compiler import message_of
 from lightning_gpp.runtime.executor import Executor
-from lightning_gpp.runtime.module_state import Snapshot
 from lightning_gpp.runtime.offload import KeptTensors
+from lightning_gpp.runtime.recompute import Snapshot
 from lightning_gpp.runtime.transport import Transport
 from lightning_gpp.schedules.actions import Kind
 from lightning_gpp.schedules.program import Instruction, Op, Program

@@ -21,7 +21,7 @@ from lightning_gpp.runtime.random import RandomStreams, undisturbed
 from lightning_gpp.runtime.stage import MicroBatch, StageModule, StageWrapper
 from lightning_gpp.runtime.transport import Transport
 from lightning_gpp.runtime.weights import Weights
-from lightning_gpp.runtime.weights.context import weights_of
+from lightning_gpp.runtime.weights.policy import weights_of
 from lightning_gpp.schedules import Program, compile_program
 from lightning_gpp.schedules.actions import COLLECTIVES
 from lightning_gpp.schedules.continuous import streaming_program

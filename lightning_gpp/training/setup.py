@@ -33,8 +33,7 @@ from lightning_gpp.errors import (
 from lightning_gpp.plan import Plan
 from lightning_gpp.planning.search import REMARK
 from lightning_gpp.reports import plan_table, terminal_width
-from lightning_gpp.reports.progress import search_progress
-from lightning_gpp.reports.terminal import wrapped
+from lightning_gpp.reports.terminal import search_progress, wrapped
 from lightning_gpp.runtime.transport import DistributedTransport, pairs_of
 from lightning_gpp.runtime.weights import WeightPolicy, Weights, make_policy
 from lightning_gpp.schedules.delayed import plan_on_one_device

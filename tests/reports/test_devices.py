@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from lightning_gpp.plan import Plan
 from lightning_gpp.planning import Prediction
 from lightning_gpp.reports import comparison_table, devices_text
-from lightning_gpp.reports.devices import devices_in_flight
+from lightning_gpp.reports.tables import devices_in_flight
 from lightning_gpp.schedules import Kind, compile_program
 from lightning_gpp.simulation import StageCosts, simulate
 from tests.strategies import chain, plan_of, plans, towers

@@ -7,8 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_gpp.plan import Edge, Plan, Stage
-from lightning_gpp.reports.graph import GAP_X, HEIGHT, WIDTH, GraphPicture
-from lightning_gpp.reports.layers import layers
+from lightning_gpp.reports.graph import GAP_X, HEIGHT, WIDTH, GraphPicture, layers
 
 
 @st.composite

@@ -9,7 +9,7 @@ from html.parser import HTMLParser
 import pytest
 
 from lightning_gpp.planning import Prediction
-from lightning_gpp.reports.page import report_html
+from lightning_gpp.reports.report import report_html
 from lightning_gpp.schedules import compile_program
 from lightning_gpp.simulation import Link, Span, StageCosts, Timeline, simulate
 from tests.strategies import towers

@@ -8,7 +8,7 @@ import pytest
 
 from lightning_gpp.planning import Prediction
 from lightning_gpp.reports import prediction_text
-from lightning_gpp.reports.page import report_html
+from lightning_gpp.reports.report import report_html
 from lightning_gpp.schedules import compile_program
 from lightning_gpp.simulation import StageCosts, simulate, simulate_period
 from tests.strategies import chain

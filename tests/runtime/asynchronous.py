@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from lightning_gpp.plan import Plan
 from lightning_gpp.runtime import DistributedTransport, Executor, GradientSync, Mesh, MicroBatch, pairs_of
 from lightning_gpp.runtime.weights import Use, WeightPolicy, Weights, make_policy
-from lightning_gpp.runtime.weights.context import update, weights_of
+from lightning_gpp.runtime.weights.policy import update, weights_of
 from lightning_gpp.schedules.continuous import continuous_program
 from lightning_gpp.schedules.delayed import on_one_device
 from lightning_gpp.schedules.program import Program
@@ -99,10 +99,12 @@ class OfPipeline:
     """The policy of a device that does the work of several pipelines, for one of them.
 
     `first`: for every stage the number of its first micro-batch among those of all pipelines.
+    `log`: gets every use as stage, mini-batch, micro-batch, "F" or "B", and version of the weights.
     """
 
     policy: WeightPolicy
     first: Mapping[int, int]
+    log: list[tuple[int, int, int, str, int]]
 
     @property
     def rewrites(self) -> bool:
@@ -110,15 +112,21 @@ class OfPipeline:
 
     def enter_forward(self, use: Use) -> None:
         self.policy.enter_forward(self._of_all(use))
+        self._note(self._of_all(use), "F")
 
     def leave_forward(self, use: Use) -> None:
         self.policy.leave_forward(self._of_all(use))
 
     def enter_backward(self, use: Use) -> None:
         self.policy.enter_backward(self._of_all(use))
+        self._note(self._of_all(use), "B")
 
     def leave_backward(self, use: Use) -> None:
         self.policy.leave_backward(self._of_all(use))
+
+    def _note(self, use: Use, kind: str) -> None:
+        versions: Mapping[tuple[int, ...], int] = getattr(self.policy, "_used", {})
+        self.log.append((*use[:3], kind, versions.get(use[:3], self.policy.updates)))
 
     def _of_all(self, use: Use) -> Use:
         return use._replace(micro_batch=use.micro_batch + self.first[use.stage])
@@ -137,7 +145,6 @@ class Run:
         self.optimizer = OPTIMIZERS[case.optimizer](list(self.named.values()))
         weights = weights_of(program, device, self.parameters, lambda: [self.optimizer])
         self.policy = make_policy(case.policy, self._of_all_pipelines(weights), **case.options)
-        self.policy.log = []
         self.outcome = AsyncOutcome({}, {}, [], own_bytes=sum(p.nbytes for p in self.named.values()))
         self.parts: list[tuple[int, Stream, Executor]] = []
 
@@ -171,7 +178,7 @@ class Run:
             slots=all_slots(self.program.plan),
             source=source,
             pipeline=pipeline,
-            weights=OfPipeline(self.policy, first),
+            weights=OfPipeline(self.policy, first, self.outcome.log),
             transport=transport,
         )
         self.parts.append((pipeline, source, executor))
@@ -189,8 +196,6 @@ class Run:
                     self._update()
             step = segment.stop
         outcome.weights = {name: parameter.detach().clone() for name, parameter in self.named.items()}
-        log = self.policy.log or []
-        outcome.log = [(use.stage, use.mini_batch, use.micro_batch, kind, version) for use, kind, version in log]
         return outcome
 
     def _run(self, step: int, segment: range) -> None:
@@ -208,7 +213,8 @@ class Run:
         with update(self.policy, list(self.named.values())):
             self.optimizer.step()
         self.optimizer.zero_grad()
-        self.outcome.most_bytes = max(self.outcome.most_bytes, self.policy.bytes_kept)
+        kept = (value.nbytes for values in self.policy.saved().values() for value in values.values() if value.dim())
+        self.outcome.most_bytes = max(self.outcome.most_bytes, sum(kept))
 
 
 def _updates_before(first: int, updates: int, every: int) -> Callable[[int], int]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_gpp._compat.torch import TorchDispatchMode, schema_arguments
-from lightning_gpp.runtime.neutral import Neutral
+from lightning_gpp.runtime.random import Neutral
 
 ON_GPUS = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_gpp.errors import GPPError
 from lightning_gpp.runtime import GradientSync, Mesh, gradients
-from lightning_gpp.runtime.buckets import Bucket
+from lightning_gpp.runtime.gradients import Bucket
 from lightning_gpp.runtime.sharding import OwnedParameters, assign_owners
 from tests.distributed import run_distributed
 

@@ -1,41 +1,27 @@
-"""Hardware queues of GPUs: as many as a device has streams."""
+"""Hardware queues of GPUs: as many as a process has streams."""
 
 import os
 
 import pytest
 
 from lightning_gpp.errors import ConfigError
-from lightning_gpp.runtime.queues import MOST, VARIABLE, check_queues, open_queues, streams_of
+from lightning_gpp.runtime.transport import MOST_QUEUES, QUEUES, check_queues, open_queues
 
-BRANCHES = [pair for tower in range(1, 5) for pair in ((0, tower), (tower, 0))]
-"""Four towers whose results join on device 0."""
-
-ALONE = (1,) * 5
+TOWERS = [link for tower in range(1, 5) for link in ((0, tower), (tower, 0))]
+"""Four towers whose results join on process 0: eight links there, two elsewhere."""
 
 
-def test_a_device_has_a_stream_for_each_neighbour_and_direction() -> None:
-    assert streams_of(BRANCHES, 0, ALONE) == 2 + 8
-    assert streams_of(BRANCHES, 3, ALONE) == 2 + 2
-    assert streams_of([*BRANCHES, *BRANCHES], 3, ALONE) == 2 + 2
-
-
-def test_members_have_a_stream_for_each_process_that_receives_from_them() -> None:
-    members = (2, 1, 2, 8, 1)
-    assert streams_of(BRANCHES, 0, members) == 2 + 1 + (1 + 1 + 4 + 1) + 4
-    assert streams_of(BRANCHES, 1, members) == 2 + 2 + 1
-    assert streams_of(BRANCHES, 3, members) == 2 + 1 + 1 + 1
-
-
-@pytest.mark.parametrize("environment", [{VARIABLE: "1"}, {VARIABLE: "9"}, {VARIABLE: "many"}, {}])
+@pytest.mark.parametrize("environment", [{QUEUES: "1"}, {QUEUES: "10"}, {QUEUES: "many"}, {}])
 def test_fewer_queues_than_streams_are_refused(environment: dict[str, str]) -> None:
-    with pytest.raises(ConfigError, match=f"device 0 of the plan has 10 streams.*Set the variable to {MOST}"):
-        check_queues(BRANCHES, ALONE, environment)
+    with pytest.raises(ConfigError, match=f"11 streams.*variable to {MOST_QUEUES}"):
+        check_queues(TOWERS, environment)
+    check_queues(TOWERS, {QUEUES: "11"})
 
 
 def test_queues_are_opened_unless_the_user_decides(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.delenv(QUEUES, raising=False)
     open_queues()
-    assert os.environ[VARIABLE] == str(MOST)
-    monkeypatch.setenv(VARIABLE, "16")
+    assert os.environ[QUEUES] == str(MOST_QUEUES)
+    monkeypatch.setenv(QUEUES, "16")
     open_queues()
-    assert os.environ[VARIABLE] == "16"
+    assert os.environ[QUEUES] == "16"

@@ -18,7 +18,7 @@ from lightning_gpp.errors import GPPError, PlanError
 from lightning_gpp.plan import STEP, Plan, Stage
 from lightning_gpp.planning.assignment.assign import make_plan
 from lightning_gpp.runtime import LOSS, Executor, MicroBatch, RandomStreams
-from lightning_gpp.runtime.module_state import SMALL, ModuleState
+from lightning_gpp.runtime.recompute import SMALL, ModuleState
 from lightning_gpp.schedules import compile_program
 from lightning_gpp.stages import build
 from lightning_gpp.training.session import InContext

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
 
 from lightning_gpp.runtime.weights import Use, WeightPolicy, Weights, make_policy
-from lightning_gpp.runtime.weights.context import update
+from lightning_gpp.runtime.weights.policy import update
 
 # -- largest stable steps ---------------------------------------------------------------------------------------------
 

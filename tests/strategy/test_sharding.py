@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_gpp import ConfigError
-from lightning_gpp.runtime.buckets import Bucket
+from lightning_gpp.runtime.gradients import Bucket
 from lightning_gpp.runtime.operations import ComputeBackward
 from lightning_gpp.runtime.sharding.shards import StageShards, local
 from lightning_gpp.training.tensors.parameters import bytes_of

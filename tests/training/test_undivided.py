@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from lightning_gpp.capture import capture_step
 from lightning_gpp.planning.assignment.manual import manual
-from lightning_gpp.runtime.neutral import Neutral
-from lightning_gpp.runtime.random import undisturbed
+from lightning_gpp.runtime.random import Neutral, undisturbed
 from lightning_gpp.stages import build
 from lightning_gpp.stages.step import Invocation
 from lightning_gpp.training.checks.undivided import CutComparison, difference, few_samples

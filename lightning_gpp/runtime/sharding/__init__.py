@@ -10,8 +10,8 @@ ZeRO: Rajbhandari et al. 2020, stages 1 and 3. The schedule decides when to unsh
 "Breadth-First Pipeline Parallelism", MLSys 2023, section 4.
 """
 
-from lightning_gpp.runtime.sharding.interface import StageSync
 from lightning_gpp.runtime.sharding.owners import OwnedParameters, assign_owners
 from lightning_gpp.runtime.sharding.sharded import ShardedStages
+from lightning_gpp.runtime.stage import StageSync
 
 __all__ = ["OwnedParameters", "ShardedStages", "StageSync", "assign_owners"]

@@ -19,7 +19,7 @@ from torch.nn import Parameter
 
 from lightning_gpp.errors import GPPError
 from lightning_gpp.runtime import gradients
-from lightning_gpp.runtime.buckets import parts
+from lightning_gpp.runtime.gradients import parts
 from lightning_gpp.runtime.mesh import Mesh
 
 NUM_IN_FLIGHT: Final = 4

@@ -31,9 +31,8 @@ from torch.nn import Parameter
 from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
 
 from lightning_gpp.errors import ConfigError
-from lightning_gpp.runtime.weights.interface import Use, Weights
 from lightning_gpp.runtime.weights.latest import Latest, Values
-from lightning_gpp.runtime.weights.registry import register_weights
+from lightning_gpp.runtime.weights.policy import Use, Weights, register_weights
 
 Group = dict[str, Any]
 Change = Callable[[Group, dict[str, Any], int, Tensor | None], Tensor | None]
@@ -243,11 +242,6 @@ class Predicted(Latest):
 
     def restore(self, saved: Mapping[str, Values]) -> None:
         self._gradients = dict(saved.get("gradient", {}))
-
-    @property
-    def bytes_kept(self) -> int:
-        shared = (value.nbytes for values in self._shared.values() for value in values.values())
-        return sum(shared) + sum(gradient.nbytes for gradient in self._gradients.values())
 
     def _halfway(self, use: Use) -> int:
         """SpecTrain's floor(k / 2) for stage k of a chain: half of what the first stage is ahead of this one."""

@@ -24,8 +24,7 @@ from lightning_gpp.capture.metrics import keep_apart
 from lightning_gpp.capture.record import step_arguments
 from lightning_gpp.capture.recording import CallArguments
 from lightning_gpp.errors import CaptureError, ShapeError
-from lightning_gpp.runtime.neutral import Neutral
-from lightning_gpp.runtime.random import undisturbed
+from lightning_gpp.runtime.random import Neutral, undisturbed
 from lightning_gpp.stages.answers import Answers
 from lightning_gpp.training.host import TRAINING, Job
 from lightning_gpp.training.tensors.foreign import Foreign, Whereabouts, foreign_like

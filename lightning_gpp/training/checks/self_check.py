@@ -29,8 +29,7 @@ from lightning_gpp.capture.loss import loss_of, trained_loss
 from lightning_gpp.errors import GPPError, IndivisibleError, SelfCheckError
 from lightning_gpp.measure.memory import free_bytes
 from lightning_gpp.plan import Plan
-from lightning_gpp.runtime.neutral import Neutral
-from lightning_gpp.runtime.random import RandomStreams, undisturbed
+from lightning_gpp.runtime.random import Neutral, RandomStreams, undisturbed
 from lightning_gpp.runtime.stage import MicroBatch
 from lightning_gpp.runtime.transport import Transport
 from lightning_gpp.stages import build

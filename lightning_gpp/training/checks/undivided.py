@@ -22,8 +22,7 @@ from lightning_gpp.capture.batch import GUESSED, BatchDims, slice_batch
 from lightning_gpp.capture.loss import loss_of
 from lightning_gpp.plan import Plan
 from lightning_gpp.plan_parts import even_parts
-from lightning_gpp.runtime.draws import Draws, NoShare
-from lightning_gpp.runtime.random import python_streams
+from lightning_gpp.runtime.random import Draws, NoShare, python_streams
 from lightning_gpp.runtime.stage import MicroBatch
 from lightning_gpp.stages.counts import Counted, candidates
 from lightning_gpp.stages.step import Invocation, StepRunner

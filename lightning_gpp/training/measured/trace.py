@@ -14,7 +14,7 @@ from lightning_gpp.errors import GPPError, ScheduleError
 from lightning_gpp.planning import Prediction
 from lightning_gpp.planning.problem.prediction import memory_limits
 from lightning_gpp.reports import comparison_text, timeline_text
-from lightning_gpp.reports.page import report_html
+from lightning_gpp.reports.report import report_html
 from lightning_gpp.schedules import Action, Program
 from lightning_gpp.simulation import Period, Span, StageCosts, Timeline, TraceEvents
 from lightning_gpp.simulation.simulator import held_bytes

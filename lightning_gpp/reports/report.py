@@ -1,19 +1,22 @@
-"""A prediction as text, for the terminal, the run folder and the page: its tables, its search, and its period."""
+"""The report of a plan or run: as text, for the terminal and the run folder, and as one HTML page."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from html import escape
+from importlib.resources import files
+from string import Template
 from typing import Final
 
 from lightning_gpp.plan import Plan
 from lightning_gpp.planning import Prediction
-from lightning_gpp.reports.devices import devices_text
-from lightning_gpp.reports.graph import graph_text
-from lightning_gpp.reports.table import plan_table
+from lightning_gpp.reports.graph import graph_svg, graph_text
+from lightning_gpp.reports.svg import DARK, LIGHT
+from lightning_gpp.reports.tables import comparison_text, devices_text, plan_table
 from lightning_gpp.reports.terminal import wrapped
-from lightning_gpp.reports.timeline import WIDTH, timeline_text
+from lightning_gpp.reports.timeline import WIDTH, timeline_svg, timeline_text
 from lightning_gpp.reports.units import distance, duration, percent, rate, size
-from lightning_gpp.simulation import Period
+from lightning_gpp.simulation import Period, Timeline
 
 LEGEND: Final = (
     "u: units of a stage, x: its devices, r: recomputed, r3: 3 blocks of it, o: offloaded, "
@@ -124,3 +127,44 @@ def tied_text(plan: Plan, period: Period, group: Sequence[int]) -> str:
         f"mini-batch would take {duration(period.untied)}. On one device they do not wait: give them the same in "
         "strategy.stages, or choose strategy.schedule=zbv, where the first and the last stage are on one device."
     )
+
+
+def report_html(
+    prediction: Prediction, *, title: str, measured: Sequence[Timeline] = (), notes: Sequence[str] = ()
+) -> str:
+    """A page that needs no other file, no script and no network.
+
+    Args:
+        prediction: the plan and its simulated step.
+        title: name of the plan or run.
+        measured: timelines of the run's mini-batches, if it was measured; the last one is drawn.
+        notes: texts about the plan, the model and the run.
+    """
+    timelines = {"simulated": prediction.timeline, "measured": measured[-1]} if measured else prediction.drawn
+    compared = [comparison_text(prediction.timeline, measured)] if measured else []
+    sections = [
+        _section("Stages", graph_svg(prediction.plan)),
+        _section("Timeline", timeline_svg(timelines)),
+        *(_section("Simulated and measured", _text(text)) for text in compared),
+        _section("Figures", _text(figures_text(prediction))),
+        *([_section("Notes", *map(_text, notes))] if notes else ()),
+    ]
+    template = Template(files("lightning_gpp.reports").joinpath("report.html").read_text(encoding="utf-8"))
+    return template.substitute(
+        title=escape(title),
+        light=_variables(LIGHT),
+        dark=_variables(DARK),
+        sections="\n".join(sections),
+    )
+
+
+def _section(heading: str, *content: str) -> str:
+    return f"<section>\n<h2>{heading}</h2>\n{''.join(content)}\n</section>"
+
+
+def _text(text: str) -> str:
+    return f"<pre>{escape(text)}</pre>"
+
+
+def _variables(colors: dict[str, str]) -> str:
+    return "".join(f"--{name}:{color};" for name, color in colors.items())

@@ -6,13 +6,23 @@ each forward and backward, and keeps the copies that this takes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, Final, NamedTuple, TypeVar, get_type_hints
 
+from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
+
+from lightning_gpp._compat.torch import kept_version_counters
+from lightning_gpp.errors import ConfigError
+from lightning_gpp.registry import Registry
+from lightning_gpp.schedules.actions import Action
+from lightning_gpp.schedules.continuous import delays_of, forwards_ahead
+from lightning_gpp.schedules.program import Program
 
 
 class Use(NamedTuple):
@@ -70,7 +80,6 @@ class WeightPolicy:
     Attributes:
         rewrites: whether a backward may compute with other values than its forward, where updates lie between them.
         updates: optimizer steps so far, which is the newest version.
-        log: if not None, every computation appends (use, "F" or "B", version of its weights).
     """
 
     rewrites: ClassVar[bool] = True
@@ -79,7 +88,6 @@ class WeightPolicy:
         self.weights = weights
         self.updates = 0
         self.first = 0
-        self.log: list[tuple[Use, str, int]] | None = None
         self._before: Callable[[int], int] = int
 
     @classmethod
@@ -128,11 +136,6 @@ class WeightPolicy:
         """Take note of the optimizer step's end."""
         self.updates += 1
 
-    @property
-    def bytes_kept(self) -> int:
-        """Current memory of weights besides the newest ones."""
-        return 0
-
     def saved(self) -> dict[str, dict[Parameter, Tensor]]:
         """The tensors by name that a run needs to go on with an empty pipeline."""
         return {}
@@ -140,7 +143,119 @@ class WeightPolicy:
     def restore(self, saved: Mapping[str, Mapping[Parameter, Tensor]]) -> None:
         """Load the result of `saved`; `updates` are those of that time, and mini-batches have the same numbers."""
 
-    def note(self, use: Use, kind: str, version: int) -> None:
-        """Write the log, if there is one."""
-        if self.log is not None:
-            self.log.append((use, kind, version))
+
+Policy = TypeVar("Policy", bound=type[WeightPolicy])
+
+WEIGHT_POLICIES: Final[Registry[type[WeightPolicy]]] = Registry(
+    setting="strategy.weights",
+    kind="weight policy",
+    decorator="runtime.weights.register_weights",
+    error=ConfigError,
+    built_in=("synchronous",),
+)
+
+
+def register_weights(name: str) -> Callable[[Policy], Policy]:
+    """Make a policy available as `strategy.weights=name`; its keyword-only arguments are its options.
+
+    Raises:
+        ConfigError: the name is taken.
+    """
+
+    def entry(policy: Policy) -> type[WeightPolicy]:
+        return policy
+
+    return WEIGHT_POLICIES.adding(name, entry)
+
+
+def make_policy(name: str, weights: Weights, **options: Any) -> WeightPolicy:
+    """The policy registered under a name, for the weights of one device.
+
+    Raises:
+        ConfigError: there is none, or it has no such option.
+    """
+    check_options(name, options)
+    return WEIGHT_POLICIES.get(name)(weights, **options)
+
+
+def copies_of(name: str, delay: int) -> int:
+    """Copies of a stage's weights that a policy keeps besides the newest, if the stage has this delay.
+
+    Raises:
+        ScheduleError: the policy does not allow it.
+    """
+    return WEIGHT_POLICIES.get(name).copies(delay)
+
+
+def check_options(name: str, options: dict[str, Any]) -> None:
+    """Raise ConfigError if there is no policy of this name, or it has no such options, or of other types."""
+    known = options_of(name)
+    unknown = sorted(set(options) - set(known))
+    if unknown:
+        raise ConfigError(
+            f"strategy.weight_options has {unknown}; strategy.weights={name} knows {sorted(known) or 'no options'}."
+        )
+    hints = get_type_hints(WEIGHT_POLICIES.get(name).__init__)
+    for option, value in options.items():
+        try:
+            TypeAdapter(hints[option]).validate_python(value, strict=True)
+        except ValidationError as error:
+            problem = error.errors()[0]["msg"]
+            raise ConfigError(
+                f"strategy.weight_options.{option}={value!r}: {problem}. The default is {known[option]!r}."
+            ) from None
+
+
+def options_of(name: str) -> dict[str, Any]:
+    """The options of a policy, and their defaults."""
+    parameters = inspect.signature(WEIGHT_POLICIES.get(name)).parameters.values()
+    return {p.name: p.default for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY}
+
+
+def weights_of(
+    program: Program,
+    device: int,
+    parameters: Mapping[int, Sequence[Parameter]],
+    optimizers: Callable[[], Sequence[Optimizer]],
+    elsewhere: Mapping[Parameter, Sequence[int]] | None = None,
+) -> Weights:
+    """The weights of a device, with their use in its program.
+
+    Args:
+        program: a continuous program, or one that flushes, in which nothing is ahead.
+        device: the device.
+        parameters: parameters of each of its stages; those that are not trained are left out.
+        optimizers: returns the device's optimizers, once they are known.
+        elsewhere: stages on other devices that use one of these parameters, too.
+    """
+    ahead = forwards_ahead(program)
+    plan = program.plan
+    return Weights(
+        parameters={stage: [p for p in listed if p.requires_grad] for stage, listed in parameters.items()},
+        micro_batches={stage: plan.micro_batches(stage, device, program.batch_size) for stage in parameters},
+        lead=program.lead,
+        entry=_entry(program, ahead),
+        delays=delays_of(program),
+        elsewhere=elsewhere or {},
+        optimizers=optimizers,
+    )
+
+
+def _entry(program: Program, ahead: Mapping[Action, int]) -> dict[tuple[int, int], int]:
+    """The largest of these numbers among all forwards of the same samples, for every micro-batch of a stage."""
+    plan = program.plan
+    spans = [(plan.intervals(a.stage, program.batch_size)[a.micro_batch], number) for a, number in ahead.items()]
+    return {
+        (stage, number): max(most for (begin, end), most in spans if begin < stop and start < end)
+        for stage in range(len(plan.stages))
+        for number, (start, stop) in enumerate(plan.intervals(stage, program.batch_size))
+    }
+
+
+@contextmanager
+def update(policy: WeightPolicy, parameters: Sequence[Parameter]) -> Iterator[None]:
+    """Inside, an optimizer may step although micro-batches are in flight: autograd and the policy accept it."""
+    policy.before_update()
+    with kept_version_counters(parameters):
+        yield
+    policy.after_update()
