@@ -27,17 +27,15 @@ from functools import partial
 from lightning_gpp.errors import ScheduleError
 from lightning_gpp.plan import Plan
 from lightning_gpp.schedules.actions import Action, Kind, Schedule
-from lightning_gpp.schedules.lowering import split_of
+from lightning_gpp.schedules.lowering import actions_of, program_of
 from lightning_gpp.schedules.passes import with_collectives
 from lightning_gpp.schedules.periods import (
     SETTLED,
     Row,
     Unsettled,
-    actions_of,
     after_backwards,
     by_update,
     messages_of,
-    number_of_micro_batches,
     settled,
     streaming_period,
     written_out,
@@ -207,28 +205,10 @@ def _sums(waiting: list[Action]) -> Iterator[tuple[Instruction, int]]:
 
 def assembled(plan: Plan, total: int, rows: Sequence[Row], *, training: bool = True) -> Program:
     """The program whose devices repeat these rows."""
-    devices = tuple(tuple(instruction for instruction, _ in row) for row in rows)
-    schedule = Schedule(tuple(map(actions_of, devices)))
-    messages = messages_of(plan, total, schedule, training)
-    inputs: dict[tuple[int, Action], list[int]] = {
-        (device, action): [] for device, actions in enumerate(schedule.devices) for action in actions
-    }
-    outputs = {task: list[int]() for task in inputs}
-    for message in messages:
-        inputs[message.dst, message.consumer].append(message.id)
-        outputs[message.src, message.producer].append(message.id)
-    return Program(
-        plan=plan,
-        batch_size=total,
-        training=training,
-        messages=messages,
-        devices=devices,
-        inputs={task: tuple(ids) for task, ids in inputs.items()},
-        outputs={task: tuple(ids) for task, ids in outputs.items()},
-        split=split_of(schedule),
-        reduced=frozenset(a.stage for actions in schedule.devices for a in actions if a.kind is Kind.REDUCE),
-        ahead=tuple(tuple(ahead for _, ahead in row) for row in rows),
-    )
+    devices = [tuple(instruction for instruction, _ in row) for row in rows]
+    messages = messages_of(plan, total, Schedule(tuple(map(actions_of, devices))), training)
+    ahead = tuple(tuple(ahead for _, ahead in row) for row in rows)
+    return program_of(plan, total, messages, devices, training=training, ahead=ahead)
 
 
 # -- written out ------------------------------------------------------------------------------------------------------
@@ -243,25 +223,10 @@ class _Unrolling:
 
     def program(self) -> Program:
         base, total = self.base, self.base.batch_size * self.number
-        return replace(
-            base,
-            plan=replace(base.plan, batch_size=total, period=base.batch_size),
-            batch_size=total,
-            messages=tuple(self._message(message, batch) for batch in self._batches for message in base.messages),
-            devices=tuple(tuple(self._row(device)) for device in range(len(base.devices))),
-            inputs=self._links(base.inputs),
-            outputs=self._links(base.outputs),
-            split=frozenset(
-                (stage, number + batch * number_of_micro_batches(base.plan, stage, base.batch_size))
-                for stage, number in base.split
-                for batch in self._batches
-            ),
-            ahead=(),
-        )
-
-    @property
-    def _batches(self) -> range:
-        return range(self.number)
+        plan = replace(base.plan, batch_size=total, period=base.batch_size)
+        messages = tuple(self._message(message, batch) for batch in range(self.number) for message in base.messages)
+        devices = [tuple(self._row(device)) for device in range(len(base.devices))]
+        return program_of(plan, total, messages, devices, training=base.training)
 
     def _row(self, device: int) -> Iterator[Instruction]:
         lead, instructions = self.base.lead_of(device), self.base.devices[device]
@@ -280,11 +245,7 @@ class _Unrolling:
     def _action(self, action: Action, batch: int) -> Action:
         if not batch:
             return action
-        count = (
-            1
-            if action.kind is Kind.REDUCE
-            else number_of_micro_batches(self.base.plan, action.stage, self.base.batch_size)
-        )
+        count = 1 if action.kind is Kind.REDUCE else len(self.base.plan.intervals(action.stage, self.base.batch_size))
         return action.at(action.micro_batch + batch * count)
 
     def _message(self, message: Message, batch: int) -> Message:
@@ -300,11 +261,3 @@ class _Unrolling:
             producer=self._action(message.producer, batch),
             consumer=self._action(message.consumer, batch),
         )
-
-    def _links(self, links: dict[tuple[int, Action], tuple[int, ...]]) -> dict[tuple[int, Action], tuple[int, ...]]:
-        shift = len(self.base.messages)
-        return {
-            (device, self._action(action, batch)): tuple(number + batch * shift for number in numbers)
-            for batch in self._batches
-            for (device, action), numbers in links.items()
-        }

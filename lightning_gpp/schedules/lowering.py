@@ -16,9 +16,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
-from lightning_gpp.errors import PlanError, ScheduleError
+from lightning_gpp.errors import PlanError
 from lightning_gpp.plan import SOURCE, Edge, Plan
-from lightning_gpp.schedules.actions import COLLECTIVES, COPIES, Action, Kind, Schedule
+from lightning_gpp.schedules.actions import COPIES, Action, Kind, Schedule
 from lightning_gpp.schedules.program import Instruction, Message, Op, Program
 
 Split = frozenset[tuple[int, int]]
@@ -160,27 +160,46 @@ def lower(plan: Plan, schedule: Schedule, batch_size: int | None = None, trainin
         training: whether the schedule contains backwards.
 
     Raises:
-        ScheduleError: the schedule does not run what the plan needs.
         PlanError: tensors would have to be cut that cannot be.
     """
     total = plan.batch_size if batch_size is None else batch_size
-    split = split_of(schedule)
-    _check_schedule(plan, schedule, total, training, split)
-    messages = derive_messages(plan, total, training, split)
+    messages = derive_messages(plan, total, training, split_of(schedule))
     inputs, outputs = _links(schedule, messages)
     posts = _posts(schedule, messages, outputs)
-    devices = tuple(_instructions(device, schedule, messages, inputs, outputs, posts) for device in _range(schedule))
+    devices = [_instructions(device, schedule, messages, inputs, outputs, posts) for device in _range(schedule)]
+    return program_of(plan, total, messages, devices, training=training)
+
+
+def program_of(
+    plan: Plan,
+    batch_size: int,
+    messages: tuple[Message, ...],
+    devices: Iterable[tuple[Instruction, ...]],
+    *,
+    training: bool = True,
+    ahead: tuple[tuple[int, ...], ...] = (),
+) -> Program:
+    """The program of these messages and instructions; all else follows from them."""
+    rows = tuple(devices)
+    schedule = Schedule(tuple(map(actions_of, rows)))
+    inputs, outputs = _links(schedule, messages)
     return Program(
         plan=plan,
-        batch_size=total,
+        batch_size=batch_size,
         training=training,
         messages=messages,
-        devices=devices,
+        devices=rows,
         inputs=inputs,
         outputs=outputs,
-        split=split,
+        split=split_of(schedule),
         reduced=frozenset(a.stage for actions in schedule.devices for a in actions if a.kind is Kind.REDUCE),
+        ahead=ahead,
     )
+
+
+def actions_of(row: Iterable[Instruction]) -> tuple[Action, ...]:
+    """The actions among some instructions."""
+    return tuple(instruction.action for instruction in row if instruction.action is not None)
 
 
 def required_actions(
@@ -219,19 +238,6 @@ def difference(required: Iterable[Action], present: Iterable[Action]) -> str:
     missing, extra = (" ".join(map(str, part)) for part in (wanted - given, given - wanted))
     parts = [f"lacks {missing}"] * bool(missing) + [f"has one too many of {extra}"] * bool(extra)
     return " and ".join(parts)
-
-
-def _check_schedule(plan: Plan, schedule: Schedule, batch_size: int, training: bool, split: Split) -> None:
-    if len(schedule.devices) != plan.num_devices:
-        raise ScheduleError(f"The schedule is for {len(schedule.devices)} devices, the plan needs {plan.num_devices}.")
-    for device, actions in enumerate(schedule.devices):
-        computed = [action for action in actions if action.kind not in COLLECTIVES]
-        problem = difference(required_actions(plan, device, batch_size, training, split), computed)
-        if problem:
-            raise ScheduleError(
-                f"The schedule of device {device} {problem}; the plan needs each micro-batch of {batch_size} samples "
-                f"once (training={training}). Make it with make_schedule(plan, {batch_size}, training={training})."
-            )
 
 
 def _links(schedule: Schedule, messages: tuple[Message, ...]) -> tuple[Links, Links]:

@@ -44,26 +44,16 @@ class Unsettled(Exception):
     """The order does not repeat yet."""
 
 
-def actions_of(row: Sequence[Instruction]) -> tuple[Action, ...]:
-    """The actions among some instructions."""
-    return tuple(instruction.action for instruction in row if instruction.action is not None)
-
-
-def number_of_micro_batches(plan: Plan, stage: int, total: int) -> int:
-    """Number of micro-batches of a stage in a mini-batch of `total` samples."""
-    return len(plan.intervals(stage, total))
-
-
 def local(action: Action, plan: Plan, total: int) -> tuple[Action, int]:
     """The action with its number inside its mini-batch, and the number of the mini-batch."""
-    batch, number = divmod(action.micro_batch, number_of_micro_batches(plan, action.stage, total))
+    batch, number = divmod(action.micro_batch, len(plan.intervals(action.stage, total)))
     return action.at(number), batch
 
 
 def messages_of(plan: Plan, total: int, schedule: Schedule, training: bool) -> tuple[Message, ...]:
     """The messages of one mini-batch; the schedule may be for several."""
     split = frozenset(
-        (stage, number) for stage, number in split_of(schedule) if number < number_of_micro_batches(plan, stage, total)
+        (stage, number) for stage, number in split_of(schedule) if number < len(plan.intervals(stage, total))
     )
     return derive_messages(plan, total, training, split=split)
 

@@ -26,6 +26,7 @@ from lightning_gpp.plan import Plan, Stage
 from lightning_gpp.schedules.actions import COLLECTIVES, RELEASES, Action, Kind
 from lightning_gpp.schedules.lowering import (
     Part,
+    actions_of,
     carries_gradient,
     difference,
     message_between,
@@ -142,7 +143,7 @@ def verify(program: Program, limits: Mapping[int, int] | None = None) -> None:
 
 def computed(program: Program, device: int) -> list[Action]:
     """The actions of a device, in order."""
-    return [instruction.action for instruction in program.devices[device] if instruction.action is not None]
+    return list(actions_of(program.devices[device]))
 
 
 def _check_actions(program: Program) -> None:

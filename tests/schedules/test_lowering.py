@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_gpp.errors import PlanError, ScheduleError
+from lightning_gpp.errors import PlanError
 from lightning_gpp.plan import SOURCE, Edge, Plan
 from lightning_gpp.schedules import Op, Program, Schedule, compile_program, lower
 from tests.strategies import chain, plan_of
@@ -91,10 +91,3 @@ def test_tensors_that_cannot_be_cut() -> None:
         compile_program(_plan_with(edge, (2, 4), [(1,), (0,)]))
     with pytest.raises(PlanError, match="1 replicas.*2 replicas"):
         compile_program(_plan_with(edge, (2, 2), [(2,), (0, 1)]))
-
-
-def test_schedule_that_lacks_an_action() -> None:
-    plan = chain((1, 1), 2)
-    schedule = Schedule.parse("0: 1F0 1B0 1F1 1B1\n1: 0F0 0F1 0B0")
-    with pytest.raises(ScheduleError, match="device 1 lacks 0B1; the plan needs each micro-batch of 2 samples once"):
-        lower(plan, schedule)
