@@ -113,7 +113,7 @@ class Compiler:
 
         `hollow`: it computes nothing, and sends zeros of the right shape to devices that wait for a result.
         """
-        self._lane = self._lane_of(phase, self._program.ahead[self._device][position] if self._program.ahead else 0)
+        self._lane = self._lane_of(phase, self._program.ahead_of(self._device)[position])
         if instruction.op is Op.COMPUTE:
             action = action_of(self._program, instruction)
             return self._zeros(action) if hollow else self._compute(action)

@@ -96,7 +96,7 @@ class Executor:
             weights=weights,
         )
         self._instructions = program.devices[device]
-        self._ahead = program.ahead[device] if program.ahead else (0,) * len(self._instructions)
+        self._ahead = program.ahead_of(device)
         self._position = 0
         sends = enumerate(self._instructions)
         self._position_of = {each.message: position for position, each in sends if each.op is Op.SEND}

@@ -120,9 +120,9 @@ def unrolled(program: Program, num_batches: int) -> Program:
 def forwards_ahead(program: Program) -> dict[Action, int]:
     """Number of mini-batches by which every forward is ahead of its backward, in the steady state."""
     return {
-        instruction.action: program.ahead[device][position] if program.ahead else 0
+        instruction.action: ahead
         for device, instructions in enumerate(program.devices)
-        for position, instruction in enumerate(instructions)
+        for instruction, ahead in zip(instructions, program.ahead_of(device), strict=True)
         if instruction.action is not None and instruction.action.kind is Kind.FORWARD
     }
 
@@ -230,7 +230,7 @@ class _Unrolling:
 
     def _row(self, device: int) -> Iterator[Instruction]:
         lead, instructions = self.base.lead_of(device), self.base.devices[device]
-        row = self.base.ahead[device] if self.base.ahead else (0,) * len(instructions)
+        row = self.base.ahead_of(device)
         for period in range(-lead, self.number):
             for instruction, ahead in zip(instructions, row, strict=True):
                 if 0 <= period + ahead < self.number:

@@ -12,14 +12,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
+import networkx as nx
+
 from lightning_gpp.errors import PlanError
 from lightning_gpp.plan import Plan, Stage
 from lightning_gpp.plan_parts import even_parts
 from lightning_gpp.schedules.actions import COLLECTIVES, Action, Kind, Schedule
-from lightning_gpp.schedules.continuous import assembled, prove, unrolled
+from lightning_gpp.schedules.continuous import assembled, prove
 from lightning_gpp.schedules.lowering import derive_messages, lower
 from lightning_gpp.schedules.program import Instruction, Op, Program
-from lightning_gpp.schedules.verifier import replay, verify
+from lightning_gpp.schedules.verifier import verify
 
 
 def on_one_device(program: Program) -> Program:
@@ -75,34 +77,25 @@ def _shares(plan: Plan, stage: int, total: int) -> list[tuple[int, int]]:
 def _order(program: Program) -> list[tuple[Action, int]]:
     """The actions of one period of all devices, without data actions, in an order in which one device can run them.
 
-    Each comes with the mini-batches by which it is ahead.
+    Each comes with the mini-batches by which it is ahead. An action waits for those before it on its device, and for
+    those of the same period whose results it reads.
     """
-    period, written_out = 0, program
-    if program.ahead:
-        period = program.lead + 1
-        written_out = unrolled(program, 2 * period)
-    places = [_places(program, device, 2 * period) for device in range(len(program.devices))]
-    found: list[tuple[Action, int]] = []
-
-    def visit(device: int, instruction: Instruction) -> None:
-        position, turn = next(places[device])
-        if turn == period:
-            found.extend(_on_one_device(program, device, position))
-
-    replay(written_out, visit)
-    return found
-
-
-def _on_one_device(program: Program, device: int, position: int) -> Iterator[tuple[Action, int]]:
-    """The work of an instruction, if the single device has any to do."""
-    action = program.devices[device][position].action
-    if action is None or action.kind in (*COLLECTIVES, Kind.DATA):
-        return
-    plan, stage = program.plan, action.stage
-    share = plan.share(stage, device, action.micro_batch, program.batch_size)
-    if share[0] < share[1]:
-        ahead = program.ahead[device][position] if program.ahead else 0
-        yield action.at(_shares(plan, stage, program.batch_size).index(share)), ahead
+    plan, total, order = program.plan, program.batch_size, nx.DiGraph()
+    ahead: dict[tuple[int, Action], int] = {}
+    for device, row in enumerate(program.devices):
+        found = zip(row, program.ahead_of(device), strict=True)
+        own = {(device, each.action): number for each, number in found if each.action is not None}
+        nx.add_path(order, own)
+        ahead |= own
+    ends = [((message.src, message.producer), (message.dst, message.consumer)) for message in program.messages]
+    order.add_edges_from((src, dst) for src, dst in ends if ahead[src] == ahead[dst])
+    actions = []
+    for device, action in nx.topological_sort(order):
+        if action.kind not in (*COLLECTIVES, Kind.DATA):
+            share = plan.share(action.stage, device, action.micro_batch, total)
+            if share[0] < share[1]:
+                actions.append((action.at(_shares(plan, action.stage, total).index(share)), ahead[device, action]))
+    return actions
 
 
 def _with_data(plan: Plan, batch_size: int, actions: list[tuple[Action, int]]) -> Iterator[tuple[Action, int]]:
@@ -123,14 +116,3 @@ def _with_data(plan: Plan, batch_size: int, actions: list[tuple[Action, int]]) -
 
 def _data(needed: Mapping[Action, list[Action]]) -> set[Action]:
     return {data for listed in needed.values() for data in listed}
-
-
-def _places(program: Program, device: int, number: int) -> Iterator[tuple[int, int]]:
-    """Position in the period, and number of the period, of every instruction of the written-out program."""
-    if not program.ahead:
-        yield from ((position, 0) for position in range(len(program.devices[device])))
-        return
-    for period in range(-program.lead_of(device), number):
-        for position, ahead in enumerate(program.ahead[device]):
-            if 0 <= period + ahead < number:
-                yield position, period

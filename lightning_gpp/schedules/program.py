@@ -87,7 +87,11 @@ class Program:
 
     def lead_of(self, device: int) -> int:
         """The most mini-batches by which a device is ahead."""
-        return max(self.ahead[device], default=0) if self.ahead else 0
+        return max(self.ahead_of(device), default=0)
+
+    def ahead_of(self, device: int) -> tuple[int, ...]:
+        """The mini-batches by which each of a device's instructions is ahead."""
+        return self.ahead[device] if self.ahead else (0,) * len(self.devices[device])
 
     def __str__(self) -> str:
         """One line of instructions per device: `2F0` computes, `+5<1` posts a buffer for message 5 from device 1,

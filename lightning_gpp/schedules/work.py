@@ -4,7 +4,7 @@ Seconds and bytes are the plan's. If the plan has no times, each action takes on
 holds only the user's step), and message times are ignored; if it has no bytes, the same holds for them and the memory
 limits.
 
-List schedulers, the simulator and the evaluator of drafts all count bytes by the rules of `HeldBytes`.
+List schedulers, the simulator and the evaluator of drafts all count bytes by the rules of `StageCost`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
+from math import inf
 from typing import Final, Generic, TypeVar
 
 from lightning_gpp.graph import Affine
@@ -22,20 +23,38 @@ from lightning_gpp.schedules.lowering import derive_messages, samples_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HeldBytes:
-    """Bytes that one micro-batch holds on a stage; affine in its samples.
+class StageCost:
+    """Costs of a stage replica. List schedulers and the simulator count seconds and bytes by its rules.
 
     Args:
-        kept: bytes from the forward on: the tensors that autograd saves, or the inputs of a recomputed stage.
-        offloaded: further bytes from the forward on, which lie in host memory between OFFLOAD and LOAD.
-        working: additional bytes from the recomputation on.
-        pending: the part of these that is kept from the input gradients to the weight gradients; None: all of it.
+        forward: seconds of a forward, or of a recomputation; affine in the samples of the replica's share.
+        backward: seconds of a full backward, with recomputed blocks, but without a recomputation of the whole stage.
+        weight: seconds of the weight gradients; input gradients take the rest of `backward`.
+        activation_bytes: bytes of a micro-batch in flight.
+        offloaded_bytes: further bytes, which lie in host memory between OFFLOAD and LOAD.
+        working_bytes: additional bytes from its recomputation on.
+        pending_bytes: the part of these that is kept from the input gradients to the weight gradients; None: all.
+        parameter_bytes: bytes of the stage's parameters.
     """
 
-    kept: Affine
-    offloaded: Affine = Affine()
-    working: Affine = Affine()
-    pending: Affine | None = None
+    forward: Affine = Affine(0, 1)
+    backward: Affine = Affine(0, 1)
+    weight: Affine = Affine()
+    activation_bytes: Affine = Affine()
+    offloaded_bytes: Affine = Affine()
+    working_bytes: Affine = Affine()
+    pending_bytes: Affine | None = None
+    parameter_bytes: float = 0
+
+    def seconds(self, kind: Kind, num_samples: int) -> float:
+        """Duration of an action of the stage."""
+        if kind is Kind.BACKWARD:
+            return self.backward.at(num_samples)
+        if kind is Kind.INPUT:
+            return self.backward.at(num_samples) - self.weight.at(num_samples)
+        if kind is Kind.WEIGHT:
+            return self.weight.at(num_samples)
+        return self.forward.at(num_samples)
 
     def changes(self, num_samples: int, *, recomputes: bool) -> dict[Kind, float]:
         """Bytes that an action of each kind allocates, or frees if negative.
@@ -44,10 +63,11 @@ class HeldBytes:
             num_samples: samples of the micro-batch.
             recomputes: whether recomputations are actions of their own; otherwise they are part of the backwards.
         """
-        offloaded, working = self.offloaded.at(num_samples), self.working.at(num_samples)
-        kept = self.kept.at(num_samples) + offloaded
+        offloaded, working = self.offloaded_bytes.at(num_samples), self.working_bytes.at(num_samples)
+        kept = self.activation_bytes.at(num_samples) + offloaded
         held = kept + working if recomputes else kept
-        left = kept + working if self.pending is None else min(kept + working, self.pending.at(num_samples))
+        pending = inf if self.pending_bytes is None else self.pending_bytes.at(num_samples)
+        left = min(kept + working, pending)
         return {
             Kind.FORWARD: kept,
             Kind.OFFLOAD: -offloaded,
@@ -187,10 +207,12 @@ def work_of(plan: Plan, batch_size: int, *, split: bool = True) -> Work:
     takes: dict[Task, float] = {}
     working = [0.0 for _ in range(plan.num_devices)]
     for stage, device, number, samples in _parts(plan, batch_size):
-        for kind, (needed, taken) in costs[stage].at(samples, split).items():
+        cost, changes = costs[stage], costs[stage].changes(samples, recomputes=False)
+        for kind in (Kind.FORWARD, Kind.INPUT, Kind.WEIGHT) if split else (Kind.FORWARD, Kind.BACKWARD):
             task = device, Action(stage, kind, number)
-            seconds[task], takes[task] = needed, taken
-        working[device] = max(working[device], costs[stage].held.working.at(samples) if samples else 0.0)
+            seconds[task] = cost.seconds(kind, samples) if samples else 0.0
+            takes[task] = changes[kind] if samples else 0.0
+        working[device] = max(working[device], cost.working_bytes.at(samples) if samples else 0.0)
     missing, readers = links(plan, batch_size, seconds, travels=timed)
     return Work(
         plan=plan,
@@ -280,27 +302,7 @@ def _parts(plan: Plan, batch_size: int) -> Iterator[tuple[int, int, int, int]]:
                 yield stage, device, number, samples[number]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Cost:
-    """Seconds and bytes of a stage's actions."""
-
-    forward: Affine
-    inputs: Affine
-    weight: Affine
-    held: HeldBytes
-
-    def at(self, samples: int, split: bool) -> dict[Kind, tuple[float, float]]:
-        """Seconds and bytes of every kind of task; zero for a replica without samples."""
-        inputs, weight = self.inputs.at(samples), self.weight.at(samples)
-        seconds = {Kind.FORWARD: self.forward.at(samples)}
-        seconds |= {Kind.INPUT: inputs, Kind.WEIGHT: weight} if split else {Kind.BACKWARD: inputs + weight}
-        if not samples:
-            return dict.fromkeys(seconds, (0.0, 0.0))
-        changes = self.held.changes(samples, recomputes=False)
-        return {kind: (needed, changes[kind]) for kind, needed in seconds.items()}
-
-
-def _cost(plan: Plan, index: int, timed: bool, sized: bool, halves: bool) -> _Cost:
+def _cost(plan: Plan, index: int, timed: bool, sized: bool, halves: bool) -> StageCost:
     """The costs of a stage. The first half of a backward includes the recomputation."""
     stage, figures = plan.stages[index], plan.stages[index].figures
     unit = Affine(0 if is_extra(plan, index) else 1)
@@ -312,5 +314,11 @@ def _cost(plan: Plan, index: int, timed: bool, sized: bool, halves: bool) -> _Co
     if sized:
         kept, pending = figures.activation_bytes, figures.pending_bytes
         working = figures.working_bytes + figures.offloaded_bytes * MOST_COPIED
-    held = HeldBytes(kept=kept, working=working, pending=pending if halves else Affine())
-    return _Cost(forward=forward, inputs=inputs, weight=weight, held=held)
+    return StageCost(
+        forward=forward,
+        backward=inputs + weight,
+        weight=weight,
+        activation_bytes=kept,
+        working_bytes=working,
+        pending_bytes=pending if halves else Affine(),
+    )

@@ -1,6 +1,7 @@
 """The simulator: step time and peak memory of the same program that the runtime executes."""
 
 from lightning_gpp.cluster import Link
+from lightning_gpp.schedules.work import StageCost
 from lightning_gpp.simulation.period import (
     Period,
     WeightCopies,
@@ -10,7 +11,7 @@ from lightning_gpp.simulation.period import (
     steady_seconds,
 )
 from lightning_gpp.simulation.simulator import simulate
-from lightning_gpp.simulation.stage_costs import StageCost, StageCosts
+from lightning_gpp.simulation.stage_costs import StageCosts
 from lightning_gpp.simulation.timeline import Collective, HostCopy, Span, Timeline, Transfer
 from lightning_gpp.simulation.trace_events import TraceEvents, trace_of
 

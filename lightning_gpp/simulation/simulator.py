@@ -18,8 +18,8 @@ from lightning_gpp.schedules import Action, Instruction, Kind, Op, Program
 from lightning_gpp.schedules.actions import COLLECTIVES, COMPUTING, COPIES, RELEASES
 from lightning_gpp.schedules.lowering import samples_of
 from lightning_gpp.schedules.verifier import replay
-from lightning_gpp.schedules.work import Leaving, peak
-from lightning_gpp.simulation.stage_costs import StageCost, StageCosts
+from lightning_gpp.schedules.work import Leaving, StageCost, peak
+from lightning_gpp.simulation.stage_costs import StageCosts
 from lightning_gpp.simulation.timeline import Collective, HostCopy, Span, Timeline, Transfer
 
 
@@ -79,7 +79,7 @@ def peak_bytes(program: Program, costs: StageCosts, device: int) -> float:
     Parameters, gradients and optimizer states of its stages count at all times: with ZeRO-1 only its share of the
     states, with fsdp only its shares of all three. So does the mini-batch on the device that loads it. With fsdp, a
     stage's unsharded parameters count from UNSHARD to RESHARD, and its unsharded gradients until REDUCE. In training,
-    micro-batches in flight count as in `HeldBytes`, offloaded tensors until the second computing action after their
+    micro-batches in flight count as in `StageCost`, offloaded tensors until the second computing action after their
     OFFLOAD, whenever their copy ends; in inference, activations count during the forward.
     """
     return _static(program, costs, device) + peak(change for _, change in changes(program, costs, device))
@@ -155,7 +155,7 @@ def _activations(program: Program, action: Action, cost: StageCost, num_samples:
     if not num_samples or action.kind in COLLECTIVES:
         return
     stage = program.plan.stages[action.stage]
-    change = cost.held.changes(num_samples, recomputes=stage.reruns)[action.kind]
+    change = cost.changes(num_samples, recomputes=stage.reruns)[action.kind]
     inside = cost.working_bytes.at(num_samples) if stage.recomputed_blocks and action.kind in _REACH_BLOCKS else 0.0
     if inside:
         yield inside

@@ -9,52 +9,7 @@ from lightning_gpp.cluster import Cluster, Link, Port
 from lightning_gpp.graph import Affine
 from lightning_gpp.plan import Plan
 from lightning_gpp.schedules import Action, Kind, Message
-from lightning_gpp.schedules.work import HeldBytes
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageCost:
-    """Costs of a stage replica.
-
-    Args:
-        forward: seconds of a forward, or of a recomputation; affine in the samples of the replica's share.
-        backward: seconds of a full backward, with recomputed blocks, but without a recomputation of the whole stage.
-        weight: seconds of the weight gradients; input gradients take the rest of `backward`.
-        activation_bytes: bytes of a micro-batch in flight.
-        offloaded_bytes: further bytes, which lie in host memory between OFFLOAD and LOAD.
-        working_bytes: additional bytes from its recomputation on.
-        pending_bytes: the part of these that is kept from the input gradients to the weight gradients; None: all.
-        parameter_bytes: bytes of the stage's parameters.
-    """
-
-    forward: Affine = Affine(0, 1)
-    backward: Affine = Affine(0, 1)
-    weight: Affine = Affine()
-    activation_bytes: Affine = Affine()
-    offloaded_bytes: Affine = Affine()
-    working_bytes: Affine = Affine()
-    pending_bytes: Affine | None = None
-    parameter_bytes: float = 0
-
-    @property
-    def held(self) -> HeldBytes:
-        """Memory of a micro-batch in flight."""
-        return HeldBytes(
-            kept=self.activation_bytes,
-            offloaded=self.offloaded_bytes,
-            working=self.working_bytes,
-            pending=self.pending_bytes,
-        )
-
-    def seconds(self, kind: Kind, num_samples: int) -> float:
-        """Duration of an action of the stage."""
-        if kind is Kind.BACKWARD:
-            return self.backward.at(num_samples)
-        if kind is Kind.INPUT:
-            return self.backward.at(num_samples) - self.weight.at(num_samples)
-        if kind is Kind.WEIGHT:
-            return self.weight.at(num_samples)
-        return self.forward.at(num_samples)
+from lightning_gpp.schedules.work import StageCost
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,8 @@ from lightning_gpp.planning.assignment.assign import assign
 from lightning_gpp.planning.assignment.modules import operators_of, recomputed_blocks
 from lightning_gpp.planning.assignment.slices import sliced_costs
 from lightning_gpp.schedules.lowering import carries_gradient
-from lightning_gpp.simulation.stage_costs import StageCost, StageCosts
+from lightning_gpp.schedules.work import StageCost
+from lightning_gpp.simulation.stage_costs import StageCosts
 from lightning_gpp.slices import unsliced
 
 

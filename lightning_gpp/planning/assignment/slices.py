@@ -13,7 +13,8 @@ from lightning_gpp.errors import ConfigError
 from lightning_gpp.graph import Affine, Operator, OperatorGraph, TensorSpec
 from lightning_gpp.plan import SOURCE, STEP, Edge, Figures, Plan, Stage
 from lightning_gpp.planning.assignment.assign import Assignment, assign, crossing
-from lightning_gpp.simulation.stage_costs import StageCost, StageCosts
+from lightning_gpp.schedules.work import StageCost
+from lightning_gpp.simulation.stage_costs import StageCosts
 from lightning_gpp.slices import CARRY, Unsliced, part_of, slice_name
 
 ValueKey = tuple[str, int]
