@@ -8,21 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
-from torch.optim import (
-    ASGD,
-    SGD,
-    Adadelta,
-    Adafactor,
-    Adagrad,
-    Adam,
-    Adamax,
-    AdamW,
-    Muon,
-    NAdam,
-    Optimizer,
-    RAdam,
-    RMSprop,
-)
+from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from lightning_gpp.runtime import GradientSync, Mesh
 from lightning_gpp.runtime.sharding import OwnedParameters, ShardedStages, StageSync, assign_owners
@@ -36,26 +22,6 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "adam": lambda groups: Adam(groups, lr=0.01),
     "adamw": lambda groups: AdamW(groups, lr=0.01),
 }
-
-ELEMENTWISE: dict[str, Callable[[Any], Optimizer]] = {
-    "foreach": lambda groups: AdamW(groups, lr=0.01, foreach=True),
-    "fused": lambda groups: AdamW(groups, lr=0.01, fused=True),
-    "amsgrad": lambda groups: Adam(groups, lr=0.01, amsgrad=True),
-    "nesterov": lambda groups: SGD(groups, lr=0.01, momentum=0.9, nesterov=True),
-    **{
-        kind.__name__.lower(): lambda groups, kind=kind: kind(groups, lr=0.01)
-        for kind in (ASGD, Adadelta, Adagrad, Adamax, NAdam, RAdam, RMSprop)
-    },
-}
-WHOLE: dict[str, Callable[[Any], Optimizer]] = {
-    "adafactor": lambda groups: Adafactor(groups, lr=0.01),
-    "muon": lambda groups: Muon(
-        [{**group, "params": [p for p in group["params"] if p.ndim == 2]} for group in groups], lr=0.01
-    ),
-}
-"""Optimizers that look at a whole parameter."""
-
-EVERY = {**OPTIMIZERS, **ELEMENTWISE, **WHOLE}
 
 
 class First(nn.Module):
@@ -115,7 +81,7 @@ def grouped(named: Iterable[tuple[str, Tensor]]) -> list[dict[str, Any]]:
 def alone(num_replicas: int, optimizer: str, clip: bool) -> dict[str, Tensor]:
     """Parameters after training in one process, on the samples of all replicas."""
     module = model()
-    steps = EVERY[optimizer](grouped(module.named_parameters()))
+    steps = OPTIMIZERS[optimizer](grouped(module.named_parameters()))
     for step in range(NUM_STEPS):
         for rank in range(num_replicas):
             for samples in micro_batches(rank, step):
@@ -179,7 +145,7 @@ class Replica:
     def optimizer(self, name: str) -> Optimizer:
         mine = None if self.owned is None else self.owned.owned
         named = [(n, p) for n, p in self.module.named_parameters() if mine is None or n in mine]
-        return EVERY[name](grouped(named))
+        return OPTIMIZERS[name](grouped(named))
 
     def train(self, optimizer: str, clip: bool) -> Optimizer:
         steps = self.optimizer(optimizer)

@@ -156,15 +156,12 @@ def test_largest_step_under_a_mismatch_of_forward_and_backward(delay: int, decay
 Make = Callable[[list[nn.Parameter]], Optimizer]
 
 CONSTANT: dict[str, Make] = {
-    "sgd": lambda p: SGD(p, lr=0.1),
     "momentum": lambda p: SGD(p, lr=0.1, momentum=0.9),
     "momentum, maximize": lambda p: SGD(p, lr=0.1, momentum=0.9, maximize=True),
-    "nesterov": lambda p: SGD(p, lr=0.1, momentum=0.9, nesterov=True),
     "adam": lambda p: Adam(p, lr=0.1),
     "amsgrad": lambda p: Adam(p, lr=0.1, amsgrad=True),
     "adamw": lambda p: AdamW(p, lr=0.1, weight_decay=0.0),
     "adamw, fused": lambda p: AdamW(p, lr=0.1, weight_decay=0.0, fused=True),
-    "rmsprop": lambda p: RMSprop(p, lr=0.1),
     "rmsprop, momentum": lambda p: RMSprop(p, lr=0.1, momentum=0.9),
 }
 
@@ -241,7 +238,6 @@ VANISHING: dict[str, Make] = {
     "sgd": lambda p: SGD(p, lr=0.1),
     "momentum": lambda p: SGD(p, lr=0.1, momentum=0.9),
     "nesterov": lambda p: SGD(p, lr=0.1, momentum=0.9, nesterov=True),
-    "constant momentum": lambda p: SGD(p, lr=0.1, momentum=1.0),
 }
 
 

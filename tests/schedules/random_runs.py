@@ -1,37 +1,26 @@
-"""Random cases in real processes: four processes run many cases in turn; hanging ones are reported and replaced."""
+"""Random cases in real processes."""
 
 from __future__ import annotations
 
-import faulthandler
-import pickle
-import tempfile
-import time
-import traceback
-import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from datetime import timedelta
-from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
-from pathlib import Path
-from typing import Any
+from functools import cache
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_gpp.runtime import DistributedTransport, Executor, GradientSync, Mesh, pairs_of
 from lightning_gpp.runtime.sharding import ShardedStages, StageSync
 from lightning_gpp.schedules import Program, compile_program
-from tests import distributed
+from tests.distributed import PATIENCE, preload, run_distributed
 from tests.runtime import cases
 from tests.runtime.cases import Case, part_of
 from tests.runtime.stages import Mixer, all_slots, holders_of, local_parameters, make_stages, named_parameters
 from tests.schedules.random_plans import Limits, case_of
 
-distributed.preload(__name__)
+preload(__name__)
 
 NUM_PROCESSES = 4
 LIMITS = Limits(max_stages=7, max_devices=NUM_PROCESSES, max_batch=12, uncut=False)
@@ -57,18 +46,30 @@ def real_case(number: int) -> Case:
     )
 
 
-def execute(workers: Workers, number: int, seconds: float = 60.0) -> None:
-    """Run a case; losses and gradients are those of one process."""
-    case = real_case(number)
-    program = compile_program(case.plan, case.batch_size, copies=case.num_pipelines)
-    num_ranks = case.plan.num_devices * case.num_pipelines
-    check(case, workers.run(num_ranks, seconds, run_on_rank, case, program))
+def execute(numbers: Iterable[int], seconds: float = PATIENCE) -> None:
+    """Run cases; losses and gradients are those of one process. Cases with equally many ranks share processes."""
+    by_ranks: dict[int, list[tuple[Case, Program]]] = defaultdict(list)
+    for case in map(real_case, numbers):
+        program = compile_program(case.plan, case.batch_size, copies=case.num_pipelines)
+        by_ranks[case.num_processes].append((case, program))
+    for num_ranks, group in by_ranks.items():
+        by_rank = run_distributed(num_ranks, run_all_on_rank, group, timeout=seconds)
+        for (case, _), outcomes in zip(group, zip(*by_rank, strict=True), strict=True):
+            check(case, outcomes)
+
+
+def run_all_on_rank(rank: int, group: Sequence[tuple[Case, Program]]) -> list[cases.Outcome]:
+    return [run_on_rank(rank, case, program) for case, program in group]
+
+
+mesh_of = cache(Mesh)
+"""The same process groups for all cases of the same form."""
 
 
 def run_on_rank(rank: int, case: Case, program: Program) -> cases.Outcome:
     """Run one rank's part of a case; the program's collectives unshard parameters and reduce gradients."""
     plan = case.plan
-    mesh = Mesh(plan.num_devices, case.num_pipelines, rank)
+    mesh = mesh_of(plan.num_devices, case.num_pipelines, rank)
     stages = make_stages(plan, case.tied)
     sync = sync_of(case, stages, mesh)
     executor = Executor(
@@ -133,110 +134,3 @@ def _whole(case: Case, outcome: cases.Outcome, outcomes: Sequence[cases.Outcome]
         return torch.cat([other.gradients[name].rows for other in outcomes if name in other.gradients])
 
     return {name: joined(name, gradient) for name, gradient in outcome.gradients.items()}
-
-
-class Workers:
-    """Processes that form a new gloo group, of any number of ranks, for every call."""
-
-    def __init__(self, number: int) -> None:
-        self._number = number
-        self._processes: list[BaseProcess] = []
-        self._pipes: list[Connection] = []
-
-    def __enter__(self) -> Workers:
-        self._start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop()
-
-    def run(self, num_ranks: int, seconds: float, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """Call `function(rank, *arguments)` on the first processes; their results, by rank.
-
-        Raises:
-            RuntimeError: a rank failed, with its traceback, or did not end in time, with its stack. Then all processes
-                are replaced.
-        """
-        payload = pickle.dumps((function, arguments))
-        with tempfile.TemporaryDirectory() as folder:
-            for rank, pipe in enumerate(self._pipes[:num_ranks]):
-                pipe.send((rank, num_ranks, folder, seconds, payload))
-            reports = self._collect(num_ranks, time.monotonic() + seconds)
-            if all(report is not None and report[0] for report in reports):
-                return [pickle.loads(report[1]) for report in reports if report is not None]
-            self._stop()
-            self._start()
-            raise RuntimeError("\n".join(_trouble(rank, report, folder) for rank, report in enumerate(reports)))
-
-    def _collect(self, num_ranks: int, deadline: float) -> list[tuple[bool, Any] | None]:
-        reports: list[tuple[bool, Any] | None] = [None] * num_ranks
-        waiting = {pipe: rank for rank, pipe in enumerate(self._pipes[:num_ranks])}
-        while waiting and time.monotonic() < deadline:
-            for pipe in wait(list(waiting), deadline - time.monotonic()):
-                assert isinstance(pipe, Connection)
-                report = reports[waiting.pop(pipe)] = _received(pipe)
-                if not report[0]:  # the others may wait for this one forever
-                    deadline = min(deadline, time.monotonic() + 2)
-        return reports
-
-    def _start(self) -> None:
-        for _ in range(self._number):
-            ours, theirs = distributed.CONTEXT.Pipe()
-            process = distributed.CONTEXT.Process(target=_serve, args=(theirs,), daemon=True)
-            process.start()
-            theirs.close()
-            self._processes.append(process)
-            self._pipes.append(ours)
-
-    def _stop(self) -> None:
-        for process in self._processes:
-            process.kill()
-            process.join()
-        self._processes.clear()
-        self._pipes.clear()
-
-
-def _received(pipe: Connection) -> tuple[bool, Any]:
-    try:
-        succeeded, content = pipe.recv()
-    except EOFError:
-        return False, "The process ended without a report."
-    return succeeded, content
-
-
-def _trouble(rank: int, report: tuple[bool, Any] | None, folder: str) -> str:
-    if report is None:
-        stacks = Path(folder) / f"stacks{rank}"
-        return f"rank {rank} did not end:\n{stacks.read_text() if stacks.exists() else ''}"
-    return f"rank {rank} ended" if report[0] else f"rank {rank}:\n{report[1]}"
-
-
-def _serve(pipe: Connection) -> None:
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    while True:
-        try:
-            rank, num_ranks, folder, seconds, payload = pipe.recv()
-        except EOFError:
-            return
-        try:
-            with _group(rank, num_ranks, folder, seconds):
-                function, arguments = pickle.loads(payload)
-                report = True, pickle.dumps(function(rank, *arguments))
-        except BaseException:
-            report = False, traceback.format_exc()
-        pipe.send(report)
-
-
-@contextmanager
-def _group(rank: int, num_ranks: int, folder: str, seconds: float) -> Iterator[None]:
-    with open(f"{folder}/stacks{rank}", "w") as stacks:
-        faulthandler.dump_traceback_later(0.5 * seconds, file=stacks)
-        method, timeout = f"file://{folder}/rendezvous", timedelta(seconds=seconds)
-        dist.init_process_group("gloo", init_method=method, rank=rank, world_size=num_ranks, timeout=timeout)
-        try:
-            yield
-            dist.barrier()
-        finally:
-            dist.destroy_process_group()
-            faulthandler.cancel_dump_traceback_later()

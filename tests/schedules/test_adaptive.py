@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
 from lightning_gpp.graph import Affine
 from lightning_gpp.plan import Plan
 from lightning_gpp.planning.assignment.estimate import timed
@@ -17,9 +14,7 @@ from lightning_gpp.schedules.memory import peaks_of
 from lightning_gpp.schedules.registry import method_of
 from lightning_gpp.schedules.work import work_of
 from lightning_gpp.simulation import StageCost, StageCosts, Timeline, simulate
-from tests.strategies import chain, plan_of, plans, towers
-
-SECONDS = st.tuples(st.integers(1, 5), st.integers(1, 9))
+from tests.strategies import chain, plan_of, towers
 
 
 def _simulated(plan: Plan, costs: StageCosts) -> Timeline:
@@ -86,21 +81,3 @@ def test_towers_of_unequal_stages_beat_every_other_schedule() -> None:
     }
     assert steps["adaptive"] == min(steps.values())
     assert steps["adaptive"] < steps["1f1b"]
-
-
-@settings(max_examples=15, deadline=None)
-@given(
-    plan=plans(schedules=("adaptive",)),
-    seconds=st.lists(st.tuples(st.integers(1, 5), st.integers(1, 9)), min_size=7, max_size=7),
-)
-def test_any_plan(plan: Plan, seconds: list[tuple[int, int]]) -> None:
-    stages = tuple(
-        StageCost(forward=Affine(0, f), backward=Affine(0, f + b), weight=Affine(0, b))
-        for f, b in seconds[: len(plan.stages)]
-    )
-    costs = StageCosts(stages=stages)
-    known = timed(plan, costs)
-    timeline = _simulated(known, costs)
-    assert timeline.makespan > 0
-    again = _simulated(known, costs)
-    assert again == timeline

@@ -12,7 +12,7 @@ from lightning_gpp.schedules import compile_program, schedule_names
 from lightning_gpp.simulation import StageCost, StageCosts, simulate
 from tests.schedules import promises
 from tests.schedules.random_plans import Limits, case_of
-from tests.schedules.random_runs import NUM_PROCESSES, Workers, execute
+from tests.schedules.random_runs import execute
 from tests.strategies import chain
 
 NAMES = schedule_names()
@@ -44,17 +44,13 @@ def test_many_random_plans_keep_every_promise() -> None:
 
 def test_random_plans_in_real_processes() -> None:
     """Losses and all gradients of one process, to 1e-12; every schedule, whole and sharded parameters."""
-    with Workers(NUM_PROCESSES) as workers:
-        for number in range(len(NAMES)):
-            execute(workers, number)
+    execute(range(len(NAMES)))
 
 
 @pytest.mark.acceptance
 @pytest.mark.timeout(3600)
 def test_many_random_plans_in_real_processes() -> None:
-    with Workers(NUM_PROCESSES) as workers:
-        for number in range(len(NAMES), 480):
-            execute(workers, number)
+    execute(range(len(NAMES), 480), seconds=3000)
 
 
 def test_the_memory_of_sharded_inference() -> None:

@@ -77,7 +77,7 @@ class Towers(pl.LightningModule):
             "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
             "plain": lambda p: torch.optim.SGD(p, lr=0.1),
             "AdamW": lambda p: torch.optim.AdamW(p, lr=0.02),
-            "RMSprop": lambda p: torch.optim.RMSprop(p, lr=0.01),
+            "RMSprop": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.9),
         }
         optimizer = kinds[self.optimizer](self.parameters())
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3, gamma=0.8)

@@ -14,14 +14,15 @@ Sources: PipeOptim (Guan et al., arXiv 2312.00839), SpecTrain (Chen et al., arXi
 1911.04610), FTPipe (Eliad et al., ATC 2021).
 
 A predictor is the change that an optimizer would make to a parameter in the next updates, by its rule. A *linear* one
-assumes that every update is like the last one; a *decay* predictor that gradients vanish, so that only momentum
-continues. Learning rates are the current ones. Decoupled weight decay (AdamW) is left out by the linear predictor, as
-PipeOptim and SpecTrain do; the decay predictor shrinks the weights in every predicted update, as FTPipe does.
+assumes that every update is like the last one, as momentum keeps it; a *decay* predictor that gradients vanish, so that
+only momentum continues. Learning rates are the current ones. Decoupled weight decay (AdamW) is left out by the linear
+predictor, as PipeOptim and SpecTrain do; the decay predictor shrinks the weights in every predicted update, as FTPipe
+does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
@@ -35,9 +36,9 @@ from lightning_gpp.runtime.weights.latest import Latest, Values
 from lightning_gpp.runtime.weights.policy import Use, Weights, register_weights
 
 Group = dict[str, Any]
-Change = Callable[[Group, dict[str, Any], int, Tensor | None], Tensor | None]
-"""A function from a parameter group, the parameter's state, a number of updates and the last gradient to the change of
-the parameter, before the learning rate's sign; None if the optimizer has not stepped it yet.
+Descent = Callable[[Group, dict[str, Any], int], Tensor | None]
+"""A function from a parameter group, the parameter's state and a number of updates to the change of the parameter,
+before the learning rate; None if the optimizer has not stepped it yet.
 """
 
 
@@ -46,24 +47,12 @@ class Rule:
     """The prediction rule of one optimizer."""
 
     optimizer: Optimizer
-    descent: Change
-    needs_gradient: Callable[[Group], bool]
+    descent: Descent
     shrinks: bool
 
-    def needing_gradients(self) -> Iterator[Parameter]:
-        """Parameters whose last gradient the prediction needs."""
-        for group in self.optimizer.param_groups:
-            if self.needs_gradient(group):
-                yield from group["params"]
-
-    def change(self, parameter: Parameter, group: Group, updates: int, gradient: Tensor | None) -> Tensor | None:
+    def change(self, parameter: Parameter, group: Group, updates: int) -> Tensor | None:
         """The change of a parameter in that many updates; None if nothing is known about it yet."""
-        state = self.optimizer.state.get(parameter, {})
-        if gradient is None and self.needs_gradient(group):
-            return None
-        if gradient is not None:
-            gradient = _with_decay(gradient, parameter, group)
-        descent = self.descent(group, state, updates, gradient)
+        descent = self.descent(group, self.optimizer.state.get(parameter, {}), updates)
         if descent is None:
             return None
         change: Tensor = -group["lr"] * descent
@@ -74,7 +63,7 @@ def predictor_of(optimizer: Optimizer, kind: str) -> Rule:
     """The rule of an optimizer.
 
     Raises:
-        ConfigError: it has none.
+        ConfigError: it has none, or the rule needs more than the optimizer's state.
     """
     plain = getattr(optimizer, "optimizer", optimizer)
     rules = PREDICTORS[kind]
@@ -84,15 +73,13 @@ def predictor_of(optimizer: Optimizer, kind: str) -> Rule:
             f"strategy.weights=predicted cannot predict {type(plain).__name__} with predictor={kind}; it knows "
             f"{known}. Use one of these, or a policy that works with all (strategy.weights=stash or double_buffer)."
         )
-    descent, needs_gradient = rules[type(plain)]
-    return Rule(plain, descent, needs_gradient, kind == "decay")
-
-
-def _with_decay(gradient: Tensor, parameter: Parameter, group: Group) -> Tensor:
-    """The gradient that the optimizer uses: negative for `maximize`, and with weight decay if that is part of it."""
-    gradient = -gradient if group.get("maximize") else gradient
-    decay = 0.0 if group.get("decoupled_weight_decay") else group["weight_decay"]
-    return gradient + decay * parameter.data if decay else gradient
+    if kind == "linear" and any(not group.get("momentum", 1) or group.get("nesterov") for group in plain.param_groups):
+        raise ConfigError(
+            f"strategy.weights=predicted predicts by momentum, but {type(plain).__name__} has none, or Nesterov's, "
+            "which depends on the next gradient. Use momentum=0.9 without nesterov, Adam, or a policy that works with "
+            "all (strategy.weights=stash or double_buffer)."
+        )
+    return Rule(plain, rules[type(plain)], kind == "decay")
 
 
 def _shrink(group: Group) -> float:
@@ -105,34 +92,12 @@ def _lost(group: Group, updates: int) -> float:
     return 1.0 - _shrink(group) ** updates
 
 
-def _never(group: Group) -> bool:
-    return False
-
-
-def _without_momentum(group: Group) -> bool:
-    return not group["momentum"] or bool(group.get("nesterov"))
-
-
-def _sgd(group: Group, state: dict[str, Any], updates: int, gradient: Tensor | None) -> Tensor | None:
-    buffer = state.get("momentum_buffer") if group["momentum"] else None
-    if gradient is not None:
-        return updates * (gradient if buffer is None else gradient + group["momentum"] * buffer)
+def _momentum(group: Group, state: dict[str, Any], updates: int) -> Tensor | None:
+    buffer: Tensor | None = state.get("momentum_buffer")
     return None if buffer is None else updates * buffer
 
 
-def _rmsprop(group: Group, state: dict[str, Any], updates: int, gradient: Tensor | None) -> Tensor | None:
-    if "square_avg" not in state:
-        return None
-    if group["momentum"]:
-        buffer: Tensor = state["momentum_buffer"]
-        return updates * buffer
-    square = state["square_avg"]
-    if group["centered"]:
-        square = square - state["grad_avg"] ** 2
-    return None if gradient is None else updates * gradient / (square.sqrt() + group["eps"])
-
-
-def _adam(group: Group, state: dict[str, Any], updates: int, gradient: Tensor | None) -> Tensor | None:
+def _adam(group: Group, state: dict[str, Any], updates: int) -> Tensor | None:
     if "exp_avg" not in state:
         return None
     return updates * _adam_step(group, state, float(state["step"]))
@@ -145,7 +110,7 @@ def _adam_step(group: Group, state: dict[str, Any], step: float, power: float = 
     return torch.as_tensor(mean / ((square / (1 - second**step)).sqrt() + group["eps"]))
 
 
-def _sgd_decaying(group: Group, state: dict[str, Any], updates: int, gradient: Tensor | None) -> Tensor | None:
+def _momentum_decaying(group: Group, state: dict[str, Any], updates: int) -> Tensor | None:
     momentum: float = group["momentum"]
     buffer: Tensor | None = state.get("momentum_buffer")
     if not momentum or buffer is None:
@@ -155,7 +120,7 @@ def _sgd_decaying(group: Group, state: dict[str, Any], updates: int, gradient: T
     return factor * buffer
 
 
-def _adam_decaying(group: Group, state: dict[str, Any], updates: int, gradient: Tensor | None) -> Tensor | None:
+def _adam_decaying(group: Group, state: dict[str, Any], updates: int) -> Tensor | None:
     """Adam's change if gradients vanish; the second moment stays the same, as in FTPipe."""
     if "exp_avg" not in state:
         return None
@@ -165,20 +130,11 @@ def _adam_decaying(group: Group, state: dict[str, Any], updates: int, gradient: 
     return torch.stack(descents).sum(dim=0)
 
 
-PREDICTORS: Final[dict[str, dict[type[Optimizer], tuple[Change, Callable[[Group], bool]]]]] = {
-    "linear": {
-        SGD: (_sgd, _without_momentum),
-        RMSprop: (_rmsprop, lambda group: not group["momentum"]),
-        Adam: (_adam, _never),
-        AdamW: (_adam, _never),
-    },
-    "decay": {
-        SGD: (_sgd_decaying, _never),
-        Adam: (_adam_decaying, _never),
-        AdamW: (_adam_decaying, _never),
-    },
+PREDICTORS: Final[dict[str, dict[type[Optimizer], Descent]]] = {
+    "linear": {SGD: _momentum, RMSprop: _momentum, Adam: _adam, AdamW: _adam},
+    "decay": {SGD: _momentum_decaying, Adam: _adam_decaying, AdamW: _adam_decaying},
 }
-"""Rules by kind of predictor and optimizer, and whether they need the last gradient."""
+"""Rules by kind of predictor and optimizer."""
 
 
 @register_weights("predicted")
@@ -212,7 +168,6 @@ class Predicted(Latest):
         for optimizer in weights.optimizers():
             predictor_of(optimizer, predictor)
         self.predictor, self.passes, self.bellwether = predictor, passes, bellwether
-        self._gradients: dict[Parameter, Tensor] = {}
         self._shared: dict[tuple[int, int], Values] = {}
 
     def empty(self) -> None:
@@ -226,22 +181,6 @@ class Predicted(Latest):
         super().enter_backward(use)
         if self._halfway(use):
             self._write(self._predicted(use.stage, self._halfway(use)))
-
-    def before_update(self) -> None:
-        """Keep the gradients that the rules of some optimizers need."""
-        rules = (predictor_of(optimizer, self.predictor) for optimizer in self.weights.optimizers())
-        self._gradients = {
-            parameter: parameter.grad.detach().clone()
-            for rule in rules
-            for parameter in rule.needing_gradients()
-            if parameter.grad is not None
-        }
-
-    def saved(self) -> dict[str, dict[Parameter, Tensor]]:
-        return {"gradient": dict(self._gradients)}
-
-    def restore(self, saved: Mapping[str, Values]) -> None:
-        self._gradients = dict(saved.get("gradient", {}))
 
     def _halfway(self, use: Use) -> int:
         """SpecTrain's floor(k / 2) for stage k of a chain: half of what the first stage is ahead of this one."""
@@ -269,7 +208,7 @@ class Predicted(Latest):
             rule = predictor_of(optimizer, self.predictor)
             for group in optimizer.param_groups:
                 for parameter in (parameter for parameter in group["params"] if id(parameter) in wanted):
-                    change = rule.change(parameter, group, updates, self._gradients.get(parameter))
+                    change = rule.change(parameter, group, updates)
                     if change is not None:
                         values[parameter] = parameter.data + change
         return values
