@@ -29,12 +29,9 @@ from lightning_gpp.runtime.operations import (
     Operation,
     ReadData,
     Saved,
-    StageForward,
     State,
     after,
-    arming,
     drawing,
-    gathering,
     nothing,
     with_weights,
 )
@@ -42,7 +39,7 @@ from lightning_gpp.runtime.random import RandomStreams
 from lightning_gpp.runtime.receipts import receipts
 from lightning_gpp.runtime.recompute import ModuleState, RecomputedForward
 from lightning_gpp.runtime.split import SplitBackward, Splitter
-from lightning_gpp.runtime.stage import DataSource, MicroBatch, Slot, StageModule, StageSync
+from lightning_gpp.runtime.stage import DataSource, MicroBatch, Slot, StageForward, StageModule, StageSync
 from lightning_gpp.runtime.weights.derived import Derived, Derives
 from lightning_gpp.runtime.weights.policy import WeightPolicy
 from lightning_gpp.schedules.actions import COLLECTIVES, COMPUTING, RELEASES, Action, Kind
@@ -120,11 +117,12 @@ class Compiler:
         message = message_of(self._program, instruction)
         if instruction.op is Op.SEND:
             return self._send(self._lane, message).run
+        receive = self._receive(message)
         if instruction.op is Op.POST:
-            return self._post(message)
+            return receive.start
         sent = self._receipts.get(position, ())
         arrived = [self._send(self._lane_of(phase, ahead), self._program.messages[number]) for ahead, number in sent]
-        return self._wait(message, arrived)
+        return releasing(receive.wait, arrived, self._lane.state.device) if arrived else receive.wait
 
     def _lane_of(self, phase: int, ahead: int) -> Lane:
         return self._lanes[(phase + ahead) % len(self._lanes)]
@@ -137,18 +135,9 @@ class Compiler:
     def _receive(self, message: Message) -> Receive:
         lane = self._lane
         if message.id not in lane.receives:
-            lane.receives[message.id] = Receive(lane.link, message, self._carried(message))
+            slots = carried(self._plan.edges[message.edge], self._slots[message.edge], message.gradient)
+            lane.receives[message.id] = Receive(lane.link, message, slots)
         return lane.receives[message.id]
-
-    def _carried(self, message: Message) -> tuple[Slot, ...]:
-        return carried(self._plan.edges[message.edge], self._slots[message.edge], message.gradient)
-
-    def _post(self, message: Message) -> Operation:
-        return self._receive(message).start
-
-    def _wait(self, message: Message, arrived: Sequence[Send]) -> Operation:
-        wait = self._receive(message).wait
-        return releasing(wait, arrived, self._lane.state.device) if arrived else wait
 
     def _compute(self, action: Action) -> Operation:
         if action.kind in COLLECTIVES:
@@ -160,9 +149,11 @@ class Compiler:
             operation = with_weights(self._weights, action, self._lane.state, operation)
         if self._sync is None or action.kind is Kind.DATA:
             return operation
-        if action in self._armed:
-            operation = arming(self._sync, action.stage, operation)
-        return gathering(self._sync, action.stage, operation) if self._sync.gathers else operation
+        if action in self._armed:  # all-reduces of gradients may start during the last backward
+            operation = after(partial(self._sync.arm, action.stage), operation)
+        if self._sync.gathers:  # a replica without samples waits for the parameters, too
+            operation = after(partial(self._sync.ready, action.stage), operation)
+        return operation
 
     def _share(self, action: Action) -> Operation:
         start, stop = self._interval(action)

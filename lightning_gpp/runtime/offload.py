@@ -18,7 +18,7 @@ Sources: PipeOffload (Wan et al., arXiv 2503.01328) for copies hidden behind the
 from __future__ import annotations
 
 from collections import ChainMap
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 from weakref import WeakValueDictionary, ref
@@ -29,7 +29,7 @@ from torch.nn import Parameter
 
 from lightning_gpp._compat.torch import buffers_of, parameters_of, storage_id, version
 from lightning_gpp.errors import GPPError
-from lightning_gpp.runtime.stage import MicroBatch
+from lightning_gpp.runtime.stage import MicroBatch, StageForward
 from lightning_gpp.runtime.weights.derived import Derived
 from lightning_gpp.schedules.work import Leaving
 
@@ -260,12 +260,9 @@ def _is_dense(tensor: Tensor) -> bool:
     return plain and not (tensor.is_nested or tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
 
 
-Forward = Callable[[Mapping[str, Tensor], MicroBatch], dict[str, Tensor]]
-
-
 def offloading(
-    forward: Forward, offloaded: Offloaded, parts: Sequence[nn.Module], derived: Derived | None = None
-) -> Forward:
+    forward: StageForward, offloaded: Offloaded, parts: Sequence[nn.Module], derived: Derived | None = None
+) -> StageForward:
     """A forward whose saved tensors are noted.
 
     Args:

@@ -17,12 +17,9 @@ from lightning_gpp.errors import GPPError
 from lightning_gpp.runtime.boundary import DeviceState, EdgeTensors, MessageTensors, Promise, check_promises, hand_out
 from lightning_gpp.runtime.random import RandomStreams
 from lightning_gpp.runtime.split import SplitBackward
-from lightning_gpp.runtime.stage import LOSS, DataSource, MicroBatch, StageModule, StageSync
+from lightning_gpp.runtime.stage import LOSS, DataSource, MicroBatch, StageForward, StageModule
 from lightning_gpp.runtime.weights.policy import Use, WeightPolicy
 from lightning_gpp.schedules.actions import Action, Kind
-
-StageForward = Callable[[Mapping[str, Tensor], MicroBatch], dict[str, Tensor]]
-"""`StageModule.forward`, inside the stage's random stream if it has one."""
 
 
 class State:
@@ -264,30 +261,10 @@ def nothing() -> None:
 
 
 def after(before: Operation, operation: Operation) -> Operation:
-    """An operation, and what has to come before it."""
+    """An operation, and what has to come right before it."""
 
     def run() -> None:
         before()
-        operation()
-
-    return run
-
-
-def gathering(sync: StageSync, stage: int, operation: Operation) -> Operation:
-    """An operation on unsharded parameters; a replica without samples waits for them, too."""
-
-    def run() -> None:
-        sync.ready(stage)
-        operation()
-
-    return run
-
-
-def arming(sync: StageSync, stage: int, operation: Operation) -> Operation:
-    """The last backward of a stage, during which all-reduces of gradients may start."""
-
-    def run() -> None:
-        sync.arm(stage)
         operation()
 
     return run

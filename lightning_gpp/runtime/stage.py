@@ -4,7 +4,7 @@ stages, which `sharding` does.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
@@ -40,6 +40,10 @@ class MicroBatch:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "num_samples", self.stop - self.start)
+
+
+StageForward = Callable[[Mapping[str, Tensor], MicroBatch], dict[str, Tensor]]
+"""`StageModule.forward`, with what belongs around it."""
 
 
 class StageModule(Protocol):

@@ -26,9 +26,7 @@ from torch import Tensor, nn
 
 from lightning_gpp._compat.torch import TorchDispatchMode, parameters_of, schema_arguments, storage_id
 from lightning_gpp.runtime.random import current_generators, undisturbed
-from lightning_gpp.runtime.stage import MicroBatch, StageModule
-
-Forward = Callable[[Mapping[str, Tensor], MicroBatch], dict[str, Tensor]]
+from lightning_gpp.runtime.stage import MicroBatch, StageForward, StageModule
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +60,7 @@ class Derived:
         self._steps: list[_Step] = []
         self.memory: dict[int, Tensor] = {}
 
-    def noting(self, forward: Forward) -> Forward:
+    def noting(self, forward: StageForward) -> StageForward:
         """The stage's forward, whose derived tensors are noted; the stage hands on copies of them."""
 
         def run(values: Mapping[str, Tensor], micro_batch: MicroBatch) -> dict[str, Tensor]:
