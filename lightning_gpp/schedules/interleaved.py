@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Final
 
 from lightning_gpp.plan import Plan
@@ -55,10 +55,10 @@ def interleaved(plan: Plan, batch_size: int) -> Orders:
 
 
 def _of_samples(plan: Plan, slots: Sequence[int], batch_size: int) -> list[int]:
-    """The slot of every sample of a stage, from the slots of the first group of micro-batches."""
+    """The slot of every sample of a stage, from the slots of the first group of micro-batches; none before an earlier."""
     length, largest = period(plan), stage_of_largest(plan)
     places = (divmod(plan.micro_batch_of(largest, sample, batch_size), len(slots)) for sample in range(batch_size))
-    return [group * length + slots[index] for group, index in places]
+    return list(accumulate((group * length + slots[index] for group, index in places), max))
 
 
 Slots = dict[int, list[int]]
