@@ -55,7 +55,7 @@ def interleaved(plan: Plan, batch_size: int) -> Orders:
 
 
 def _of_samples(plan: Plan, slots: Sequence[int], batch_size: int) -> list[int]:
-    """The slot of every sample of a stage, from the slots of the first group of micro-batches; none before an earlier."""
+    """The slot of every sample of a stage, from those of the first group of micro-batches; they never fall."""
     length, largest = period(plan), stage_of_largest(plan)
     places = (divmod(plan.micro_batch_of(largest, sample, batch_size), len(slots)) for sample in range(batch_size))
     return list(accumulate((group * length + slots[index] for group, index in places), max))
