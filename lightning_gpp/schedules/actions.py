@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Final, NamedTuple
@@ -103,14 +102,10 @@ class Schedule:
             if not device.isdigit():
                 raise ScheduleError(f"Schedule line {line!r} must start with a device number and a colon.")
             rows[int(device)] = tuple(map(Action.parse, actions.split()))
-        return cls.of(rows)
+        if sorted(rows) != list(range(len(rows))):
+            raise ScheduleError(f"A schedule needs one line for each device 0..n-1, got {sorted(rows)}.")
+        return cls(tuple(rows[device] for device in range(len(rows))))
 
     def without(self, kind: Kind) -> Schedule:
         """The same schedule without the actions of one kind."""
         return Schedule(tuple(tuple(a for a in actions if a.kind is not kind) for actions in self.devices))
-
-    @classmethod
-    def of(cls, rows: Mapping[int, tuple[Action, ...]]) -> Schedule:
-        if sorted(rows) != list(range(len(rows))):
-            raise ScheduleError(f"A schedule needs one line for each device 0..n-1, got {sorted(rows)}.")
-        return cls(tuple(rows[device] for device in range(len(rows))))

@@ -25,7 +25,7 @@ from lightning_gpp.schedules.list_scheduling import (
     in_order,
     run_order,
 )
-from lightning_gpp.schedules.memory import limits_of, peaks_of
+from lightning_gpp.schedules.one_f_one_b import limits_of
 from lightning_gpp.schedules.registry import orders_of, register_schedule
 from lightning_gpp.schedules.work import Work, halves, peak, work_of
 
@@ -56,7 +56,7 @@ def adaptive(plan: Plan, batch_size: int) -> Schedule:
     limits = [limit * SLACK for limit in limits_of(work)]
 
     def rank(order: FixedOrder) -> tuple[bool, float]:
-        excess = any(peak > limit for peak, limit in zip(peaks_of(work, order.rows), limits, strict=True))
+        excess = any(peak > limit for peak, limit in zip(work.peaks(order.rows), limits, strict=True))
         return excess, order.makespan
 
     best = improved(min(orders, key=rank), limits, tries=SEARCHED_ACTIONS // max(1, len(work.seconds)))

@@ -15,8 +15,7 @@ from typing import Final
 from lightning_gpp.plan import Plan
 from lightning_gpp.schedules.actions import Kind, Schedule
 from lightning_gpp.schedules.list_scheduling import SLACK, Clock, DeviceOrders, in_order, list_schedule
-from lightning_gpp.schedules.memory import fits, limits_of, needs_of, peaks_of
-from lightning_gpp.schedules.one_f_one_b import action_samples, samples_ahead
+from lightning_gpp.schedules.one_f_one_b import action_samples, limits_of, needs_of, samples_ahead
 from lightning_gpp.schedules.one_f_one_b import lanes as lanes_of
 from lightning_gpp.schedules.work import Work, turns
 from lightning_gpp.slices import unsliced
@@ -76,7 +75,7 @@ def fill(
             best, rows = policy.seconds, clock.rows
     for order in known:
         seconds = in_order(work.tasks, order).busy
-        if seconds * SLACK < best and fits(work, peaks_of(work, order)):
+        if seconds * SLACK < best and work.fits(work.peaks(order)):
             best, rows = seconds, order
     return work.order(rows)
 

@@ -27,7 +27,6 @@ from typing import Final
 from lightning_gpp.plan import Plan
 from lightning_gpp.schedules.actions import Action, Kind, Schedule
 from lightning_gpp.schedules.list_scheduling import SLACK, Clock, DeviceOrders, TaskGraph, list_schedule
-from lightning_gpp.schedules.memory import compaction_limits, fits, peaks_of
 from lightning_gpp.schedules.nominal_times import TimedRows, actions, by_nominal_time, coarse_numbers, levels
 from lightning_gpp.schedules.work import Work, is_extra, turns, work_of
 
@@ -70,6 +69,15 @@ def compacted(work: Work, rows: DeviceOrders, limits: Sequence[float]) -> Iterat
     """
     patience = (False, True) if work.timed else (False,)
     return (compact(work, rows, limits, window, patient) for window, patient in product(WINDOWS, patience))
+
+
+def compaction_limits(work: Work, peaks: Sequence[float]) -> list[float]:
+    """Memory limit of every device for the compaction of an order with these peaks.
+
+    It is the highest peak or, if lower, the plan's limit, but at least the device's own peak.
+    """
+    limits = work.limits or (max(peaks),) * len(peaks)
+    return [max(peak, min(limit, max(peaks))) for peak, limit in zip(peaks, limits, strict=True)]
 
 
 def compact(
@@ -205,7 +213,7 @@ def compacted_blocks(plan: Plan, batch_size: int, blocks: Sequence[BuildingBlock
     work = work_of(plan, batch_size)
     for block in blocks:
         orders = _leanest(work, block)
-        if fits(work, orders[0].peaks):
+        if work.fits(orders[0].peaks):
             break
     trials = (trial for order in orders for trial in compacted(work, order.rows, compaction_limits(work, order.peaks)))
     return work.order(fastest(work, trials).rows)
@@ -224,7 +232,7 @@ def _leanest(work: Work, block: BuildingBlock) -> list[_BlockOrder]:
     orders = []
     for gap in block.gaps:
         rows = by_nominal_time(work, _Cells(work, block, gap).time)
-        orders.append(_BlockOrder(actions(rows, weights=False), peaks_of(work, _in_free_cells(work.plan, rows))))
+        orders.append(_BlockOrder(actions(rows, weights=False), work.peaks(_in_free_cells(work.plan, rows))))
     least = min(max(order.peaks) for order in orders)
     return [order for order in orders if max(order.peaks) <= least * (1 + 1e-9)]
 

@@ -18,6 +18,7 @@ same order. Such plans are rare, 92 of 8 million random ones with sizes up to 13
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 
 import networkx as nx
@@ -27,7 +28,7 @@ from lightning_gpp.plan import SOURCE, Plan
 from lightning_gpp.schedules.actions import Action, Kind
 from lightning_gpp.schedules.device_orders import StageOrders, device_orders
 from lightning_gpp.schedules.registry import register_schedule
-from lightning_gpp.schedules.work import is_extra
+from lightning_gpp.schedules.work import Work, is_extra, turns
 from lightning_gpp.slices import Unsliced, num_slices, unsliced
 
 # Two branches, 0 -> 1 and 2, that join in 3; four micro-batches; each stage on its own device. The warm-ups are the
@@ -110,6 +111,30 @@ def warm_up(plan: Plan, batch_size: int) -> dict[int, int]:
     samples = in_flight_samples(plan)
     counts = {stage: held // plan.stages[stage].micro_batch_size for stage, held in samples.items()}
     return {stage: min(count, len(plan.intervals(stage, batch_size))) for stage, count in counts.items()}
+
+
+def needs_of(work: Work) -> dict[tuple[int, int], float]:
+    """Bytes that the replica of a stage on a device holds under 1F1B, by stage and device."""
+    flying = warm_up(work.plan, work.batch_size)
+    kept: dict[tuple[int, int], list[float]] = defaultdict(list)
+    for (device, action), taken in work.takes.items():
+        if action.kind is Kind.FORWARD:
+            kept[action.stage, device].append(taken)
+    counts = [-(-flying[index] // turns(stage)) for index, stage in enumerate(work.plan.stages)]
+    return {place: sum(sorted(sizes)[-counts[place[0]] :]) for place, sizes in kept.items()}
+
+
+def limits_of(work: Work, share: float = 1, needs: Mapping[tuple[int, int], float] | None = None) -> tuple[float, ...]:
+    """Memory limit of every device; if the plan has none, `share` times the peak of the neediest device under 1F1B.
+
+    `needs`: the result of `needs_of`, if known already.
+    """
+    if work.limits:
+        return work.limits
+    totals: dict[int, float] = defaultdict(float)
+    for (_, device), need in (needs or needs_of(work)).items():
+        totals[device] += need
+    return (share * max(totals.values()),) * work.plan.num_devices
 
 
 def in_flight_samples(plan: Plan) -> dict[int, int]:

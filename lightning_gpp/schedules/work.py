@@ -9,7 +9,7 @@ List schedulers, the simulator and the evaluator of drafts all count bytes by th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from math import inf
@@ -176,6 +176,14 @@ class Work:
         for (device, _), seconds in self.seconds.items():
             loads[device] += seconds
         return loads
+
+    def peaks(self, rows: DeviceOrders) -> list[float]:
+        """Peak memory of every device if it follows its order."""
+        return [peak(self.takes[device, action] for action in row) for device, row in enumerate(rows)]
+
+    def fits(self, peaks: Sequence[float]) -> bool:
+        """True if the peaks are within the memory limits, if these are known."""
+        return not self.limits or all(peak <= limit for peak, limit in zip(peaks, self.limits, strict=True))
 
     def order(self, rows: DeviceOrders, full: Callable[[Action], bool] = lambda action: False) -> Schedule:
         """The schedule of these rows, with full backwards for stages without a second half.

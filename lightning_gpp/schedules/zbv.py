@@ -9,8 +9,7 @@ from itertools import chain
 
 from lightning_gpp.plan import Plan
 from lightning_gpp.schedules.actions import Action, Schedule
-from lightning_gpp.schedules.building_blocks import compact, compacted, compacted_blocks, fastest
-from lightning_gpp.schedules.memory import compaction_limits, fits, peaks_of
+from lightning_gpp.schedules.building_blocks import compact, compacted, compacted_blocks, compaction_limits, fastest
 from lightning_gpp.schedules.nominal_times import Template, actions, actions_of, by_nominal_time
 from lightning_gpp.schedules.registry import register_schedule
 from lightning_gpp.schedules.v_half import V_HALF
@@ -34,8 +33,8 @@ def zbv(plan: Plan, batch_size: int) -> Schedule:
     template = Template(plan, batch_size, v_order)
     rows = by_nominal_time(work, template.time)
     full = actions(rows)
-    peaks = peaks_of(work, full)
-    if not fits(work, peaks):
+    peaks = work.peaks(full)
+    if not work.fits(peaks):
         return compacted_blocks(plan, batch_size, (V_HALF, V_MIN))
     limits = compaction_limits(work, peaks)
     trials = chain([compact(work, full, limits)], compacted(work, actions(rows, weights=False), limits))

@@ -10,7 +10,6 @@ from lightning_gpp.planning.assignment.estimate import timed
 from lightning_gpp.schedules import Action, Kind, compile_program, schedule_names
 from lightning_gpp.schedules.adaptive import improved
 from lightning_gpp.schedules.list_scheduling import in_order
-from lightning_gpp.schedules.memory import peaks_of
 from lightning_gpp.schedules.registry import method_of
 from lightning_gpp.schedules.work import work_of
 from lightning_gpp.simulation import StageCost, StageCosts, Timeline, simulate
@@ -47,9 +46,9 @@ def test_swaps_shorten_an_order() -> None:
     assert not order.deadlocks
     better = improved(order, limits=(3.0,) * 3, tries=5000)
     assert better.makespan < order.makespan
-    assert max(peaks_of(work, better.rows)) <= 3
+    assert max(work.peaks(better.rows)) <= 3
     narrow = improved(order, limits=(1.0,) * 3, tries=5000)
-    assert max(peaks_of(work, narrow.rows)) == 1
+    assert max(work.peaks(narrow.rows)) == 1
 
 
 def test_it_keeps_to_the_memory() -> None:

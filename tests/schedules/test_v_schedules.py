@@ -15,7 +15,6 @@ from lightning_gpp.graph import Affine
 from lightning_gpp.plan import STEP, Edge, Figures, Plan, Stage
 from lightning_gpp.schedules import Action, Kind, Schedule, compile_program, make_schedule
 from lightning_gpp.schedules.building_blocks import WINDOWS, compact
-from lightning_gpp.schedules.memory import peaks_of
 from lightning_gpp.schedules.registry import orders_of
 from lightning_gpp.schedules.work import work_of
 from lightning_gpp.simulation import StageCost, StageCosts, Timeline, simulate
@@ -208,8 +207,8 @@ def test_squeezing_keeps_to_the_room_of_the_order(plan: Plan, window: int, patie
         for reader, _ in work.readers.get((device, action), ()):
             missing[reader] -= 1
             ready += [reader] * (not missing[reader])
-    room = peaks_of(work, rows)
+    room = work.peaks(rows)
     free = [[action for action in row if action.kind is not Kind.WEIGHT] for row in rows]
     run = compact(work, data.draw(st.sampled_from([rows, free])), room, window, patient)
     assert [sorted(map(str, row)) for row in run.rows] == [sorted(map(str, row)) for row in rows]
-    assert all(peak <= limit * (1 + 1e-6) for peak, limit in zip(peaks_of(work, run.rows), room, strict=True))
+    assert all(peak <= limit * (1 + 1e-6) for peak, limit in zip(work.peaks(run.rows), room, strict=True))
