@@ -27,7 +27,7 @@ from lightning_gpp.schedules.list_scheduling import (
 )
 from lightning_gpp.schedules.one_f_one_b import limits_of
 from lightning_gpp.schedules.registry import orders_of, register_schedule
-from lightning_gpp.schedules.work import Work, halves, peak, work_of
+from lightning_gpp.schedules.work import Work, halved, peak, work_of
 
 STARTS: Final = ("1f1b", "zb_h1", "zb_h2", "zero_bubble", "layerpipe", "interleaved", "breadth_first")
 MORE_STARTS: Final = ("zbv", "v_half", "v_min", "dualpipe_v", "gpipe", "hanayo")
@@ -70,7 +70,7 @@ def _orders(work: Work, names: tuple[str, ...]) -> Iterator[FixedOrder]:
             schedule = _schedule(replace(work.plan, schedule=name), work.batch_size)
         except ScheduleError:
             continue
-        order = in_order(work.tasks, [[half for action in row for half in halves(action)] for row in schedule.devices])
+        order = in_order(work.tasks, halved(schedule.devices))
         if not order.deadlocks:
             yield order
 

@@ -19,7 +19,7 @@ from typing import Final
 from lightning_gpp.plan import STEP, Edge, Plan, Stage
 from lightning_gpp.schedules.actions import Action, Kind
 from lightning_gpp.schedules.list_scheduling import Task, in_order
-from lightning_gpp.schedules.work import Work, halves, is_extra, work_of
+from lightning_gpp.schedules.work import Work, halved, is_extra, work_of
 
 _STEP: Final = 1e-3
 """Minimum difference between the nominal times of an action and its inputs, in cells."""
@@ -115,7 +115,7 @@ class Template:
         rows = [list(order(rank, ranks, enough)) for rank in range(ranks)]
         self._split = frozenset(action for row in rows for action in row if action.kind is Kind.INPUT)
         chain = self._whole_backwards(work_of(_chain(length, enough), enough))
-        started = in_order(chain.tasks, [[half for action in row for half in halves(action)] for row in rows]).start
+        started = in_order(chain.tasks, halved(rows)).start
         self._start = {action: started[number] for (_, action), number in chain.tasks.numbers.items()}
 
     def time(self, action: Action) -> float:

@@ -289,8 +289,12 @@ def is_extra(plan: Plan, stage: int) -> bool:
     return bool(rest) and min(mine) > max(rest)
 
 
-def halves(action: Action) -> tuple[Action, ...]:
-    """The two halves of a full backward; any other action itself."""
+def halved(rows: DeviceOrders) -> DeviceOrders:
+    """The order of every device with both halves in place of each full backward."""
+    return [[half for action in row for half in _halves(action)] for row in rows]
+
+
+def _halves(action: Action) -> tuple[Action, ...]:
     if action.kind is not Kind.BACKWARD:
         return (action,)
     return action.of_kind(Kind.INPUT), action.of_kind(Kind.WEIGHT)

@@ -17,10 +17,10 @@ from lightning_gpp.plan import Plan
 from lightning_gpp.schedules.actions import Kind, Schedule
 from lightning_gpp.schedules.bubble_filling import Preference, fill, forwards_ahead
 from lightning_gpp.schedules.device_orders import device_orders
-from lightning_gpp.schedules.list_scheduling import DeviceOrders, Task
+from lightning_gpp.schedules.list_scheduling import Task
 from lightning_gpp.schedules.one_f_one_b import lanes, one_f_one_b
 from lightning_gpp.schedules.registry import register_schedule
-from lightning_gpp.schedules.work import Work, halves, work_of
+from lightning_gpp.schedules.work import Work, halved, work_of
 
 LEADS: Final = (1, 1.25, 1.5, 1.75, 2, 2.1, 2.25, 2.5, 3)
 """Factors on the warm-up of 1F1B beyond its first micro-batch: 1 is ZB-H1's warm-up, 2 is ZB-H2's."""
@@ -45,23 +45,15 @@ def zero_bubble(plan: Plan, batch_size: int) -> Schedule:
     The memory limit is `plan.memory_bytes`; if that is unknown, the peak of the neediest device under 1F1B.
     """
     work = work_of(plan, batch_size)
+    usual, _ = device_orders(plan, one_f_one_b(plan, batch_size), batch_size)
     return fill(
         work,
         (
             Preference(ahead=ahead, forwards_first=forwards_first, patient=patient)
             for ahead, (forwards_first, patient) in product(_leads(plan, work), CHOICES)
         ),
-        known=[_one_f_one_b_in_halves(work)],
+        known=[halved(usual.devices)],  # input gradients can be sent before their weight gradients
     )
-
-
-def _one_f_one_b_in_halves(work: Work) -> DeviceOrders:
-    """The order of 1F1B with every backward in halves, so that input gradients can be sent first."""
-    usual, _ = device_orders(work.plan, one_f_one_b(work.plan, work.batch_size), work.batch_size)
-    return [
-        [half for action in row for half in halves(action) if (device, half) in work.seconds]
-        for device, row in enumerate(usual.devices)
-    ]
 
 
 def _leads(plan: Plan, work: Work) -> Iterable[Sequence[int]]:
