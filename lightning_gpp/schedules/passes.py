@@ -287,19 +287,13 @@ class _Parameters:
         for stage in visits[:BUFFERS]:
             if stage not in self._unsharded:
                 if len(self._unsharded) == BUFFERS:
-                    self._drop(self._last_needed(visits))
+                    self._drop(next(stage for stage in self._unsharded if stage != visits[0]))
                 self._unsharded.append(stage)
                 self._add(stage, Kind.UNSHARD)
 
     def clear(self) -> None:
         for stage in list(self._unsharded):
             self._drop(stage)
-
-    def _last_needed(self, visits: Sequence[int]) -> int:
-        def next_use(stage: int) -> int:
-            return visits.index(stage) if stage in visits else len(visits)
-
-        return max((stage for stage in self._unsharded if stage != visits[0]), key=next_use)
 
     def _drop(self, stage: int) -> None:
         self._unsharded.remove(stage)
