@@ -1,4 +1,4 @@
-"""For any plan: its program verifies, runs to its end and keeps its promise; a broken one is refused."""
+"""For any plan: a program that was broken is refused, and replicas do the same."""
 
 from __future__ import annotations
 
@@ -18,29 +18,12 @@ from lightning_gpp.schedules import (
     Program,
     Schedule,
     compile_program,
-    in_flight,
-    lower,
     make_schedule,
     verify,
 )
-from lightning_gpp.simulation import Link, StageCosts, simulate
 from tests.strategies import plans
 
 RUNS = settings(max_examples=60, deadline=None)
-
-
-@RUNS
-@given(plan=plans(), latency=st.sampled_from([0, 0.3, 5]))
-def test_any_plan_verifies_and_keeps_its_promise(plan: Plan, latency: float) -> None:
-    promise = in_flight(plan)
-    program = lower(plan, make_schedule(plan))
-    verify(program, promise)
-    costs = replace(StageCosts.uniform(plan, 1, 2), default_link=Link(latency=latency, bytes_per_second=100))
-    timeline = simulate(program, costs)
-    assert [len(spans) for spans in timeline.devices] == [
-        sum(instruction.op is Op.COMPUTE for instruction in instructions) for instructions in program.devices
-    ]
-    assert timeline.peak_in_flight == promise
 
 
 @RUNS
