@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
-from lightning_gpp.errors import ConfigError
 from lightning_gpp.reports import svg
 from lightning_gpp.reports.svg import HATCHED, NEUTRAL, action_color, stage_color, tint
 from lightning_gpp.reports.terminal import together, wrapped
@@ -21,8 +20,8 @@ from lightning_gpp.simulation import Span, Timeline
 
 IDLE = "."
 
-WIDTH, MIN_WIDTH = 110, 40
-"""Characters of a line by default, and at least."""
+WIDTH = 110
+"""Characters of a line by default."""
 
 MEANINGS: Final = {
     Kind.DATA: "user's step up to the network",
@@ -47,13 +46,8 @@ def timeline_text(timeline: Timeline, width: int = WIDTH) -> str:
 
     Args:
         timeline: simulated or measured.
-        width: characters of the longest line; at least 40.
-
-    Raises:
-        ConfigError: the width is too small.
+        width: characters of the longest line.
     """
-    if width < MIN_WIDTH:
-        raise ConfigError(f"A timeline needs a width of at least {MIN_WIDTH} characters, got {width}.")
     labels = [f"device {device}" for device in range(len(timeline.devices))]
     notes = [_note(timeline, device) for device in range(len(timeline.devices))]
     indent = max(map(len, labels))

@@ -17,7 +17,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from lightning_gpp.errors import PlanError, ScheduleError, ShapeError
+from lightning_gpp.errors import ScheduleError, ShapeError
 from lightning_gpp.graph import Affine, TensorSpec
 from lightning_gpp.graph.operator_graph import DTYPE_BYTES
 from lightning_gpp.plan import SOURCE, Edge, Plan
@@ -54,17 +54,13 @@ class _MessageInterval:
 
 
 class EdgeTensors:
-    """The messages of one edge that one action reads or produces, in the order of their samples.
+    """The messages of one edge that one action reads or produces, in the order of their samples, which they tile.
 
     Args:
         program: the program that they belong to.
         messages: all messages of the edge that the action reads, or all that it produces.
         slots: the edge's slots.
         interval: the action's samples.
-
-    Raises:
-        ScheduleError: the messages do not tile the interval.
-        PlanError: a tensor must be cut, and cannot be.
     """
 
     def __init__(
@@ -77,9 +73,6 @@ class EdgeTensors:
         self.slots = carried(self.edge, slots, self.gradient)
         self._pieces = [_MessageInterval(m.id, m.start - interval[0], m.stop - m.start) for m in messages]
         self._only = messages[0].id if len(messages) == 1 else None
-        _check_tiles(program.plan, messages, interval)
-        if self._only is None:
-            _check_sliceable(program.plan, self.edge, self.slots)
 
     def take(self, values: MessageTensors) -> Tensors:
         """Join the tensors of the action, one per slot; the messages are dropped."""
@@ -157,27 +150,6 @@ def _pop(values: MessageTensors, message: int) -> Tensors:
     if tensors is None:
         raise ScheduleError(f"Message {message} is read before it has arrived, or twice: the program was not verified.")
     return tensors
-
-
-def _check_tiles(plan: Plan, messages: Sequence[Message], interval: tuple[int, int]) -> None:
-    bounds = [interval[0], *(message.stop for message in messages)]
-    starts = [message.start for message in messages]
-    if bounds != [*starts, interval[1]]:
-        given = ", ".join(f"[{message.start}, {message.stop})" for message in messages)
-        raise ScheduleError(
-            f"The messages {given} on {describe_edge(plan, plan.edges[messages[0].edge])} do not tile the samples "
-            f"[{interval[0]}, {interval[1]}) of their action."
-        )
-
-
-def _check_sliceable(plan: Plan, edge: Edge, slots: Iterable[Slot]) -> None:
-    for slot in slots:
-        if slot.spec.varies and not slot.spec.sliceable:
-            raise PlanError(
-                f"Tensor {slot.name!r} on {describe_edge(plan, edge)} must be cut into samples, but its shape "
-                f"({', '.join(map(str, slot.spec.shape))}), with b samples, has no single dimension b. Give both "
-                "stages the same micro_batch_size and the same number of devices."
-            )
 
 
 def describe_edge(plan: Plan, edge: Edge) -> str:

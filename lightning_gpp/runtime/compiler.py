@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
 
-from lightning_gpp.errors import PlanError, ScheduleError
+from lightning_gpp.errors import ScheduleError
 from lightning_gpp.plan import SOURCE
 from lightning_gpp.runtime.boundary import (
     EdgeTensors,
@@ -294,11 +294,6 @@ class Compiler:
         return self._lane.saved.setdefault((action.stage, action.micro_batch), Saved())
 
     def _module_state(self, stage: int) -> ModuleState:
-        if self._streams is None and self._stages[stage].uses_random:
-            raise PlanError(
-                f"Stage {self._plan.stages[stage].name!r} draws random numbers and is to be recomputed: give the "
-                "executor `streams`, from which it can draw the same numbers again."
-            )
         if stage not in self._module_states:
             self._module_states[stage] = ModuleState(self._stages[stage].parts)
         return self._module_states[stage]

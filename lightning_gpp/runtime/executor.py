@@ -52,9 +52,6 @@ class Executor:
         timings: (action, start, stop) of the latest run, in seconds of `time.perf_counter`; empty without `trace`.
         is_running: whether a run is under way.
         is_complete: whether the latest run has ended, and not by an error.
-
-    Raises:
-        ScheduleError, PlanError: the program does not fit the slots.
     """
 
     def __init__(

@@ -174,9 +174,6 @@ class GradientSync:
     Attributes:
         last: whether an optimizer step follows this mini-batch. If not, gradients are only accumulated.
         reduces: whether this rank holds parameters that others hold, too.
-
-    Raises:
-        GPPError: `holders` disagrees with `parameters`.
     """
 
     def __init__(
@@ -194,7 +191,6 @@ class GradientSync:
         self._parameters = dict(parameters)
         self._mesh, self._parted, self._frozen_since = mesh, frozenset(parted), frozenset(frozen_since)
         self._device = device or torch.device("cpu")
-        self._check()
         self.gathers, self.last = False, True
         stage_of = {name: used[0] for name, used in (stages or {}).items() if len(used) == 1}
         self._stage_of = {name: stage_of.get(name, SHARED) for name in reversed(self._holders)}
@@ -265,15 +261,6 @@ class GradientSync:
             counts = self._mesh.member == 0 or name in self._parted
             if first == self._mesh.rank and counts and parameter.grad is not None:
                 yield parameter.grad
-
-    def _check(self) -> None:
-        rank = self._mesh.rank
-        held = {name for name, ranks in self._holders.items() if rank in ranks}
-        if held != set(self._parameters):
-            raise GPPError(
-                f"Rank {rank} has the parameters {sorted(self._parameters)}, but is listed as a holder of "
-                f"{sorted(held)}: every parameter of a stage must be listed, under one name, on all ranks."
-            )
 
     def _buckets(self, stage: int, groups: Mapping[Holders, dist.ProcessGroup]) -> Iterator[Bucket]:
         """Parameters of the same stage, holders and dtype, in parts of at most BUCKET_BYTES."""

@@ -1,8 +1,5 @@
 from xml.etree import ElementTree
 
-import pytest
-
-from lightning_gpp.errors import ConfigError
 from lightning_gpp.plan import Plan
 from lightning_gpp.planning import manual
 from lightning_gpp.reports import graph_svg, graph_text, timeline_svg, timeline_text
@@ -37,11 +34,6 @@ def test_stages_that_share_a_device_are_told_apart() -> None:
     text = timeline_text(timeline_of(plan), width=150)
     assert "0F0" in text
     assert "1B1" in text
-
-
-def test_too_narrow() -> None:
-    with pytest.raises(ConfigError, match="width of at least 40 characters, got 20"):
-        timeline_text(timeline_of(chain_plan()), width=20)
 
 
 def test_empty_timeline() -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_gpp.capture import Capture, capture_step
-from lightning_gpp.errors import GPPError, PlanError
+from lightning_gpp.errors import GPPError
 from lightning_gpp.plan import STEP, Plan, Stage
 from lightning_gpp.planning.assignment.assign import make_plan
 from lightning_gpp.runtime import LOSS, Executor, MicroBatch, RandomStreams
@@ -317,14 +317,6 @@ def test_an_input_that_was_changed_in_place_is_noticed() -> None:
     executor = executor_of(plan, stages)
     with pytest.raises(GPPError, match=r"'stage0' \(micro-batch 0\) cannot be recomputed: its inputs \['x'\].*clone"):
         executor.run()
-
-
-def test_random_numbers_need_streams() -> None:
-    plan = rerunning(one_device(), True)
-    stages = [Mixer(plan, 0), Mixer(plan, 1)]
-    stages[0].uses_random = True
-    with pytest.raises(PlanError, match=r"'stage0' draws random numbers and is to be recomputed.*`streams`"):
-        executor_of(plan, stages)
 
 
 class TestModuleState:

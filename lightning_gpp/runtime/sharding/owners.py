@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
 from typing import Final
 
 import torch
@@ -17,7 +18,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_gpp.errors import GPPError
 from lightning_gpp.runtime import gradients
 from lightning_gpp.runtime.gradients import parts
 from lightning_gpp.runtime.mesh import Mesh
@@ -56,9 +56,6 @@ class OwnedParameters:
         holders: global ranks that hold each parameter of the model; the same on all ranks.
         owners: one holder of every parameter; the same on all ranks.
         mesh: the mesh of the ranks.
-
-    Raises:
-        GPPError: an owner is not a holder.
     """
 
     def __init__(
@@ -70,7 +67,6 @@ class OwnedParameters:
     ) -> None:
         self._parameters, self._owners, self._mesh = dict(parameters), dict(owners), mesh
         self._holders = {name: tuple(sorted(ranks)) for name, ranks in holders.items()}
-        self._check()
         self._groups = mesh.groups("owners", (ranks for ranks in self._holders.values() if len(ranks) > 1))
 
     @property
@@ -104,23 +100,13 @@ class OwnedParameters:
         """Broadcasts, started one by one, in the same order on all holders."""
         held = {name: p for name, p in self._parameters.items() if name in wanted}
         trained = {name: p for name, p in held.items() if p.requires_grad or name in frozen}
-        keys = sorted({(self._holders[name], self._owners[name], str(p.dtype)) for name, p in trained.items()})
-        for ranks, owner, dtype in keys:
+        place = {name: (self._holders[name], self._owners[name], str(p.dtype)) for name, p in trained.items()}
+        for (ranks, owner, _), names in groupby(sorted(place, key=lambda name: (place[name], name)), place.__getitem__):
             if ranks in self._groups:
-                same = (
-                    name
-                    for name, p in trained.items()
-                    if (self._holders[name], self._owners[name], str(p.dtype)) == (ranks, owner, dtype)
-                )
-                named = {name: trained[name] for name in sorted(same)}
+                named = {name: trained[name] for name in names}
                 for part in parts(named, gradients.BUCKET_BYTES):
                     root, mine = ranks.index(owner), owner == self._mesh.rank
                     yield _Broadcast(list(part.values()), root, self._groups[ranks], mine)
-
-    def _check(self) -> None:
-        for name, owner in self._owners.items():
-            if owner not in self._holders[name]:
-                raise GPPError(f"Rank {owner} is to step {name!r}, which only ranks {self._holders[name]} hold.")
 
 
 class _Broadcast:
