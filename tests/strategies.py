@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -9,6 +10,19 @@ from hypothesis import strategies as st
 
 from lightning_gpp.graph import Affine
 from lightning_gpp.plan import SOURCE, STEP, Edge, Plan, Stage
+from lightning_gpp.schedules import Action, Kind, Schedule
+
+
+def action_of(text: str) -> Action:
+    """`2F0`: stage 2, forward, micro-batch 0."""
+    (stage, number), (kind,) = re.findall(r"\d+", text), re.findall("[A-Z]", text)
+    return Action(int(stage), Kind(kind), int(number))
+
+
+def schedule_of(text: str) -> Schedule:
+    """One line per device, in order: `device: action action ...`."""
+    lines = (line.partition(":") for line in text.splitlines() if line.strip())
+    return Schedule(tuple(tuple(map(action_of, actions.split())) for _, _, actions in lines))
 
 
 def plan_of(

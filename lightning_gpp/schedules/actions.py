@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from enum import Enum
 from typing import Final, NamedTuple
-
-from lightning_gpp.errors import ScheduleError
 
 
 class Kind(Enum):
@@ -54,8 +51,6 @@ COMPUTING: Final = (Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD, Kind.INPUT, Kin
 RELEASES: Final = (Kind.BACKWARD, Kind.WEIGHT)
 """Kinds after which a micro-batch is no longer in flight on its stage."""
 
-_PATTERN: Final = re.compile(rf"(\d+)([{''.join(kind.value for kind in Kind)}])(\d+)")
-
 
 class Action(NamedTuple):
     """`2F0`: stage 2, forward, micro-batch 0."""
@@ -75,14 +70,6 @@ class Action(NamedTuple):
         """The same kind of action on another micro-batch."""
         return Action(self.stage, self.kind, micro_batch)
 
-    @classmethod
-    def parse(cls, text: str) -> Action:
-        match = _PATTERN.fullmatch(text)
-        if not match:
-            kinds = ", ".join(kind.value for kind in Kind)
-            raise ScheduleError(f"{text!r} is not an action; write stage, kind ({kinds}) and micro-batch: 2F0.")
-        return cls(int(match[1]), Kind(match[2]), int(match[3]))
-
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
@@ -92,19 +79,6 @@ class Schedule:
 
     def __str__(self) -> str:
         return "\n".join(f"{i}: {' '.join(map(str, actions))}" for i, actions in enumerate(self.devices))
-
-    @classmethod
-    def parse(cls, text: str) -> Schedule:
-        """Read the text form: one line per device, `device: action action ...`."""
-        rows: dict[int, tuple[Action, ...]] = {}
-        for line in filter(None, map(str.strip, text.splitlines())):
-            device, _, actions = line.partition(":")
-            if not device.isdigit():
-                raise ScheduleError(f"Schedule line {line!r} must start with a device number and a colon.")
-            rows[int(device)] = tuple(map(Action.parse, actions.split()))
-        if sorted(rows) != list(range(len(rows))):
-            raise ScheduleError(f"A schedule needs one line for each device 0..n-1, got {sorted(rows)}.")
-        return cls(tuple(rows[device] for device in range(len(rows))))
 
     def without(self, kind: Kind) -> Schedule:
         """The same schedule without the actions of one kind."""

@@ -4,10 +4,10 @@ from lightning_gpp.plan import Plan
 from lightning_gpp.planning import manual
 from lightning_gpp.reports import graph_svg, graph_text, timeline_svg, timeline_text
 from lightning_gpp.reports.units import ticks
-from lightning_gpp.schedules import Schedule, compile_program, lower
+from lightning_gpp.schedules import compile_program, lower
 from lightning_gpp.simulation import StageCosts, Timeline, simulate
 from tests.planning import graphs
-from tests.strategies import chain
+from tests.strategies import chain, schedule_of
 
 
 def chain_plan(schedule: str = "gpipe") -> Plan:
@@ -63,7 +63,7 @@ def test_pictures_are_well_formed_and_complete() -> None:
 def test_split_backwards_in_text_and_picture() -> None:
     """Two stages, two micro-batches; gradients of parameters come later."""
     plan = chain([1, 1], 2)
-    schedule = Schedule.parse("0: 1F0 1I0 1F1 1I1 1W0 1W1\n1: 0F0 0F1 0I0 0W0 0I1 0W1")
+    schedule = schedule_of("0: 1F0 1I0 1F1 1I1 1W0 1W1\n1: 0F0 0F1 0I0 0W0 0I1 0W1")
     timeline = simulate(lower(plan, schedule), StageCosts.uniform(plan, 1, 2, 1))
     assert timeline_text(timeline, width=60).splitlines() == [
         "device 0 |.....F0==I0===F1==I1===W0==W1===| idle 14 %, 2 B",

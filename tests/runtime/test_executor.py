@@ -13,10 +13,10 @@ from torch.utils.checkpoint import checkpoint
 from lightning_gpp.errors import GPPError, ShapeError
 from lightning_gpp.plan import Plan
 from lightning_gpp.runtime import LOSS, DistributedTransport, Executor, Mesh, MicroBatch, RandomStreams, pairs_of
-from lightning_gpp.schedules import Action, compile_program
+from lightning_gpp.schedules import compile_program
 from tests.distributed import run_distributed
 from tests.runtime.stages import Mixer, all_slots, make_data, make_stages
-from tests.strategies import plan_of
+from tests.strategies import action_of, plan_of
 
 
 class NoTransport:
@@ -126,7 +126,7 @@ def test_after_a_failure_the_executor_holds_no_tensor_and_runs_again() -> None:
     assert not stages[0].tokens
     stage.change = lambda loss: loss
     executor.run()
-    assert executor.current_action == Action.parse("0B3")
+    assert executor.current_action == action_of("0B3")
 
 
 def test_inference_runs_without_autograd_and_keeps_nothing() -> None:

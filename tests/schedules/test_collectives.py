@@ -12,7 +12,7 @@ from lightning_gpp.plan import Plan
 from lightning_gpp.schedules import Kind, Schedule, verify
 from lightning_gpp.schedules.lowering import lower
 from lightning_gpp.schedules.passes import check_collectives, with_collectives
-from tests.strategies import chain, plan_of
+from tests.strategies import chain, plan_of, schedule_of
 
 BREADTH_FIRST = "0: 0F0 0F1 1F0 1F1 1B0 1B1 0B0 0B1"
 DEPTH_FIRST = "0: 0F0 1F0 2F0 2B0 1B0 0B0 0F1 1F1 2F1 2B1 1B1 0B1"
@@ -20,13 +20,13 @@ SHARDED = replace(plan_of([(0, 1)], (1, 1), 2, devices=[(0,), (0,)]), sharding="
 
 
 def test_each_stage_is_gathered_once_per_direction() -> None:
-    schedule = with_collectives(SHARDED, Schedule.parse(BREADTH_FIRST), {0, 1})
+    schedule = with_collectives(SHARDED, schedule_of(BREADTH_FIRST), {0, 1})
     assert str(schedule) == "0: 0U0 1U0 0F0 0F1 1F0 1F1 1B0 1B1 1G0 0B0 0B1 0G0 0S0 1S0"
 
 
 def test_going_to_and_fro_pays_for_every_jump() -> None:
     plan = replace(plan_of([(0, 1), (1, 2)], (1, 1, 1), 2, devices=[(0,)] * 3), sharding="fsdp")
-    schedule = with_collectives(plan, Schedule.parse(DEPTH_FIRST), {0, 1, 2})
+    schedule = with_collectives(plan, schedule_of(DEPTH_FIRST), {0, 1, 2})
     kinds = Counter(action.kind for action in schedule.devices[0])
     assert kinds[Kind.UNSHARD] == kinds[Kind.RESHARD] == 3 + 1 + 1 + 1
     assert kinds[Kind.REDUCE] == 6
@@ -35,7 +35,7 @@ def test_going_to_and_fro_pays_for_every_jump() -> None:
 
 def test_whole_parameters_are_summed_once() -> None:
     plan = plan_of([(0, 1), (1, 2)], (1, 1, 1), 2, devices=[(0,)] * 3)
-    schedule = with_collectives(plan, Schedule.parse(DEPTH_FIRST), {0, 2})
+    schedule = with_collectives(plan, schedule_of(DEPTH_FIRST), {0, 2})
     assert str(schedule).endswith("2F1 2B1 2G0 1B1 0B1 0G0")
     assert Kind.UNSHARD not in {action.kind for action in schedule.devices[0]}
 
@@ -43,7 +43,7 @@ def test_whole_parameters_are_summed_once() -> None:
 def test_devices_that_complete_stages_in_different_orders_sum_in_one() -> None:
     """Stage 2 is complete first where it is complete last, so it is first; device 1 need not wait for the end."""
     plan = plan_of([(0, 1), (1, 2)], (2, 2, 2), 2, devices=[(0, 1), (0, 1), (0, 1)])
-    rows = Schedule.parse("0: 0F0 1F0 2F0 2B0 1B0 0B0\n1: 0F0 1F0 2F0 1B0 2B0 0B0")
+    rows = schedule_of("0: 0F0 1F0 2F0 2B0 1B0 0B0\n1: 0F0 1F0 2F0 1B0 2B0 0B0")
     schedule = with_collectives(plan, rows, {0, 1, 2})
     assert str(schedule).splitlines() == [
         "0: 0F0 1F0 2F0 2B0 2G0 1B0 1G0 0B0 0G0",
@@ -54,7 +54,7 @@ def test_devices_that_complete_stages_in_different_orders_sum_in_one() -> None:
 
 def test_a_replica_without_micro_batches_takes_part() -> None:
     plan = plan_of([(0, 1)], (1, 1), 1, devices=[(0, 1), (0, 1)])
-    rows = Schedule.parse("0: 0F0 1F0 1B0 0B0\n1:")
+    rows = schedule_of("0: 0F0 1F0 1B0 0B0\n1:")
     assert str(with_collectives(plan, rows, {0, 1})) == "0: 0F0 1F0 1B0 1G0 0B0 0G0\n1: 1G0 0G0"
     sharded = with_collectives(replace(plan, sharding="fsdp"), rows, {0, 1})
     assert str(sharded) == "0: 0U0 1U0 0F0 1F0 1B0 0B0 0S0 1S0 1G0 0G0\n1: 0U0 1U0 0S0 1S0 1G0 0G0"
@@ -62,7 +62,7 @@ def test_a_replica_without_micro_batches_takes_part() -> None:
 
 def test_devices_that_visit_stages_in_different_orders_gather_once() -> None:
     plan = replace(plan_of([(0, 1)], (2, 2), 2, devices=[(0, 1), (0, 1)]), sharding="fsdp")
-    rows = Schedule.parse("0: 0F0 0F1 1F0 1F1 1B0 1B1 0B0 0B1\n1: 0F0 1F0 0F1 1F1 1B0 1B1 0B0 0B1")
+    rows = schedule_of("0: 0F0 0F1 1F0 1F1 1B0 1B1 0B0 0B1\n1: 0F0 1F0 0F1 1F1 1B0 1B1 0B0 0B1")
     schedule = with_collectives(plan, rows, {0, 1})
     for device, row in enumerate(schedule.devices):
         assert [str(action) for action in row[:2]] == ["0U0", "1U0"]
@@ -80,18 +80,18 @@ def test_devices_that_visit_stages_in_different_orders_gather_once() -> None:
 def test_refused(rows: str, match: str) -> None:
     plan = replace(chain((1,), 1), sharding="fsdp")
     with pytest.raises(VerificationError, match=match):
-        verify(lower(plan, Schedule.parse(rows)))
+        verify(lower(plan, schedule_of(rows)))
 
 
 def test_replicas_with_different_collectives_are_refused() -> None:
     plan = plan_of([], (2,), 2, devices=[(0, 1)])
     with pytest.raises(VerificationError, match="replicas of stage 'stage0' do not all take part"):
-        verify(lower(plan, Schedule.parse("0: 0F0 0B0 0G0\n1: 0F0 0B0")))
+        verify(lower(plan, schedule_of("0: 0F0 0B0 0G0\n1: 0F0 0B0")))
 
 
 def test_cycles_of_collectives_are_refused() -> None:
     plan = plan_of([(0, 1)], (2, 2), 2, devices=[(0, 1), (0, 1)])
-    rows = Schedule.parse("0: 0F0 1F0 1B0 1G0 0B0 0G0\n1: 0F0 1F0 1B0 0B0 0G0 1G0")
+    rows = schedule_of("0: 0F0 1F0 1B0 1G0 0B0 0G0\n1: 0F0 1F0 1B0 0B0 0G0 1G0")
     with pytest.raises(VerificationError, match="in different orders"):
         verify(lower(plan, rows))
 
@@ -100,7 +100,7 @@ def _in_turn() -> tuple[Plan, Schedule]:
     """Stage 1 takes turns on devices 0 and 1; device 1 makes the input of device 0 after its own turn."""
     plan = replace(plan_of([(0, 1)], (1, 1), 2, devices=[(1,), (0, 1)]), sharding="fsdp")
     first, last = plan.stages
-    rows = Schedule.parse("0: 1F0 1B0\n1: 0F1 1F1 1B1 0F0 0B1 0B0")
+    rows = schedule_of("0: 1F0 1B0\n1: 0F1 1F1 1B1 0F0 0B1 0B0")
     return replace(plan, stages=(first, replace(last, round_robin=True))), rows
 
 

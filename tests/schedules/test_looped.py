@@ -17,7 +17,7 @@ from lightning_gpp.planning.assignment.layout import laid_out
 from lightning_gpp.schedules import Action, Kind, compile_program, make_schedule
 from lightning_gpp.schedules.interleaved import group_size
 from lightning_gpp.simulation import StageCosts, Timeline, simulate
-from tests.strategies import chain, plans, towers
+from tests.strategies import action_of, chain, plans, towers
 
 NAMES = ("breadth_first", "interleaved", "hanayo")
 
@@ -68,7 +68,7 @@ def test_orders_equal_those_of_torch(num_devices: int, chunks: int, micro_batche
         ours = computed(folded("interleaved", num_devices, chunks, micro_batches))[rank]
         assert ours == " ".join(str(action) for action in theirs if action)
         theirs = ScheduleLoopedBFS._calculate_single_rank_operations(settings, rank)
-        actions = [Action.parse(str(action)) for action in theirs if action]
+        actions = [action_of(str(action)) for action in theirs if action]
         rising = [_mirrored(action, micro_batches) for action in actions]
         assert computed(folded("breadth_first", num_devices, chunks, micro_batches))[rank] == " ".join(map(str, rising))
 

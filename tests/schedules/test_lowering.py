@@ -8,8 +8,8 @@ import pytest
 
 from lightning_gpp.errors import PlanError
 from lightning_gpp.plan import SOURCE, Edge, Plan
-from lightning_gpp.schedules import Op, Program, Schedule, compile_program, lower
-from tests.strategies import chain, plan_of
+from lightning_gpp.schedules import Op, Program, compile_program, lower
+from tests.strategies import chain, plan_of, schedule_of
 
 
 def forward_messages(program: Program) -> list[str]:
@@ -67,7 +67,7 @@ def test_no_gradients_through_detached_edges_and_in_inference() -> None:
 def test_a_buffer_is_posted_earlier_where_a_later_message_needs_it() -> None:
     """Device 1 makes the inputs of stages 1 and 2 of device 0 in the order 0F0, 0F1; device 0 reads them otherwise."""
     plan = plan_of([(0, 1)], (1, 1), 3, devices=[(1,), (0,)])
-    schedule = Schedule.parse("0: 1F2 1F1 1F0 1B0 1B1 1B2\n1: 0F0 0F1 0F2 0B0 0B1 0B2")
+    schedule = schedule_of("0: 1F2 1F1 1F0 1B0 1B1 1B2\n1: 0F0 0F1 0F2 0B0 0B1 0B2")
     program = lower(plan, schedule)
     posts = [i.message for i in program.devices[0] if i.op is Op.POST]
     sends = [i.message for i in program.devices[1] if i.op is Op.SEND]

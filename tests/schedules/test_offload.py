@@ -13,7 +13,7 @@ from lightning_gpp.schedules import Action, Instruction, Op, compile_program, ma
 from lightning_gpp.schedules.actions import COMPUTING, COPIES, Kind
 from lightning_gpp.schedules.work import MOST_COPIED, Leaving
 from tests.schedules.test_verifier import edited
-from tests.strategies import chain, offloading, plans
+from tests.strategies import action_of, chain, offloading, plans
 
 LITERAL = {
     "gpipe": "0F0 0O0 0F1 0O1 0F2 0O2 0L0 0F3 0O3 0L1 0B0 0L2 0B1 0L3 0B2 0B3",
@@ -81,9 +81,9 @@ PROGRAM = compile_program(PLAN)
 
 def moved(action: str, before: str) -> Callable[[list[Instruction]], None]:
     def edit(rows: list[Instruction]) -> None:
-        entry = Instruction(Op.COMPUTE, action=Action.parse(action))
+        entry = Instruction(Op.COMPUTE, action=action_of(action))
         rows.remove(entry)
-        rows.insert(rows.index(Instruction(Op.COMPUTE, action=Action.parse(before))), entry)
+        rows.insert(rows.index(Instruction(Op.COMPUTE, action=action_of(before))), entry)
 
     return edit
 

@@ -8,13 +8,12 @@ from lightning_gpp.errors import ScheduleError
 from lightning_gpp.plan import Plan
 from lightning_gpp.schedules import (
     Action,
-    Schedule,
     in_flight,
     make_schedule,
     register_schedule,
 )
 from lightning_gpp.schedules.one_f_one_b import in_flight_samples
-from tests.strategies import chain, plan_of
+from tests.strategies import action_of, chain, plan_of
 
 
 def rows(plan: Plan, batch_size: int | None = None, training: bool = True) -> list[str]:
@@ -91,7 +90,7 @@ def test_no_samples() -> None:
 
 
 def _order(stage: int, text: str) -> tuple[Action, ...]:
-    return tuple(Action.parse(f"{stage}{part}") for part in text.split())
+    return tuple(action_of(f"{stage}{part}") for part in text.split())
 
 
 def test_own_schedule() -> None:
@@ -120,16 +119,3 @@ def test_own_schedule_that_forgets_a_micro_batch() -> None:
 
     with pytest.raises(ScheduleError, match="device 0: the order must contain the forward and the backward of each"):
         make_schedule(chain((1,), 2, "test_forgets"))
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("0: 2X0", "'2X0' is not an action; write stage, kind"),
-        ("first: 2F0", "must start with a device number"),
-        ("1: 2F0", "one line for each device 0..n-1"),
-    ],
-)
-def test_text_form_that_is_wrong(text: str, message: str) -> None:
-    with pytest.raises(ScheduleError, match=message):
-        Schedule.parse(text)

@@ -16,7 +16,6 @@ from lightning_gpp.schedules import (
     Kind,
     Op,
     Program,
-    Schedule,
     compile_program,
     make_schedule,
     verify,
@@ -24,13 +23,6 @@ from lightning_gpp.schedules import (
 from tests.strategies import plans
 
 RUNS = settings(max_examples=60, deadline=None)
-
-
-@RUNS
-@given(plan=plans())
-def test_text_forms_round_trip(plan: Plan) -> None:
-    schedule = make_schedule(plan)
-    assert Schedule.parse(str(schedule)) == schedule
 
 
 @RUNS

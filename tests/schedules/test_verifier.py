@@ -9,18 +9,16 @@ import pytest
 
 from lightning_gpp.errors import VerificationError
 from lightning_gpp.schedules import (
-    Action,
     Instruction,
     Op,
     Program,
-    Schedule,
     compile_program,
     in_flight,
     lower,
     make_schedule,
     verify,
 )
-from tests.strategies import chain, plan_of
+from tests.strategies import action_of, chain, plan_of, schedule_of
 
 PLAN = chain((1, 1), 2)
 PROGRAM = compile_program(PLAN)  # 0: +0<1 +1<1 ?0 1F0 1B0 2>1 ?1 1F1 1B1 3>1;  1: +2<0 0F0 0>0 +3<0 0F1 ...
@@ -50,7 +48,7 @@ def test_the_edited_program_is_the_pictured_one() -> None:
         (0, Instruction(Op.POST, message=0), r"Device 0 posts a buffer for message 0 \(.*\) twice"),
         (0, Instruction(Op.SEND, message=0), "Device 0 sends message 0 .*, which device 1 has to send"),
         (0, Instruction(Op.SEND, message=9), "Device 0 sends message 9, which does not exist"),
-        (0, Instruction(Op.COMPUTE, action=Action.parse("1F0")), "device 0 has one too many of 1F0"),
+        (0, Instruction(Op.COMPUTE, action=action_of("1F0")), "device 0 has one too many of 1F0"),
     ],
 )
 def test_added(device: int, instruction: Instruction, message: str) -> None:
@@ -82,7 +80,7 @@ def test_wrong_message() -> None:
 
 
 def test_repeated_input() -> None:
-    task = (0, Action.parse("1F0"))
+    task = (0, action_of("1F0"))
     with pytest.raises(VerificationError, match="inputs list a message that does not exist, or one twice"):
         verify(replace(PROGRAM, inputs=PROGRAM.inputs | {task: (0, 0)}))
 
@@ -97,7 +95,7 @@ def test_more_in_flight_than_promised() -> None:
 
 
 def test_a_deadlock_is_told_as_a_cycle() -> None:
-    schedule = Schedule.parse("0: 1F0 1F1 1B0 1B1\n1: 0F0 0B0 0F1 0B1")
+    schedule = schedule_of("0: 1F0 1F1 1B0 1B1\n1: 0F0 0B0 0F1 0B1")
     program = lower(PLAN, schedule)
     message = (
         r"The program deadlocks: device 0 waits in 1F1 for message 1 \(tensors of samples \[1, 2\), 0F1 to 1F1\) from "
@@ -110,7 +108,7 @@ def test_a_deadlock_is_told_as_a_cycle() -> None:
 
 def test_a_device_outside_the_cycle_waits_for_it() -> None:
     plan = plan_of([(0, 1), (1, 2)], (1, 1, 1), 2, devices=[(0,), (1,), (2,)])
-    schedule = Schedule.parse("0: 0F0 0F1 0B0 0B1\n1: 1F0 1B0 1F1 1B1\n2: 2F0 2F1 2B0 2B1")
+    schedule = schedule_of("0: 0F0 0F1 0B0 0B1\n1: 1F0 1B0 1F1 1B1\n2: 2F0 2F1 2B0 2B1")
     with pytest.raises(
         VerificationError, match=r"deadlocks: device 1 waits in 1B0 .* from device 2, which waits in 2F1"
     ):
