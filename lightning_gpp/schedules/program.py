@@ -93,19 +93,6 @@ class Program:
         """The mini-batches by which each of a device's instructions is ahead."""
         return self.ahead[device] if self.ahead else (0,) * len(self.devices[device])
 
-    def __str__(self) -> str:
-        """One line of instructions per device: `2F0` computes, `+5<1` posts a buffer for message 5 from device 1,
-        `?5` waits for it, `5>0` sends it to device 0."""
-        rows = (" ".join(map(self._text, instructions)) for instructions in self.devices)
-        return "\n".join(f"{device}: {row}" for device, row in enumerate(rows))
-
-    def _text(self, instruction: Instruction) -> str:
-        if instruction.message is None:
-            return str(instruction.action)
-        message = self.messages[instruction.message]
-        texts = {Op.POST: f"+{message.id}<{message.src}", Op.WAIT: f"?{message.id}"}
-        return texts.get(instruction.op, f"{message.id}>{message.dst}")
-
 
 def describe(message: Message) -> str:
     """A message in words, for error messages."""

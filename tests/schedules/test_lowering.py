@@ -40,12 +40,6 @@ def test_a_replica_without_samples_still_acts() -> None:
     assert not any(program.inputs[0, action] for device, action in program.inputs if device == 0)
 
 
-def test_text_of_a_program() -> None:
-    assert str(compile_program(chain((1, 1), 2))) == (
-        "0: +0<1 +1<1 ?0 1F0 1B0 2>1 ?1 1F1 1B1 3>1\n1: +2<0 0F0 0>0 +3<0 0F1 1>0 ?2 0B0 ?3 0B1"
-    )
-
-
 def test_data_go_from_the_devices_of_the_step() -> None:
     program = compile_program(plan_of([(0, 1)], (1, 2), 4, data=True), training=False)
     data = [m for m in program.messages if program.plan.edges[m.edge].src == SOURCE]
