@@ -172,7 +172,8 @@ class GradientSync:
         device: the device of this rank, which may have no parameters; by default the CPU.
 
     Attributes:
-        last: whether an optimizer step follows this mini-batch. If not, gradients are only accumulated.
+        last: whether an optimizer step follows this mini-batch; set it before each. If not, gradients are only
+            accumulated.
         reduces: whether this rank holds parameters that others hold, too.
     """
 

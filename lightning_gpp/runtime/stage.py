@@ -94,11 +94,9 @@ class StageSync(Protocol):
 
     Attributes:
         gathers: whether actions must wait for their parameters (`ready`); it never changes.
-        last: whether an optimizer step follows this mini-batch. Setting it begins a mini-batch, so set it before each.
     """
 
     gathers: bool
-    last: bool
 
     def unshard(self, stage: int) -> None:
         """Start to unshard the stage's parameters; returns at once."""
@@ -118,19 +116,4 @@ class StageSync(Protocol):
 
     def reduce(self, stage: int) -> None:
         """Start to reduce the stage's gradients, after all its backwards."""
-        ...
-
-    def sync(self) -> None:
-        """Wait until all gradients are sums over the replicas; called right before an optimizer step."""
-        ...
-
-    def grad_norm(self, norm_type: float = 2.0) -> Tensor:
-        """Norm of the full model's gradient, the same float64 number on all ranks. All ranks call this, after `sync`.
-
-        Args:
-            norm_type: p of the p-norm, above 0; may be infinite.
-
-        Raises:
-            ConfigError: `norm_type` is not above 0.
-        """
         ...

@@ -303,14 +303,6 @@ class Forwarded:
         self._replicas, self._numbers = replicas, dict(numbers)
         self.gathers = replicas.sync.gathers
 
-    @property
-    def last(self) -> bool:
-        return self._replicas.sync.last
-
-    @last.setter
-    def last(self, last: bool) -> None:
-        self._replicas.sync.last = last
-
     def unshard(self, stage: int) -> None:
         self._of(stage, "unshard")
 
@@ -329,12 +321,6 @@ class Forwarded:
     def _of(self, stage: int, collective: str) -> None:
         if stage in self._numbers:
             getattr(self._replicas.sync, collective)(self._numbers[stage])
-
-    def sync(self) -> None:
-        self._replicas.sync.sync()
-
-    def grad_norm(self, norm_type: float = 2.0) -> Tensor:
-        return self._replicas.sync.grad_norm(norm_type)
 
 
 def counterparts(plan: Plan, parameters: Sequence[Sequence[str]], layout: Layout) -> dict[int, int] | None:

@@ -23,7 +23,7 @@ from lightning_gpp.planning.assignment.assign import make_plan
 from lightning_gpp.planning.assignment.layout import both_ways, laid_out
 from lightning_gpp.planning.assignment.slices import Slicing, sliced
 from lightning_gpp.runtime import DistributedTransport, Executor, GradientSync, Mesh, RandomStreams, pairs_of
-from lightning_gpp.runtime.sharding import ShardedStages, StageSync
+from lightning_gpp.runtime.sharding import ShardedStages
 from lightning_gpp.schedules import Program, compile_program, schedule_names
 from lightning_gpp.schedules.registry import method_of
 from lightning_gpp.stages import build
@@ -233,7 +233,9 @@ def devices_of(plan: Plan, name: str) -> set[int]:
     return next(set(s.devices) for s in plan.stages if any(name.startswith(f"{module}.") for module in s.modules))
 
 
-def sync_of(plan: Plan, module: nn.Module, used: tuple[tuple[str, ...], ...], mesh: Mesh) -> StageSync:
+def sync_of(
+    plan: Plan, module: nn.Module, used: tuple[tuple[str, ...], ...], mesh: Mesh
+) -> GradientSync | ShardedStages:
     """What the ranks with the same stage do together. Gradients are the same with and without ZeRO-1."""
     names = [name for name, _ in module.named_parameters()]
     stage_of = {name: tuple(stage for stage, found in enumerate(used) if name in found) for name in names}

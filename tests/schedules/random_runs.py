@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_gpp.runtime import DistributedTransport, Executor, GradientSync, Mesh, pairs_of
-from lightning_gpp.runtime.sharding import ShardedStages, StageSync
+from lightning_gpp.runtime.sharding import ShardedStages
 from lightning_gpp.schedules import Program, compile_program
 from tests.distributed import PATIENCE, preload, run_distributed
 from tests.runtime import cases
@@ -95,7 +95,7 @@ def run_on_rank(rank: int, case: Case, program: Program) -> cases.Outcome:
     )
 
 
-def sync_of(case: Case, stages: list[Mixer], mesh: Mesh) -> StageSync:
+def sync_of(case: Case, stages: list[Mixer], mesh: Mesh) -> GradientSync | ShardedStages:
     """The `StageSync` of unsharded or sharded replicas. ZeRO-1 reduces gradients like replicas without it."""
     plan = case.plan
     parameters = local_parameters(plan, stages, mesh.device)

@@ -30,7 +30,7 @@ from lightning_gpp._compat.torch import trained_flags, with_gradient_hooks
 from lightning_gpp.errors import ConfigError
 from lightning_gpp.plan import Plan
 from lightning_gpp.runtime.gradients import GradientSync
-from lightning_gpp.runtime.sharding import OwnedParameters, ShardedStages, StageSync, assign_owners
+from lightning_gpp.runtime.sharding import OwnedParameters, ShardedStages, assign_owners
 from lightning_gpp.training.control import Control
 from lightning_gpp.training.divided.parallel_regions import check_tied
 from lightning_gpp.training.divided.tensor_parallel import TensorParallel
@@ -128,7 +128,7 @@ class Replicas:
             index.keep(self._stepped_here(), self._stepped(), tensors_of(module))
 
     @property
-    def sync(self) -> StageSync:
+    def sync(self) -> GradientSync | ShardedStages:
         """The current `StageSync`. It is replaced when parameters are frozen or added, so look it up each time."""
         return self._sync
 
