@@ -25,7 +25,6 @@ from lightning_gpp.runtime.operations import (
     ComputeBackward,
     ComputeForward,
     ComputeInput,
-    ComputeWeight,
     Operation,
     ReadData,
     Saved,
@@ -274,7 +273,7 @@ class Compiler:
         return self._prepared(action, ComputeInput(**common, saved=self._saved(action), split=split).run)
 
     def _weight_gradients(self, action: Action, micro_batch: MicroBatch) -> Operation:
-        return ComputeWeight(**self._common(action, micro_batch), split=self._split(action)).run
+        return self._split(action).weight_gradients
 
     def _meeting(self, action: Action) -> Operation:
         if self._sync is None:

@@ -233,16 +233,6 @@ class ComputeInput(ComputeGradients):
         self.saved.clear()
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
-class ComputeWeight(Compute):
-    """The second half of a backward, to the parameters, from gradients caught on the way to the inputs."""
-
-    split: SplitBackward
-
-    def run(self) -> None:
-        self.split.weight_gradients()
-
-
 def _hand_out_gradients(leaves: Mapping[str, Tensor], outgoing: Iterable[EdgeTensors], state: State) -> None:
     """Cut the gradients of the inputs into messages; a leaf on which nothing depends has gradient zero."""
     gradients = {name: _gradient(leaf) for name, leaf in leaves.items()}

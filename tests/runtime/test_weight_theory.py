@@ -24,8 +24,6 @@ STEP = 0.01
 TOLERANCE = 2 * STEP
 """Relative error of a first unstable step: one tried step, and as much for growth that a run is too short to show."""
 
-NO_CORRECTION = {"rescale_steps": 0, "discrepancy_decay": 0}
-
 
 def tried(smallest: float, largest: float) -> Tensor:
     count = math.ceil(math.log(largest / smallest) / math.log1p(STEP))
@@ -90,14 +88,6 @@ def backward(policy: WeightPolicy, weight: nn.Parameter, batch: int) -> Tensor:
     value = weight.detach().clone()
     policy.leave_backward(Use(0, batch, 0, final=True))
     return value
-
-
-@pytest.mark.parametrize("delay", [0, 1, 5, 20])
-def test_largest_step_under_a_delay(delay: int) -> None:
-    """PipeMare's Lemma 1."""
-    bound = 2 * math.sin(math.pi / (4 * delay + 2))
-    for policy, options in (("latest", {}), ("corrected", NO_CORRECTION)):
-        assert first_unstable(policy, delay, [0.0], **options) == [pytest.approx(bound, rel=TOLERANCE)]
 
 
 def test_rescaled_steps_are_stable_whatever_the_delay() -> None:
