@@ -14,7 +14,7 @@ from lightning_gpp.planning import Prediction
 from lightning_gpp.reports.terminal import markdown, wrapped
 from lightning_gpp.reports.timeline import computes
 from lightning_gpp.reports.units import count, distance, duration, percent, rate, size
-from lightning_gpp.schedules import Action, Kind, Message, compile_program, in_flight
+from lightning_gpp.schedules import Action, Kind, in_flight
 from lightning_gpp.schedules.actions import RELEASES
 from lightning_gpp.simulation import Timeline
 from lightning_gpp.wording import counted
@@ -103,12 +103,10 @@ DEVICES: Final = ("devices", "holds", "idle", "peak memory", "in flight", "sent"
 def devices_text(prediction: Prediction, width: int | None = None) -> str:
     """A table with one row per device; neighbours that look the same share a row."""
     plan = prediction.plan
-    program = compile_program(plan, training=_trains(prediction), copies=prediction.num_pipelines)
-    sent, received = defaultdict[int, list[Message]](list), defaultdict[int, list[Message]](list)
-    for message in program.messages:
-        if message.src != message.dst:
-            sent[message.src].append(message)
-            received[message.dst].append(message)
+    sent, received = defaultdict[int, list[float]](list), defaultdict[int, list[float]](list)
+    for transfer in prediction.timeline.transfers:
+        sent[transfer.src].append(transfer.num_bytes)
+        received[transfer.dst].append(transfer.num_bytes)
     unknown = (0.0,) * plan.num_devices
     peaks, limits = prediction.peak_bytes or unknown, prediction.memory_bytes or unknown
     flights = devices_in_flight(prediction)
@@ -119,8 +117,8 @@ def devices_text(prediction: Prediction, width: int | None = None) -> str:
             percent(prediction.idle_fractions[device]),
             _memory(peaks[device], limits[device]),
             str(flights[device]),
-            _traffic(plan, sent[device]),
-            _traffic(plan, received[device]),
+            _traffic(sent[device]),
+            _traffic(received[device]),
         ]
         for device in range(plan.num_devices)
     ]
@@ -146,9 +144,9 @@ def _in_flight(ends: Sequence[Kind], actions: Iterable[Action]) -> int:
     return most
 
 
-def _traffic(plan: Plan, messages: Sequence[Message]) -> str:
-    num_bytes = sum(plan.edges[message.edge].bytes.at(message.stop - message.start) for message in messages)
-    return f"{len(messages)} ({size(num_bytes)})" if messages else "-"
+def _traffic(messages: Sequence[float]) -> str:
+    """The number of messages, and their bytes."""
+    return f"{len(messages)} ({size(sum(messages))})" if messages else "-"
 
 
 def _memory(peak: float, limit: float) -> str:
