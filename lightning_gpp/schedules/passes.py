@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from itertools import groupby, pairwise
+from itertools import accumulate, groupby, pairwise
 from typing import Final
 
 import networkx as nx
@@ -121,10 +121,7 @@ def _deadlines(
 
 def _monotone(row: dict[Action, float]) -> dict[Action, float]:
     """The same times, none later than those after it."""
-    latest: dict[Action, float] = {}
-    for action in reversed(row):
-        latest[action] = min([row[action], *list(latest.values())[-1:]])
-    return dict(reversed(latest.items()))
+    return dict(zip(row, [*accumulate(reversed(row.values()), min)][::-1], strict=True))
 
 
 def _woven(
