@@ -17,7 +17,7 @@ from lightning_gpp.planning.problem.partitioner import (
     partitioner_names,
     register_partitioner,
 )
-from lightning_gpp.planning.problem.prediction import Prediction, SearchFigures
+from lightning_gpp.planning.problem.prediction import Prediction
 from lightning_gpp.planning.problem.problem import Problem
 from lightning_gpp.planning.request import Request
 from lightning_gpp.planning.search import best_order, best_plan
@@ -33,7 +33,6 @@ __all__ = [
     "Problem",
     "Request",
     "SearchControl",
-    "SearchFigures",
     "best_order",
     "best_plan",
     "check_model",

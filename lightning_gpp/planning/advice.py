@@ -29,10 +29,15 @@ def advice(problem: Problem, draft: Draft | None) -> str:
     draft = draft or partitioner_of("auto")(problem, SearchControl(seconds=SECONDS)).draft
     evaluation = Evaluator(problem)(draft) if draft is not None else None
     if draft is None or evaluation is None or not isfinite(evaluation.seconds):
-        return _no_stages(problem)
+        return (
+            f"No stages were found that fill all {problem.num_devices} devices with {problem.num_units} pieces of the "
+            "model, of which some may read data that replicas cannot divide. Raise strategy.max_replicas (null: no "
+            "limit), let devices be idle (strategy.idle_devices=true), use fewer per pipeline "
+            "(strategy.num_pipelines), or place stages by hand (strategy.stages)."
+        )
     if evaluation.fits:
         return "The partitioner 'auto' finds a plan that fits: choose strategy.partitioner=auto."
-    return f"{_described(problem, draft, evaluation)} {_too_large(problem) or _remedies(problem)}."
+    return f"{_described(problem, draft, evaluation)} What may help: {'; '.join(_settings(problem))}."
 
 
 def _described(problem: Problem, draft: Draft, evaluation: Evaluation) -> str:
@@ -42,21 +47,18 @@ def _described(problem: Problem, draft: Draft, evaluation: Evaluation) -> str:
     worst = max(range(len(lacks)), key=lacks.__getitem__)
     stage, device, peak = draft.stages[worst], limits[worst], evaluation.peak_bytes[worst]
     static, number = static_bytes(problem, stage, evaluation.sharding), evaluation.in_flight[worst]
+    modules = [[path for unit in stage.units for path in problem.units.units[unit].modules] for stage in draft.stages]
     return (
-        f"The model does not fit the devices: stage {_name(problem, draft, worst)!r} needs {_gb(peak)} on device "
-        f"{device} ({problem.cluster.devices[device].name}), which has {_gb(problem.memory_bytes[device])}: "
-        f"{_gb(lacks[worst])} too much. {_gb(static)} are weights, gradients and the state of the optimizer "
-        f"({problem.footprint.optimizer}), {_gb(peak - static)} the activations of {number} "
+        f"The model does not fit the devices: stage {stage_names(compress(problem.graph, modules))[worst]!r} needs "
+        f"{_gb(peak)} on device {device} ({problem.cluster.devices[device].name}), which has "
+        f"{_gb(problem.memory_bytes[device])}: {_gb(lacks[worst])} too much. {_gb(static)} are weights, gradients and "
+        f"the state of the optimizer ({problem.footprint.optimizer}), {_gb(peak - static)} the activations of {number} "
         f"micro-batch{'es' * (number > 1)} of {stage.share} samples in flight, and what else is held."
     )
 
 
-def _remedies(problem: Problem) -> str:
-    return f"What may help: {'; '.join(_settings(problem))}"
-
-
 def _settings(problem: Problem) -> Iterator[str]:
-    """Settings that the user has chosen and may change."""
+    """What the user may change."""
     if problem.recompute is False:
         yield "strategy.recompute=true"
     if problem.schedules == ("gpipe",):
@@ -67,36 +69,11 @@ def _settings(problem: Problem) -> Iterator[str]:
         yield "strategy.max_replicas=null"
     if not problem.footprint.optimizer.startswith("sgd"):
         yield "SGD as optimizer"
-    yield "more or larger devices"
-
-
-def _too_large(problem: Problem) -> str:
-    """The remedy for a module that no device can hold; empty if there is none."""
     unit = int(problem.static_bytes.argmax())
-    alone = float(problem.static_bytes[unit])
-    if alone <= float(problem.memory_bytes.max()):
-        return ""
-    name = ", ".join(module for module in problem.units.units[unit].modules if module != STEP) or STEP
-    return (
-        f"Module {name!r} alone takes {_gb(alone)} of weights, gradients and optimizer state: divide it into submodules"
-    )
-
-
-def _no_stages(problem: Problem) -> str:
-    rigid = sum(not unit.divisible for unit in problem.units.units)
-    cause = f" {rigid} of them read data that cannot be divided among replicas." if rigid else ""
-    return (
-        f"No stages were found that fill all {problem.num_devices} devices with {problem.num_units} pieces of the "
-        f"model.{cause} Raise strategy.max_replicas (null: no limit), let devices be idle "
-        "(strategy.idle_devices=true), use fewer per pipeline (strategy.num_pipelines), or place "
-        "stages by hand (strategy.stages)."
-    )
-
-
-def _name(problem: Problem, draft: Draft, index: int) -> str:
-    units = problem.units.units
-    modules = [[path for unit in stage.units for path in units[unit].modules] for stage in draft.stages]
-    return stage_names(compress(problem.graph, modules))[index]
+    if problem.static_bytes[unit] > problem.memory_bytes.max():
+        name = ", ".join(module for module in problem.units.units[unit].modules if module != STEP) or STEP
+        yield f"submodules instead of {name!r}, which alone takes {_gb(problem.static_bytes[unit])}"
+    yield "more or larger devices"
 
 
 def _gb(num_bytes: float) -> str:

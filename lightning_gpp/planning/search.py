@@ -13,12 +13,12 @@ it chose.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Final
 
-from lightning_gpp.cluster import Cluster
 from lightning_gpp.cluster.groups import num_processes
 from lightning_gpp.errors import GPPError, PlanError
 from lightning_gpp.graph import OperatorGraph
@@ -28,14 +28,8 @@ from lightning_gpp.planning.assignment.complete import completed, with_batch_siz
 from lightning_gpp.planning.assignment.layout import lay_out
 from lightning_gpp.planning.problem.draft import Draft, realise
 from lightning_gpp.planning.problem.evaluate import Evaluator
-from lightning_gpp.planning.problem.partitioner import (
-    Alternative,
-    Answer,
-    SearchControl,
-    checked,
-    partitioner_of,
-)
-from lightning_gpp.planning.problem.prediction import Prediction, SearchFigures, Trial, best_trial, predicted
+from lightning_gpp.planning.problem.partitioner import Alternative, Answer, SearchControl, checked, partitioner_of
+from lightning_gpp.planning.problem.prediction import Prediction, Trial, best_trial, predicted
 from lightning_gpp.planning.problem.problem import Problem, busy_bound
 from lightning_gpp.planning.request import STANDARD, Candidate, Request, candidates, num_stages_per_device
 
@@ -53,41 +47,24 @@ def best_plan(partitioner: str, graph: OperatorGraph, request: Request) -> Predi
     return PlanSearch(partitioner, graph, request).best()
 
 
-@dataclass(slots=True, kw_only=True)
-class _AnsweredRequest:
-    """A question, the partitioner's answer, and the trial of the first candidate with that question."""
-
-    question: Request
-    problem: Problem
-    answer: Answer
-    control: SearchControl
-    seconds: float
-    trial: Trial | None = None
-
-    @property
-    def has_plan(self) -> bool:
-        return self.answer.draft is not None and Evaluator(self.problem)(self.answer.draft).fits
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Outcome:
-    """A candidate and the trial of the best draft for it."""
+@dataclass(frozen=True, slots=True)
+class _Answered:
+    """A candidate, and the answer to its question."""
 
     candidate: Candidate
-    search: _AnsweredRequest
+    problem: Problem
+    answer: Answer
+
+
+@dataclass(frozen=True, slots=True)
+class _Outcome(_Answered):
+    """The same with the trial of the best draft for the candidate."""
+
     trial: Trial
 
     @property
     def prediction(self) -> Prediction:
         return self.trial.prediction
-
-
-class _NothingFits(PlanError):
-    """The partitioner found no plan that fits. Its explanation takes trials of its own, so it is computed on demand."""
-
-    def __init__(self, candidate: Candidate, search: _AnsweredRequest) -> None:
-        super().__init__("No plan fits the devices.")
-        self.candidate, self.search = candidate, search
 
 
 class PlanSearch:
@@ -96,74 +73,57 @@ class PlanSearch:
     def __init__(self, partitioner: str, graph: OperatorGraph, request: Request) -> None:
         self.name, self.partitioner = partitioner, partitioner_of(partitioner)
         self.graph, self.request, self.costs = graph, request, request.operator_costs(graph)
-        self._searches: dict[Request, _AnsweredRequest | GPPError] = {}
-        self._num_questions = max(1, len(set(_questions(request))))
         self._control = SearchControl(seconds=request.seconds, progress=request.progress)
+        self._outcomes, self._failures, self._seconds = list[_Outcome](), list[GPPError | _Answered](), 0.0
 
     def best(self) -> Prediction:
         """See `best_plan`."""
-        outcomes, failures = self._tried(self.request.schedules)
-        if not outcomes:
-            raise self._explanation(failures[0])
-        return self._prediction(outcomes)
+        questions = self._questions()
+        for question, group in questions.items():
+            with self._noted():
+                self._ask(question, group, self._control.part(1 / len(questions)))
+            if any(outcome.answer.interrupted for outcome in self._outcomes):
+                break
+        if not self._outcomes:
+            raise self._explanation(self._failures[0])
+        return self._prediction(min(self._outcomes, key=lambda outcome: outcome.prediction.rank))
+
+    @contextmanager
+    def _noted(self) -> Iterator[None]:
+        """Keep an error: it is the user's only if there is no plan."""
+        try:
+            yield
+        except GPPError as error:
+            self._failures.append(error)
 
     # -- the loop -----------------------------------------------------------------------------------------------------
 
-    def _tried(self, schedules: Iterable[str]) -> tuple[list[_Outcome], list[GPPError]]:
-        """The candidates that have a plan, and the errors of the others."""
-        outcomes, failures = list[_Outcome](), list[GPPError]()
-        for schedule in schedules:
-            try:
+    def _questions(self) -> dict[Request, list[Candidate]]:
+        """The candidates by the question that they share."""
+        found: dict[Request, list[Candidate]] = {}
+        for schedule in self.request.schedules:
+            with self._noted():
                 for candidate in candidates(self.request, schedule):
-                    self._try(candidate, outcomes, failures)
-                    if outcomes and outcomes[-1].search.answer.interrupted:
-                        return outcomes, failures
-            except GPPError as error:
-                failures.append(error)
-        return outcomes, failures
+                    with self._noted():
+                        found.setdefault(candidate.question(), []).append(candidate)
+        return found
 
-    def _try(self, candidate: Candidate, outcomes: list[_Outcome], failures: list[GPPError]) -> None:
-        try:
-            search = self._search(candidate.question())
-            trial = None if search.answer.draft is None else self._trial(candidate, search)
-            if trial is None or not (trial.prediction.fits or search.has_plan):
-                raise _NothingFits(candidate, search)
-            outcomes.append(_Outcome(candidate=candidate, search=search, trial=trial))
-        except GPPError as error:
-            failures.append(error)
-
-    def _search(self, question: Request) -> _AnsweredRequest:
-        """The partitioner's answer to a question; each question is asked once."""
-        if question not in self._searches:
-            try:
-                self._searches[question] = self._asked(question)
-            except GPPError as error:
-                self._searches[question] = error
-        search = self._searches[question]
-        if isinstance(search, GPPError):
-            raise search
-        return search
-
-    def _asked(self, question: Request) -> _AnsweredRequest:
+    def _ask(self, question: Request, group: Sequence[Candidate], control: SearchControl) -> None:
         problem = question.problem(self.graph)
-        control = self._control.part(1 / self._num_questions)
-        answer = checked(self.name, problem, self.partitioner(problem, control.part(ESTIMATES_SHARE)))
-        return _AnsweredRequest(
-            question=question,
-            problem=problem,
-            answer=refitted(problem, answer),
-            control=control,
-            seconds=control.elapsed,
-        )
-
-    def _trial(self, candidate: Candidate, search: _AnsweredRequest) -> Trial:
-        def predict(draft: Draft) -> Prediction:
-            return self._predict(candidate, search.problem, draft)
-
-        if search.trial is None:
-            search.trial = best_trial(search.problem, search.answer, predict, search.control)
-            return search.trial
-        return replace(search.trial, prediction=predict(search.trial.draft))
+        found = self.partitioner(problem, control.part(ESTIMATES_SHARE))
+        answer, trial = refitted(problem, checked(self.name, problem, found)), None
+        self._seconds += control.elapsed
+        for candidate in group:
+            predict = partial(self._predict, candidate, problem)
+            with self._noted():
+                if trial is not None:
+                    trial = replace(trial, prediction=predict(trial.draft))
+                elif answer.draft is not None:
+                    trial = best_trial(problem, answer, predict, control)
+                if trial is None or not (trial.prediction.fits or _fits(problem, answer)):
+                    self._failures.append(_Answered(candidate, problem, answer))
+                else:
+                    self._outcomes.append(_Outcome(candidate, problem, answer, trial))
 
     def _predict(self, candidate: Candidate, problem: Problem, draft: Draft) -> Prediction:
         """Lay out, time and simulate."""
@@ -181,56 +141,63 @@ class PlanSearch:
             chained=request.chained,
             slicing=request.slicing,
         )
-        plan = replace(plan, notes={"partitioner": self.name})
-        number *= candidate.num_pipelines or 1
-        _check_number(plan, number, request.cluster)
-        return predicted(
-            plan,
-            self.graph,
-            request.cluster,
-            self.costs,
-            request.footprint,
-            number,
-            weight_copies=request.weight_copies,
-        )
+        return self._simulated(replace(plan, notes={"partitioner": self.name}), number * (candidate.num_pipelines or 1))
+
+    def _simulated(self, plan: Plan, number: int) -> Prediction:
+        """The prediction for a plan of so many pipelines, unless a schedule's own layout needs too many devices."""
+        request, cluster = self.request, self.request.cluster
+        if plan.num_processes * number > num_processes(cluster):
+            raise PlanError(
+                f"schedule={plan.schedule} lays this draft out on {plan.num_devices} devices per pipeline, so {number} "
+                f"pipelines need {plan.num_devices * number}; the cluster {cluster.name!r} has {cluster.num_devices}."
+            )
+        copies = request.weight_copies
+        return predicted(plan, self.graph, cluster, self.costs, request.footprint, number, weight_copies=copies)
 
     # -- the outcome --------------------------------------------------------------------------------------------------
 
-    def _prediction(self, outcomes: Sequence[_Outcome]) -> Prediction:
+    def _prediction(self, best: _Outcome) -> Prediction:
         """The prediction of the best outcome, with its lower bound, the plans that lost, and the effort."""
-        best = min(outcomes, key=lambda outcome: outcome.prediction.rank)
-        answer, interrupted = best.search.answer, any(outcome.search.answer.interrupted for outcome in outcomes)
-        searches = {id(outcome.search): outcome.search for outcome in outcomes}.values()
-        remark = device_remark(best.prediction, self.request)
+        answer, remark = best.answer, device_remark(best.prediction, self.request)
+        plan = best.prediction.plan
         return replace(
             best.prediction,
-            plan=with_remark(best.prediction.plan, remark),
-            lower_bound=self._lower_bound(outcomes),
-            alternatives=(*_lost(outcomes, best), *_alternatives(best)),
-            search=SearchFigures(
-                partitioner=self.name,
+            plan=replace(plan, notes={**plan.notes, REMARK: remark}) if remark else plan,
+            lower_bound=self._lower_bound(),
+            alternatives=(*_lost(self._outcomes, best), *_alternatives(best)),
+            search=replace(
+                answer,
                 draft=best.trial.draft,
-                objective=answer.objective / best.search.problem.num_slices,
+                objective=answer.objective / best.problem.num_slices,
                 objective_name=_objective_name(best),
-                states=answer.states,
-                seconds=sum(search.seconds for search in searches),
                 notes=(*answer.notes, *filter(None, [remark])),
-                interrupted=interrupted,
+                alternatives=(),
+                neighbours=None,
+                interrupted=any(outcome.answer.interrupted for outcome in self._outcomes),
+                seconds=self._seconds,
             ),
         )
 
-    def _lower_bound(self, outcomes: Sequence[_Outcome]) -> float:
-        """Seconds that no plan of these candidates can go below; 0 for slices, for which no bound is known."""
-        return 0.0 if self.request.slicing is not None else min(map(_busy_bound, outcomes))
+    def _lower_bound(self) -> float:
+        """Seconds that no plan of these candidates can go below, as devices are never more than busy; 0 for slices."""
+        if self.request.slicing is not None:
+            return 0.0
+        return min(
+            outcome.problem.num_devices / outcome.candidate.num_devices * busy_bound(outcome.problem)
+            for outcome in self._outcomes
+        )
 
-    def _explanation(self, error: GPPError) -> GPPError:
-        """The error, extended by the reason why nothing fits, and remedies."""
-        if not isinstance(error, _NothingFits):
-            return error
-        search = error.search
-        notes = (f"The partitioner {self.name!r} found no plan.", *search.answer.notes)
-        reason = advice(search.problem, search.answer.draft)
-        return PlanError(_layout_hint(error.candidate, search) + " ".join((*notes, reason)))
+    def _explanation(self, failure: GPPError | _Answered) -> GPPError:
+        """The error; where nothing fits, the reason and remedies."""
+        if isinstance(failure, GPPError):
+            return failure
+        notes = (f"The partitioner {self.name!r} found no plan.", *failure.answer.notes)
+        reason = advice(failure.problem, failure.answer.draft)
+        return PlanError(_layout_hint(failure) + " ".join((*notes, reason)))
+
+
+def _fits(problem: Problem, answer: Answer) -> bool:
+    return answer.draft is not None and Evaluator(problem)(answer.draft).fits
 
 
 def refitted(problem: Problem, answer: Answer) -> Answer:
@@ -241,45 +208,31 @@ def refitted(problem: Problem, answer: Answer) -> Answer:
     if answer.draft is None or problem.recompute is not None:
         return answer
     evaluate = Evaluator(problem)
-    stages = tuple(replace(stage, recompute=None, offload=False) for stage in answer.draft.stages)
-    draft = evaluate.fitted(replace(answer.draft, stages=stages))
+    draft = evaluate.fitted(answer.draft.opened())
     return replace(answer, draft=draft) if evaluate(draft).rank <= evaluate(answer.draft).rank else answer
 
 
-def _questions(request: Request) -> Iterator[Request]:
-    for schedule in request.schedules:
-        with suppress(GPPError):
-            for candidate in candidates(request, schedule):
-                with suppress(GPPError):
-                    yield candidate.question()
-
-
-def _busy_bound(outcome: _Outcome) -> float:
-    """The time of a step in which all devices of the plan are always busy."""
-    problem = outcome.search.problem
-    return problem.num_devices / outcome.candidate.num_devices * busy_bound(problem)
-
-
-def _layout_hint(candidate: Candidate, search: _AnsweredRequest) -> str:
+def _layout_hint(outcome: _Answered) -> str:
+    candidate = outcome.candidate
     if not candidate.has_own_layout:
         return ""
     number = num_stages_per_device(candidate.request, candidate.schedule)
     return (
         f"strategy.schedule={candidate.schedule!r} with {number} stages on each of {candidate.num_devices} devices "
-        f"needs {search.problem.num_devices} stages. Choose fewer (strategy.stages_per_device), or fewer devices. With "
-        "that many stages there is no plan: "
+        f"needs {outcome.problem.num_devices} stages. Choose fewer (strategy.stages_per_device), or fewer devices. "
+        "With that many stages there is no plan: "
     )
 
 
 def _objective_name(outcome: _Outcome) -> str:
-    name = outcome.search.answer.objective_name
+    name = outcome.answer.objective_name
     return name if outcome.candidate.is_searched else f"{name} of the stages as {STANDARD}"
 
 
 def _alternatives(outcome: _Outcome) -> Iterator[Alternative]:
     """The other drafts of the search, if they are for the same devices and samples as the plan."""
     if not outcome.candidate.has_own_layout:
-        scale = outcome.search.problem.num_slices
+        scale = outcome.problem.num_slices
         yield from (replace(entry, seconds=entry.seconds / scale) for entry in outcome.trial.alternatives)
 
 
@@ -298,15 +251,6 @@ def _reason(outcome: _Outcome, best: _Outcome) -> str:
     same = outcome.candidate.schedule == best.candidate.schedule
     what = f"with strategy.num_pipelines={outcome.prediction.num_pipelines}" if same else ""
     return ", ".join(filter(None, (what, "needs more memory" * (not outcome.prediction.fits))))
-
-
-def _check_number(plan: Plan, number: int, cluster: Cluster) -> None:
-    """Refuse drafts that a schedule's own layout spreads over more devices than there are."""
-    if plan.num_processes * number > num_processes(cluster):
-        raise PlanError(
-            f"schedule={plan.schedule} lays this draft out on {plan.num_devices} devices per pipeline, so {number} "
-            f"pipelines need {plan.num_devices * number}; the cluster {cluster.name!r} has {cluster.num_devices}."
-        )
 
 
 def best_order(plan: Plan, graph: OperatorGraph, request: Request, num_pipelines: int = 1) -> Prediction:
@@ -361,8 +305,3 @@ def _data_parallel(plan: Plan, number: int) -> str:
         "All devices share one stage: for this model data parallelism alone is estimated to be fastest. "
         "strategy.max_replicas=1 makes a pipeline with one stage per device."
     )
-
-
-def with_remark(plan: Plan, remark: str) -> Plan:
-    """The plan with the remark in its notes."""
-    return replace(plan, notes={**plan.notes, REMARK: remark}) if remark else plan

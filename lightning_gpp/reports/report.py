@@ -66,8 +66,8 @@ def search_text(prediction: Prediction, width: int | None = None) -> str:
     lines = (
         f"{kind}: {duration(prediction.seconds)} simulated, {rate(prediction.samples_per_second)} samples/s, "
         f"idle {percent(prediction.idle)}",
-        f"partitioner {search.partitioner}: objective {search.objective:.4g} ({search.objective_name}), "
-        f"{search.states} states in {duration(search.seconds)}",
+        f"partitioner {prediction.plan.notes.get('partitioner')}: objective {search.objective:.4g} "
+        f"({search.objective_name}), {search.states} states in {duration(search.seconds)}",
         _bound(prediction, kind),
         *search.notes,
         _alternatives(prediction),

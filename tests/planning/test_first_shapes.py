@@ -1,4 +1,4 @@
-"""First shapes of the search: pipelines with equal replicas, scarce memory, forwards that fill waits."""
+"""First drafts of the search: pipelines with equal replicas, scarce memory, forwards that fill waits."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from itertools import islice
 import numpy as np
 
 from lightning_gpp.cluster import Cluster, Device, Link
-from lightning_gpp.planning import Evaluator, Problem, Request
-from lightning_gpp.planning.partitioners.auto.seeds import Cuts, furthest, seeds
-from lightning_gpp.planning.partitioners.auto.shape import Shape
-from lightning_gpp.planning.partitioners.auto.variants import variants
+from lightning_gpp.planning import Draft, DraftStage, Evaluator, Problem, Request
+from lightning_gpp.planning.partitioners.auto.moves import spread
+from lightning_gpp.planning.partitioners.auto.seeds import Cuts, furthest, seeds, variants
+from lightning_gpp.planning.problem.draft import copies
 from tests.planning import graphs
 from tests.planning.graphs import Builder
 from tests.planning.problems import DEVICE
@@ -27,12 +27,13 @@ def problem_of(num_layers: int, num_devices: int, memory_bytes: float = 1e9) -> 
     return Request(cluster=cluster, batch_size=2 * num_devices, simplicity=0.0).problem(graphs.chain(num_layers))
 
 
-def _equal(problem: Problem, num_stages: int, size: int) -> Shape:
+def _equal(problem: Problem, num_stages: int, size: int) -> Draft:
     """Stages of as many units each, in their order."""
     number, replicas = problem.num_units, problem.num_devices // num_stages
     borders = [number * stage // num_stages for stage in range(num_stages + 1)]
-    groups = tuple(tuple(range(a, b)) for a, b in zip(borders, borders[1:], strict=False))
-    return Shape(groups=groups, replicas=(replicas,) * num_stages, size=size, schedule="1f1b", spread=True)
+    groups = (tuple(range(a, b)) for a, b in zip(borders, borders[1:], strict=False))
+    stages = zip(groups, copies(num_stages, replicas), strict=True)
+    return Draft(stages=tuple(DraftStage(units=a, devices=b, micro_batch_size=size) for a, b in stages))
 
 
 def test_the_first_ways_to_cut_are_as_fast_as_equal_pipelines() -> None:
@@ -40,14 +41,14 @@ def test_the_first_ways_to_cut_are_as_fast_as_equal_pipelines() -> None:
     problem = problem_of(64, 128, memory_bytes=64 * 4 * 64 * 64 * 4 / 8)
     evaluate = Evaluator(problem)
     drawn = [
-        evaluate(_equal(problem, stages, size).draft())
+        evaluate(_equal(problem, stages, size))
         for stages in (8, 16, 32)
         for size in problem.sizes
         if size % (128 // stages) == 0
     ]
     ways = variants(problem, [list(range(problem.num_units))])
-    shapes = [shape for cuts in islice(ways, 6) for shape in seeds(problem, cuts, lambda seconds: True)]
-    first = [evaluate(replace(shape, spread=True).draft()) for shape in shapes]
+    drafts = [draft for cuts in islice(ways, 6) for draft in seeds(problem, cuts, lambda seconds: True)]
+    first = [evaluate(spread(draft)) for draft in drafts]
     assert min(found.rank for found in first) <= min(found.rank for found in drawn)
 
 
@@ -63,15 +64,15 @@ def test_where_memory_is_scarce_stages_leave_time_for_what_they_recompute() -> N
     memory = float(ample.static_bytes.sum() / 8 + 0.5 * ample.saved_bytes(400).sum())
     problem = replace(ample, cluster=Cluster.uniform(replace(DEVICE, memory_bytes=memory), 8, LINK))
     evaluate, order = Evaluator(problem), [*range(problem.num_units)]
-    cuts = Cuts(order=order, size=400, equal=True, apart=True, fitting=True)
+    cuts = Cuts(order=order, size=400, stages=8)
     others = [replace(cuts, recompute=again, fitting=fits) for again in (False, True) for fits in (False, True)]
     ((found,), *rest) = (
-        [evaluate(shape.draft()) for shape in seeds(problem, entry, lambda seconds: True)]
+        [evaluate(draft) for draft in seeds(problem, entry, lambda seconds: True)]
         for entry in (replace(cuts, partly=True), *others)
     )
     assert found.fits
     assert any(found.recompute)
-    assert found.rank < min(entry.rank for shapes in rest for entry in shapes)
+    assert found.rank < min(entry.rank for drafts in rest for entry in drafts)
     assert replace(cuts, partly=True) in [*variants(problem, [order])]
     assert not any(entry.partly for entry in variants(ample, [order]))
 

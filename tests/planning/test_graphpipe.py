@@ -58,12 +58,7 @@ def legal_stages(tree: Line) -> set[Stage]:
                 if start and isinstance(fork := parts[start - 1], Fork):
                     for branch in fork.lines:
                         tails += [units_in(branch.parts[at:]) for at in range(len(branch.parts))]
-                heads: list[set[int]] = [set()]
-                if end < len(parts) and isinstance(fork := parts[end], Fork):
-                    for branch in fork.lines:
-                        heads += [units_in(branch.parts[: at + 1]) for at in range(len(branch.parts))]
-                for tail, head in product(tails, heads):
-                    found.add(frozenset(tail | units_in(parts[start:end]) | head))
+                found |= {frozenset(tail | units_in(parts[start:end])) for tail in tails}
     return found
 
 

@@ -15,7 +15,7 @@ from lightning_gpp.planning.partitioners.auto.search import auto
 from lightning_gpp.planning.problem.prediction import simulated
 from tests.planning import graphs
 from tests.planning.problems import random_problem
-from tests.planning.test_moves import _random_shape
+from tests.planning.test_moves import random_draft_of
 
 DEVICE = Device(name="test", memory_bytes=1e9, peak_flops={"float32": 1e9}, peak_bytes_per_second=1e9)
 
@@ -53,13 +53,13 @@ def test_a_graph_with_slack_is_never_slower_than_the_chain_of_the_same_stages() 
     slower = 0
     for seed in range(200):
         problem = random_problem(seed, num_units=6, num_devices=4)
-        shape = _random_shape(problem, Random(seed))
+        draft = random_draft_of(problem, Random(seed))
         evaluate = Evaluator(problem)
-        chain = evaluate(replace(shape.draft(), chained=True)).seconds
-        tight = evaluate(shape.draft()).seconds
-        as_chain = replace(shape, slack=slack_of_chain(problem, shape.groups))
+        chain = evaluate(replace(draft, chained=True)).seconds
+        tight = evaluate(draft).seconds
+        as_chain = draft.with_stages(slack=slack_of_chain(problem, draft.groups))
         if chain < float("inf"):
-            assert min(tight, evaluate(as_chain.draft()).seconds) <= chain * (1 + 1e-9), seed
+            assert min(tight, evaluate(as_chain).seconds) <= chain * (1 + 1e-9), seed
             slower += tight > chain * (1 + 1e-9)
-            assert as_chain == shape or as_chain in set(moves(problem, shape, [1.0] * len(shape.groups)))
+            assert as_chain == draft or as_chain in set(moves(problem, draft, [1.0] * len(draft.groups)))
     assert slower > 0

@@ -93,5 +93,4 @@ def test_values_of_frozen_parts_go_one_way() -> None:
     middle = build.linear("middle", frozen)
     units = units_of(build.step(build.linear("head", middle)), inf)
     assert [(value.src, value.dsts, value.num_directions) for value in units.values] == [(0, (1,), 1), (1, (2,), 2)]
-    assert [unit.flops.at(2) for unit in units.units] == [2e6, 2e6, 2e6]
     assert [value.bytes.at(3) for value in units.values] == [3 * 256, 3 * 256]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import Any, TypeAlias
 
 import networkx as nx
 
@@ -15,8 +16,10 @@ from lightning_gpp.plan import STEP, Plan, Stage, topological
 from lightning_gpp.planning.assignment.assign import compress, make_plan
 from lightning_gpp.planning.assignment.modules import stage_names
 from lightning_gpp.planning.problem.problem import Problem
-from lightning_gpp.planning.problem.recomputation import Recompute
 from lightning_gpp.wording import counted
+
+Recompute: TypeAlias = bool | tuple[str, ...]
+"""See `plan.Stage.recompute`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +56,41 @@ class Draft:
     schedule: str = "1f1b"
     chained: bool = False
     sharding: str | None = None
+
+    @property
+    def size(self) -> int:
+        """Samples of a micro-batch, where all stages have the same."""
+        return self.stages[0].micro_batch_size
+
+    @property
+    def groups(self) -> tuple[tuple[int, ...], ...]:
+        """The units of every stage."""
+        return tuple(stage.units for stage in self.stages)
+
+    @property
+    def replicas(self) -> tuple[int, ...]:
+        """Number of replicas of every stage."""
+        return tuple(len(stage.devices) for stage in self.stages)
+
+    @property
+    def slack(self) -> tuple[int, ...]:
+        """The slack of every stage."""
+        return tuple(stage.slack for stage in self.stages)
+
+    @property
+    def num_devices(self) -> int:
+        """Number of devices that have a stage; a problem may have more, which stay idle."""
+        return sum(self.replicas)
+
+    def with_stages(self, **changes: Iterable[Any]) -> Draft:
+        """The draft with one new value for every stage of each of these fields."""
+        rows = (dict(zip(changes, row, strict=True)) for row in zip(*changes.values(), strict=True))
+        return replace(self, stages=tuple(replace(stage, **row) for stage, row in zip(self.stages, rows, strict=True)))
+
+    def opened(self) -> Draft:
+        """The draft with its measures for the memory left open."""
+        stages = tuple(replace(stage, recompute=None, offload=False) for stage in self.stages)
+        return replace(self, stages=stages, sharding=None)
 
     def __str__(self) -> str:
         stages = [f"{len(stage.units)}u x{len(stage.devices)}{_measures(stage)}" for stage in self.stages]

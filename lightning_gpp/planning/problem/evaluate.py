@@ -13,6 +13,7 @@ from lightning_gpp.planning.problem.draft import (
     Draft,
     DraftStage,
     Flow,
+    Recompute,
     flows,
     stage_of_units,
     unreplicated,
@@ -20,9 +21,10 @@ from lightning_gpp.planning.problem.draft import (
 )
 from lightning_gpp.planning.problem.pipeline_clock import ClockedStages, period_seconds, step_seconds
 from lightning_gpp.planning.problem.problem import Problem
-from lightning_gpp.planning.problem.recomputation import Recomputation, Recompute, StageMemory
 from lightning_gpp.planning.problem.stage_figures import (
+    Recomputation,
     StageFigures,
+    StageMemory,
     Transfers,
     all_reduce_seconds,
     contend,

@@ -42,6 +42,7 @@ class Answer:
             its program; None if the partitioner's draft is to stay as it is.
         notes: remarks for the user, one sentence each.
         interrupted: the user ended the search; no other search is started.
+        seconds: of all searches for a request, once they are over.
     """
 
     draft: Draft | None
@@ -54,6 +55,7 @@ class Answer:
     neighbours: Callable[[Draft], Iterator[Draft]] | None = field(default=None, compare=False, repr=False)
     notes: tuple[str, ...] = ()
     interrupted: bool = False
+    seconds: float = 0.0
 
 
 EVALUATIONS_PER_SECOND: Final = 1_000
@@ -157,15 +159,12 @@ def checked(name: str, problem: Problem, answer: object) -> Answer:
         raise PlanError(f"The partitioner {name!r} returned {type(answer).__name__}; it must return an Answer.")
     stages = answer.draft.stages if answer.draft else ()
     units = sorted(unit for stage in stages for unit in stage.units)
-    if answer.draft and units != list(range(problem.num_units)):
-        raise PlanError(
-            f"The partitioner {name!r} returned a draft with units {units}; each unit from 0 to "
-            f"{problem.num_units - 1} must be in one stage."
-        )
     devices = sorted(device for stage in stages for device in stage.devices)
-    if len(set(devices)) < len(devices) or not set(devices) <= set(range(problem.num_devices)):
+    twice = len(set(devices)) < len(devices) or not set(devices) <= set(range(problem.num_devices))
+    if stages and (twice or units != list(range(problem.num_units))):
         raise PlanError(
-            f"The partitioner {name!r} returned a draft with devices {devices}; each device from 0 to "
-            f"{problem.num_devices - 1} may be in one stage, or in none."
+            f"The partitioner {name!r} returned a draft with units {units} on devices {devices}; each unit from 0 to "
+            f"{problem.num_units - 1} must be in one stage, each device from 0 to {problem.num_devices - 1} in one or "
+            "in none."
         )
     return answer

@@ -36,31 +36,6 @@ from lightning_gpp.simulation import (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SearchFigures:
-    """The search that found a plan.
-
-    Args:
-        partitioner: its name.
-        draft: the draft of the plan.
-        objective: the value that the partitioner minimised.
-        objective_name: meaning and unit of the objective.
-        states: partial or complete solutions visited.
-        seconds: time of all searches for the request.
-        notes: sentences for the user.
-        interrupted: the user ended the search.
-    """
-
-    partitioner: str
-    draft: Draft
-    objective: float
-    objective_name: str
-    states: int
-    seconds: float
-    notes: tuple[str, ...] = ()
-    interrupted: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
     """A plan, one simulated mini-batch, and its quality.
 
@@ -71,7 +46,7 @@ class Prediction:
         memory_bytes: memory limit of every device of the pipeline; empty if unknown.
         lower_bound: seconds that no plan can go below; 0 if none are known.
         alternatives: runners-up of the search.
-        search: how the plan was found; None if the user gave it.
+        search: the answer with the plan's draft; None if the user gave the stages.
         note: a remark to show below tables.
         period: the steady state of a pipeline that does not flush; None if it flushes.
     """
@@ -82,7 +57,7 @@ class Prediction:
     memory_bytes: tuple[float, ...] = ()
     lower_bound: float = 0.0
     alternatives: tuple[Alternative, ...] = ()
-    search: SearchFigures | None = None
+    search: Answer | None = None
     note: str = ""
     period: Period | None = None
 

@@ -5,7 +5,7 @@ All partitioners see the model through this one object, so that none of them cou
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import inf
@@ -81,8 +81,6 @@ class Problem:
         slack: whether stages may have more micro-batches in flight than 1F1B's rule.
         single_step: the user's step has to run on one device, so a last stage with replicas gives it to a stage of its
             own.
-        repeats: whether the seconds of an operator that several units repeat count in each of them; one stage that has
-            them all runs it once, so lower bounds count it in one.
     """
 
     graph: OperatorGraph
@@ -106,7 +104,6 @@ class Problem:
     simplicity: float = 0.0
     slack: bool = True
     single_step: bool = True
-    repeats: bool = True
     _seconds: dict[tuple[int, int], UnitSeconds] = field(default_factory=dict, init=False)
     _saved: dict[int, Array] = field(default_factory=dict, init=False)
     _blocks: dict[tuple[int, int], BlockFigures] = field(default_factory=dict, init=False)
@@ -242,10 +239,8 @@ class Problem:
 
     @cached_property
     def _operators(self) -> tuple[list[Operator], NDArray[np.int64]]:
-        """Operators and their units; see `repeats`."""
+        """Operators and their units; several units may repeat one."""
         pairs = [(name, index) for index, unit in enumerate(self.units.units) for name in unit.operators]
-        if not self.repeats:
-            pairs = [*dict(reversed(pairs)).items()]
         return [self.graph[name] for name, _ in pairs], np.array([index for _, index in pairs], dtype=np.int64)
 
     def _unit_seconds(self, num_samples: int, kind: int) -> UnitSeconds:
@@ -264,38 +259,24 @@ def operator_seconds(graph: OperatorGraph, costs: CostModel, cluster: Cluster, n
 
 
 # -- a lower bound on the step of every plan: devices can at most be busy all the time --------------------------------
-# Every unit counts on the kind of device that takes the fewest device-seconds for it. Waiting, messages and memory are
-# not part of the bound, so it holds under any schedule.
+# Every operator counts once, on the kind of device that takes the fewest device-seconds for it. Waiting, messages and
+# memory are not part of the bound, so it holds under any schedule.
 
 
 def busy_bound(problem: Problem) -> float:
     """Seconds of a step with all devices busy: no schedule beats it, with any number of stages per device."""
-    problem = replace(problem, repeats=False)
-    return min(_bound_of_size(problem, size) for size in _largest_parts(problem))
+    names = dict.fromkeys(name for unit in problem.units.units for name in unit.operators)
+    operators = [problem.graph[name] for name in names]
+    largest = {-(-problem.batch_size // -(-problem.batch_size // size)) for size in problem.sizes}
+    return min(_bound_of_size(problem, operators, size) for size in largest)
 
 
-def _largest_parts(problem: Problem) -> list[int]:
-    """The samples of the largest micro-batch that each size gives, where it does not divide the mini-batch."""
-    return sorted({-(-problem.batch_size // -(-problem.batch_size // size)) for size in problem.sizes})
-
-
-def _bound_of_size(problem: Problem, size: int) -> float:
+def _bound_of_size(problem: Problem, operators: Sequence[Operator], size: int) -> float:
     """Replicas that share a micro-batch take no less in total."""
-    return problem.batch_size / size * float(_fastest(problem, size).sum()) / _num_fastest(problem, size)
-
-
-def _fastest(problem: Problem, size: int) -> Array:
-    """Seconds of every unit on its fastest kind of device."""
-    seconds: Array = np.min(_by_kind(problem, size), axis=0)
-    return seconds
-
-
-def _num_fastest(problem: Problem, size: int) -> float:
-    """The most devices of which each is the fastest for every unit that the cluster is worth."""
-    fastest = np.maximum(_fastest(problem, size), 1e-30)
-    slowdowns = [max(1.0, float(np.min(seconds / fastest))) for seconds in _by_kind(problem, size)]
-    return sum(1 / slowdowns[problem.cluster.kind(device)] for device in range(problem.num_devices))
-
-
-def _by_kind(problem: Problem, size: int) -> list[Array]:
-    return [problem.seconds(size, kind).total for kind in range(len(problem.cluster.kinds))]
+    kinds = problem.cluster.kinds
+    seconds = np.array([[sum(problem.costs.seconds(each, size, kind)) for each in operators] for kind in kinds])
+    seconds = seconds[:, seconds.min(axis=0) > 0]
+    fastest = seconds.min(axis=0)
+    worth = 1 / (seconds / fastest).min(axis=1, initial=np.inf)  # of a device: that of the fastest for every operator
+    num_fastest = sum(worth[problem.cluster.kind(device)] for device in range(problem.num_devices))
+    return problem.batch_size / size * float(fastest.sum()) / float(num_fastest or 1.0)

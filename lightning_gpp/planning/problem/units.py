@@ -21,7 +21,7 @@ Modules = tuple[str, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unit:
-    """Module paths that stay together, their operators, saved bytes per micro-batch, and parameters.
+    """Module paths that stay together, their operators, saved bytes per micro-batch, and bytes of parameters.
 
     `divisible`: replicas may each take a share of a micro-batch, because its data can be cut and no operator combines
     samples.
@@ -29,9 +29,7 @@ class Unit:
 
     modules: Modules
     operators: tuple[str, ...] = ()
-    flops: Affine = Affine()
     saved_bytes: Affine = Affine()
-    num_parameters: int = 0
     parameter_bytes: int = 0
     divisible: bool = True
 
@@ -241,9 +239,7 @@ def _unit(
     return Unit(
         modules=modules,
         operators=tuple(operator.name for operator in operators),
-        flops=sum((operator.flops for operator in operators), Affine()),
         saved_bytes=sum((operator.saved_bytes for operator in operators), Affine()),
-        num_parameters=sum(graph.parameter_sizes[name] for name in parameters),
         parameter_bytes=sum(graph.parameter_bytes[name] for name in parameters),
         divisible=all(spec.divisible for spec in read) and not any(operator.mixes_samples for operator in operators),
     )

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from lightning_gpp.graph import Affine
 from lightning_gpp.plan import SOURCE
 from lightning_gpp.planning.partitioners.auto.seeds import orders
-from lightning_gpp.planning.partitioners.auto.shape import Shape
+from lightning_gpp.planning.problem.draft import Draft
 from lightning_gpp.planning.problem.problem import Problem
 from lightning_gpp.planning.problem.units import Unit, UnitGraph
 
@@ -20,10 +20,10 @@ class Coarse:
     problem: Problem
     members: tuple[tuple[int, ...], ...]
 
-    def refined(self, shape: Shape) -> Shape:
-        """The shape in the units of the other problem."""
-        groups = (sorted(unit for piece in group for unit in self.members[piece]) for group in shape.groups)
-        return replace(shape, groups=tuple(map(tuple, groups)))
+    def refined(self, draft: Draft) -> Draft:
+        """The draft in the units of the other problem."""
+        groups = (sorted(unit for piece in group for unit in self.members[piece]) for group in draft.groups)
+        return draft.with_stages(units=map(tuple, groups))
 
 
 def coarse(problem: Problem, num_pieces: int) -> Coarse:
@@ -59,9 +59,7 @@ def _joined(units: Sequence[Unit]) -> Unit:
     return Unit(
         modules=tuple(path for unit in units for path in unit.modules),
         operators=tuple(name for unit in units for name in unit.operators),
-        flops=sum((unit.flops for unit in units), Affine()),
         saved_bytes=sum((unit.saved_bytes for unit in units), Affine()),
-        num_parameters=sum(unit.num_parameters for unit in units),
         parameter_bytes=sum(unit.parameter_bytes for unit in units),
         divisible=all(unit.divisible for unit in units),
     )

@@ -1,35 +1,26 @@
-"""First shapes of a problem: two orders of the units, cut into stages with replicas.
+"""First drafts of a problem: two orders of the units, cut into equal stages with equal numbers of replicas.
 
-Pipelines with equal numbers of replicas come first, the most promising before the others: M micro-batches through S
-equal stages take M + S - 1 times a stage's seconds, and the reduction of its gradients.
+The orders are topological ones that keep branches together; contiguous parts of an order never form a cycle. The most
+promising ways to cut come first: M micro-batches through S equal stages take M + S - 1 times a stage's seconds, and the
+reduction of its gradients. The slowest stage of a cut is as fast as possible, by bisection of its seconds.
 
-The orders are topological ones that keep branches together; contiguous parts of an order never form a cycle.
-
-The slowest stage of a cut is as fast as possible. For one order, one micro-batch size and one limit on a stage's
-seconds, a dynamic program finds for every number of stages s and devices k the longest suffix of the order that s
-stages on k devices can run within the limit:
-
-    reach[s][k] = max over r of extend_r(reach[s - 1][k - r])
-
-where extend_r(i) is the position at which a stage with r replicas that begins at i (counted from the sink) must end.
-The limit rises in small steps from perfect balance; for every number of stages the first limit that suffices gives a
-shape.
-
-Where memory is scarce, stages of one size may recompute as much as makes them fit (`Cuts.partly`): those ahead, which
-hold more micro-batches, recompute more, and so get less work.
+Where memory is scarce, stages may recompute as much as makes them fit (`Cuts.partly`): those ahead, which hold more
+micro-batches, recompute more, and so get less work.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property, partial
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import product
+from math import inf
 
 import networkx as nx
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_gpp.planning.partitioners.auto.shape import Shape
+from lightning_gpp.planning.problem.draft import Draft, DraftStage, side_by_side
 from lightning_gpp.planning.problem.problem import Array, Problem
 
 
@@ -70,229 +61,160 @@ def _branches(graph: nx.DiGraph, ranks: Mapping[int, tuple[float, int]]) -> list
     return list(order)
 
 
-FINE, COARSE = 40, 10
-"""Numbers of limits on a stage's seconds to try: up to three times perfect balance, and from there to all work."""
-
-BISECTIONS, EQUAL_BISECTIONS = 4, 12
-"""Bisections between the last two limits, and all for equal stages, which balance them to a fraction of a percent."""
+BISECTIONS = 12
+"""Bisections of the seconds of the slowest stage, which balance stages to a fraction of a percent."""
 
 Positions = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cuts:
-    """One way to search for cuts of an order.
+    """One way to cut an order.
 
     Args:
         order: an order of all units.
         size: samples of a micro-batch.
-        width: devices are assigned in groups of this size.
+        stages: number of stages.
+        width: replicas of each.
         apart: the units of a stage must be connected.
         recompute: all stages recompute: their times include it, and micro-batches in flight need no memory.
-        schedule: the name that shapes get.
+        schedule: the name that drafts get.
         fitting: stages fit the memory, with one micro-batch in flight per following stage.
-        num_devices: the first devices to use; 0: all.
-        equal: every stage has one group of devices.
-        partly: stages recompute as much as makes them fit; only with `equal`.
+        partly: stages recompute as much as makes them fit.
     """
 
     order: Sequence[int]
     size: int
+    stages: int
     width: int = 1
-    apart: bool = False
+    apart: bool = True
     recompute: bool = False
     schedule: str = "1f1b"
-    fitting: bool = False
-    num_devices: int = 0
-    equal: bool = False
+    fitting: bool = True
     partly: bool = False
 
 
-def replica_counts(most: int, size: int) -> list[int]:
-    """Numbers of replicas worth trying: small ones, powers of two and halves between, all devices, and the most that
-    get equally many of `size` samples.
+def variants(problem: Problem, found: Sequence[list[int]]) -> Iterator[Cuts]:
+    """Ways to cut, the shortest steps on paper first."""
+    again = [flag for flag in (False, True) if problem.recompute in (None, flag)]
+    ways = [
+        Cuts(order=order, size=size, stages=stages, width=width, recompute=recompute, schedule=schedule)
+        for order, size, (stages, width), schedule, recompute in product(
+            found, problem.sizes, _counts(problem), problem.schedules, again
+        )
+        if width <= size
+    ]
+    timed = [(_step_on_paper(problem, cuts), cuts) for cuts in ways]
+    for seconds, cuts in sorted(timed, key=lambda way: way[0]):
+        if seconds < inf:
+            yield cuts
+            if not cuts.recompute and _is_scarce(problem, cuts):
+                yield replace(cuts, partly=True)
+
+
+def _counts(problem: Problem) -> list[tuple[int, int]]:
+    """Numbers of stages and of their replicas on all devices; if devices may be idle, also on a power of two of them,
+    and on all but one.
     """
-    powers = [base << shift for base in (1, 3) for shift in range(most.bit_length())]
-    even = next((count for count in range(most, 1, -1) if size % count == 0), 1)
-    return sorted({count for count in [*powers, most, most - 1, even] if 1 <= count <= most})
+    most, used = problem.num_devices, {problem.num_devices}
+    if problem.idle_devices:
+        used |= {1 << shift for shift in range(most.bit_length()) if 1 << shift < most} | {max(1, most - 1)}
+    pairs = (
+        (number // width, width) for number in sorted(used) for width in range(1, number + 1) if number % width == 0
+    )
+    return [(stages, width) for stages, width in pairs if width <= problem.max_replicas and stages <= problem.num_units]
 
 
-def seeds(problem: Problem, cuts: Cuts, worth: Callable[[float], bool]) -> Iterator[Shape]:
-    """A shape for every useful number of stages, while `worth` accepts the seconds of its slowest stage.
+def _is_scarce(problem: Problem, cuts: Cuts) -> bool:
+    """True if stages may recompute, and the first of equal ones would have to."""
+    saved = float(problem.saved_bytes(-(-cuts.size // cuts.width)).sum())
+    needed = float(problem.static_bytes_of(cuts.width).sum()) / cuts.stages + saved
+    return problem.recompute is None and needed > float(problem.memory_bytes.min())
 
-    If stages are to be equal, it is the one with as many stages as groups of devices.
-    """
-    table = _Table(problem, cuts)
-    if cuts.equal:
-        limit, ends = table.balanced()
-        if ends and worth(limit):
-            yield _shape(problem, cuts, ends, [cuts.width] * len(ends))
-        return
-    if not table.fits():
-        return
-    found: set[int] = set()
-    refused = table.balance
-    for limit in table.limits():
-        if not worth(limit):
-            return
-        for num_stages, ends, replicas in table.solve(limit, found):
-            found.add(num_stages)
-            ends, replicas = table.tightened(refused, limit, num_stages) or (ends, replicas)
-            yield _shape(problem, cuts, ends, replicas)
-        if len(found) >= table.most_stages:
-            return
-        refused = limit
+
+def _step_on_paper(problem: Problem, cuts: Cuts) -> float:
+    """Seconds of a step with equal stages; infinite if their weights do not fit."""
+    stages, replicas = cuts.stages, cuts.width
+    if float(problem.static_bytes_of(replicas).sum()) / stages > float(problem.memory_bytes.max()):
+        return inf
+    table = problem.seconds(-(-cuts.size // replicas), slowest_kind(problem))
+    work = float((table.total + (table.forward if cuts.recompute else 0.0)).sum()) / stages
+    filling = 0.0 if problem.continuous else stages - 1
+    gradients = float(problem.parameter_bytes.sum()) / stages
+    summing = problem.cluster.all_reduce_seconds(range(replicas), gradients) if replicas > 1 else 0.0
+    return (problem.batch_size / cuts.size + filling) * work + summing
+
+
+def seeds(problem: Problem, cuts: Cuts, worth: Callable[[float], bool]) -> Iterator[Draft]:
+    """The draft of a way to cut, if there is one and `worth` accepts the seconds of its slowest stage."""
+    limit, ends = _Table(problem, cuts).balanced()
+    if ends and worth(limit):
+        yield _draft(problem, cuts, ends)
 
 
 class _Table:
-    """Prefix sums along the reversed order, one row per number of replicas."""
+    """Prefix sums of seconds along the reversed order, and where stages end."""
 
     def __init__(self, problem: Problem, cuts: Cuts) -> None:
         self.problem, self.cuts = problem, cuts
         self.reverse = np.array(list(reversed(cuts.order)))
-        self.num_slots = (cuts.num_devices or problem.num_devices) // cuts.width
-        most = max(1, int(min(self.num_slots, problem.max_replicas / cuts.width)))
-        self.counts = [1] if cuts.equal else replica_counts(most, cuts.size // cuts.width)
-        self.most_stages = min(self.num_slots, problem.num_units)
-        self.seconds = [self._prefix(count * cuts.width) for count in self.counts]
-        self.balance = self.seconds[0][-1] / self.num_slots
-        self._room: dict[int, Positions] = {}
-        slots = np.arange(self.num_slots + 1)[None, :] - np.array(self.counts)[:, None]
-        self._before = np.where(slots < 0, self.num_slots + 1, slots)  # unreachable: behind all slots
-        self._rows = np.arange(len(self.counts))[:, None]
+        self.seconds = self._prefix()
 
-    @cached_property
-    def borders(self) -> Positions | None:
-        """The last ends of connected stages; None if they need not be connected."""
-        return _borders(self.problem, self.reverse) if self.cuts.apart else None
-
-    def limits(self) -> Array:
-        near, far = 3 * self.balance, max(float(row[-1]) for row in self.seconds)
-        fine = np.geomspace(self.balance, near, FINE)
-        return np.concatenate([fine, np.geomspace(near, max(near, far), COARSE + 1)[1:]])
-
-    def _prefix(self, replicas: int) -> Array:
+    def _prefix(self) -> Array:
         """Prefix sums of seconds per micro-batch, with its share of the all-reduce."""
-        problem, size = self.problem, self.cuts.size
-        table = problem.seconds(-(-size // replicas), slowest_kind(problem))
-        total = table.total + (table.forward if self.cuts.recompute else 0.0)
-        number = -(-problem.batch_size // size)
-        devices = range(replicas)
-        summing = problem.cluster.all_reduce_seconds(devices, 1e9) / 1e9 if replicas > 1 else 0.0
+        problem, cuts = self.problem, self.cuts
+        table = problem.seconds(-(-cuts.size // cuts.width), slowest_kind(problem))
+        total = table.total + (table.forward if cuts.recompute else 0.0)
+        number = -(-problem.batch_size // cuts.size)
+        summing = problem.cluster.all_reduce_seconds(range(cuts.width), 1e9) / 1e9 if cuts.width > 1 else 0.0
         each = total + problem.parameter_bytes * summing / number
         return np.concatenate([[0.0], np.cumsum(each[self.reverse])])
 
-    def _extensions(self, limit: float) -> Positions:
-        """For every number of replicas and position, where a stage that begins there must end to keep the limit."""
-        longest = limit * (1 + 1e-9)
-        ends = np.stack([np.searchsorted(row, row + longest, side="right") - 1 for row in self.seconds])
-        return ends if self.borders is None else np.minimum(ends, self.borders)
-
-    def _fitting(self, num_following: int) -> Positions:
-        """The same to fit the memory, with this many stages behind the new one."""
-        key = 0 if self.cuts.recompute else num_following
-        if key not in self._room:
-            self._room[key] = np.stack([self._fitting_row(count * self.cuts.width, key) for count in self.counts])
-        return self._room[key]
-
-    def _fitting_row(self, replicas: int, num_following: int) -> Positions:
-        problem = self.problem
-        saved = problem.saved_bytes(-(-self.cuts.size // replicas))
-        needed = (problem.static_bytes_of(replicas) + (num_following + 1) * saved)[self.reverse]
-        total = np.concatenate([[0.0], np.cumsum(needed)])
-        return np.searchsorted(total, total + float(problem.memory_bytes.min()), side="right") - 1
-
-    def solve(
-        self, limit: float, known: set[int], most_stages: int | None = None
-    ) -> Iterator[tuple[int, list[int], list[int]]]:
-        """Stages (from the sink) as ends and replicas, for every number of stages not yet known."""
-        reach = np.full(self.num_slots + 1, -1, dtype=np.int64)
-        reach[0] = 0
-        choices: list[Positions] = []
-        allowed = self._allowed(limit)
-        for stage in range(most_stages or self.most_stages):
-            reach, choice = self._step(reach, allowed(stage))
-            choices.append(choice)
-            if reach[-1] >= len(self.reverse) and stage + 1 not in known:
-                yield stage + 1, *self._trace(choices, allowed)
-            if reach.max() < 0:
-                return
-
-    def tightened(self, low: float, high: float, num_stages: int) -> tuple[list[int], list[int]] | None:
-        """Ends and replicas of `num_stages` stages for the lowest limit found between `low` and `high`."""
-        best = None
-        known = set(range(1, self.most_stages + 1)) - {num_stages}
-        for _ in range(BISECTIONS):
-            middle = (low * high) ** 0.5
-            solved = next(((ends, replicas) for _, ends, replicas in self.solve(middle, known, num_stages)), None)
-            best, low, high = (solved, low, middle) if solved else (best, middle, high)
-        return best
-
-    def fits(self) -> bool:
-        """True if some stages on some devices fit the memory, however long they take."""
-        allowed, reach = self._allowed(float(self.limits()[-1])), np.full(self.num_slots + 1, -1, dtype=np.int64)
-        reach[0] = 0
-        for stage in range(self.most_stages):
-            reach, _ = self._step(reach, allowed(stage))
-            if reach.max() >= len(self.reverse):
-                return True
-        return False
-
     def balanced(self) -> tuple[float, list[int]]:
-        """The least limit with which a stage on every group of devices suffices, and their ends; none if none does."""
-        low, high = self.balance, float(self.seconds[0][-1])
-        best = self._equal(high)
-        for _ in range(EQUAL_BISECTIONS if best else 0):
+        """The least seconds of the slowest stage, and the ends of all stages; none if there are no such stages."""
+        high = float(self.seconds[-1])
+        low, best = high / self.cuts.stages, self._ends(high)
+        for _ in range(BISECTIONS if best else 0):
             middle = (low * high) ** 0.5
-            ends = self._equal(middle)
+            ends = self._ends(middle)
             best, low, high = (ends, low, middle) if ends else (best, middle, high)
         return high, best
 
-    def _equal(self, limit: float) -> list[int]:
-        """The ends of stages on one group of devices each, which leave a unit for every stage that follows."""
-        allowed, ends, most = self._allowed(limit), [0], len(self.reverse) - self.num_slots
-        for stage in range(self.num_slots):
-            ends.append(min(int(allowed(stage)[0, ends[-1]]), most + stage + 1))
+    def _ends(self, limit: float) -> list[int]:
+        """The ends of stages of at most these seconds, which leave a unit for every stage that follows."""
+        ends, most = [0], len(self.reverse) - self.cuts.stages
+        for stage in range(self.cuts.stages):
+            ends.append(min(int(self._allowed(limit, stage)[ends[-1]]), most + stage + 1))
             if ends[-1] == ends[-2]:
                 return []
         return ends[1:] if ends[-1] == len(self.reverse) else []
 
-    def _allowed(self, limit: float) -> Callable[[int], Positions]:
-        """The ends of stages, as in `_extensions`, by the number of stages behind them."""
+    def _allowed(self, limit: float, num_following: int) -> Positions:
+        """For every position, where a stage that begins there must end, with this many stages behind it."""
+        latest = self.seconds + limit * (1 + 1e-9)
         if self.cuts.partly:
-            return partial(self._recomputing, limit)
-        extensions = self._extensions(limit)
-        fitting = self._fitting if self.cuts.fitting else lambda _: extensions
-        return lambda stage: np.minimum(extensions, fitting(stage))
+            ends = furthest(self.seconds, self._memory.seconds(num_following + 1), latest)
+        else:
+            ends = np.searchsorted(self.seconds, latest, side="right") - 1
+            if self.cuts.fitting:
+                ends = np.minimum(ends, self._fitting(0 if self.cuts.recompute else num_following))
+        return np.minimum(ends, self._borders) if self.cuts.apart else ends
 
-    def _recomputing(self, limit: float, num_following: int) -> Positions:
-        (row,) = self.seconds
-        ends = furthest(row, self._memory.seconds(num_following + 1), row + limit * (1 + 1e-9))[None, :]
-        return ends if self.borders is None else np.minimum(ends, self.borders)
+    def _fitting(self, num_following: int) -> Positions:
+        """The same to fit the memory."""
+        problem, width = self.problem, self.cuts.width
+        saved = problem.saved_bytes(-(-self.cuts.size // width))
+        needed = (problem.static_bytes_of(width) + (num_following + 1) * saved)[self.reverse]
+        total = np.concatenate([[0.0], np.cumsum(needed)])
+        return np.searchsorted(total, total + float(problem.memory_bytes.min()), side="right") - 1
+
+    @cached_property
+    def _borders(self) -> Positions:
+        return _borders(self.problem, self.reverse)
 
     @cached_property
     def _memory(self) -> ScarceMemory:
         return ScarceMemory(self.problem, self.reverse, self.cuts.width, self.cuts.size)
-
-    def _step(self, reach: Positions, extensions: Positions) -> tuple[Positions, Positions]:
-        """Add a stage: for every number of slots, how far it reaches, and with how many replicas."""
-        before = np.append(reach, -1)[self._before]
-        ends = np.where(before >= 0, extensions[self._rows, np.maximum(before, 0)], -1)
-        ends = np.where(ends > before, ends, -1)
-        choice = ends.argmax(axis=0)
-        return np.take_along_axis(ends, choice[None, :], axis=0)[0], choice
-
-    def _trace(self, choices: list[Positions], allowed: Callable[[int], Positions]) -> tuple[list[int], list[int]]:
-        """Ends and replicas of all stages, traced back through the choices."""
-        slots, rows = self.num_slots, []
-        for choice in reversed(choices):
-            rows.append(int(choice[slots]))
-            slots -= self.counts[rows[-1]]
-        ends, position = [], 0
-        for stage, row in enumerate(reversed(rows)):
-            position = int(allowed(stage)[row, position])
-            ends.append(position)
-        return ends, [self.counts[row] * self.cuts.width for row in reversed(rows)]
 
 
 def slowest_kind(problem: Problem) -> int:
@@ -316,16 +238,14 @@ def _borders(problem: Problem, reverse: Positions) -> Positions:
     return borders
 
 
-def _shape(problem: Problem, cuts: Cuts, ends: list[int], replicas: list[int]) -> Shape:
-    """The shape of these stages, with that of the user's step last even if the order ends with another sink."""
+def _draft(problem: Problem, cuts: Cuts, ends: list[int]) -> Draft:
+    """The draft of these stages, with that of the user's step last even if the order ends with another sink."""
     reverse, step = list(reversed(cuts.order)), problem.num_units - 1
-    starts = [0, *ends[:-1]]
-    groups = [tuple(sorted(reverse[start:stop])) for start, stop in zip(starts, ends, strict=True)]
-    stages = sorted(zip(groups[::-1], replicas[::-1], strict=True), key=lambda stage: step in stage[0])
-    return Shape(
-        groups=tuple(group for group, _ in stages),
-        replicas=tuple(count for _, count in stages),
-        size=cuts.size,
+    groups = [tuple(sorted(reverse[start:stop])) for start, stop in zip([0, *ends], ends, strict=False)][::-1]
+    groups.sort(key=lambda group: step in group)
+    stages = zip(groups, side_by_side([cuts.width] * len(groups)), strict=True)
+    return Draft(
+        stages=tuple(DraftStage(units=units, devices=where, micro_batch_size=cuts.size) for units, where in stages),
         schedule=cuts.schedule,
     )
 
@@ -375,7 +295,3 @@ class ScarceMemory:
             share = (lacking + self._largest) / (in_flight * freed)
             again: Array = np.where(lacking <= 0, 0.0, np.where(share <= 1, share * seconds, np.inf))
         return again
-
-
-MAX_SLOTS = 64
-"""Beyond this number, devices are assigned in groups of equal size."""

@@ -19,15 +19,13 @@ The all-reduce is a ring over r neighbouring devices. On mixed devices the slowe
 is
 
     [the last parts of one branch of the fork before]  +  one or more complete parts of one line, in a row
-                                                       +  [the first parts of one branch of the fork behind]
 
-where both ends in brackets may be missing, and a complete branch may be such an end. So a complete fork may be part of
-a stage; or its lines are divided on their own, except that the stage with the join may contain the tail of one of them,
-and the stage with the fork the head of one. No other stage spans branches, and no stage reaches into a fork inside a
-branch. If a fork has more than half as many branches as there are devices, so that few are left for the rest, the
-search is repeated with branches in bundles of two, three and four, by their weight: such a bundle is a fork inside a
-branch, so it may be a stage. The paper splits parallel branches in two recursively, which makes bundles, too; it does
-not say which.
+where the part in brackets may be missing, or be a complete branch. So a complete fork may be part of a stage; or its
+lines are divided on their own, except that the stage with the join may contain the tail of one of them. No other stage
+spans branches, and no stage reaches into a fork inside a branch. If a fork has more than half as many branches as there
+are devices, so that few are left for the rest, the search is repeated with branches in bundles of two, three and four,
+by their weight: such a bundle is a fork inside a branch, so it may be a stage. The paper splits parallel branches in
+two recursively, which makes bundles, too; it does not say which.
 
 Every unit is in one stage. Replicas are powers of two, no more than micro-batches have samples; all devices are used;
 stages with units or tensors that cannot be cut into shares have one replica. A stage has as many micro-batches in

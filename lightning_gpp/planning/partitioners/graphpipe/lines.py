@@ -103,10 +103,10 @@ NONE = -1
 
 @dataclass(frozen=True, slots=True)
 class LineCut:
-    """The border before part `part` of a line; if `group` is not NONE, moved into a branch of the fork beside it.
+    """The border before part `part` of a line, at which a stage starts.
 
-    For the start of a stage the branch is one of the fork before the border, and the stage gets the branch's parts from
-    `at` on. For the end of a stage it is one of the fork behind, and the stage gets the parts before `at`.
+    If `group` is not NONE, it is moved into a branch of the fork before it: the stage gets the branch's parts from `at`
+    on.
     """
 
     part: int
@@ -122,10 +122,11 @@ class LineShape:
         line: one of them.
         groups: for every part its groups of exchangeable lines, none for a unit.
         branches: for every part the shapes of its groups.
-        starts, ends: cuts at which stages can start and end.
-        first, last: the indices of the plain cuts before each part, in `starts` and in `ends` (0 for part 0).
-        tails, heads: the indices of the cuts into each part, in `starts` and in `ends`.
-        after, before: masks of the units (as positions in the line) after each start, and before each end.
+        starts: cuts at which stages can start; they end before a part, or with the line.
+        first: the indices of the plain cuts before each part.
+        tails: the indices of the cuts into each part.
+        after: masks of the units (as positions in the line) after each start.
+        before: the same before each end: the parts from the second on, and the end of the line.
         border: see `borders`.
     """
 
@@ -133,11 +134,8 @@ class LineShape:
     groups: tuple[tuple[tuple[int, ...], ...], ...]
     branches: tuple[tuple[LineShape, ...], ...]
     starts: list[LineCut] = field(default_factory=list)
-    ends: list[LineCut] = field(default_factory=list)
     first: list[int] = field(default_factory=list)
-    last: list[int] = field(default_factory=list)
     tails: list[list[int]] = field(default_factory=list)
-    heads: list[list[int]] = field(default_factory=list)
     after: Bools = field(init=False)
     before: Bools = field(init=False)
     border: Array = field(init=False)
@@ -159,7 +157,7 @@ def shape_of(line: Line, likeness: Likeness, known: dict[int, LineShape]) -> Lin
         shape = LineShape(line=line, groups=tuple(groups), branches=tuple(branches))
         _add_cuts(shape)
         shape.after = np.array([_behind(line, cut, shape) for cut in shape.starts])
-        shape.before = np.array([_ahead(line, cut, shape) for cut in shape.ends])
+        shape.before = np.array([_marked(line, Line(line.parts[: end + 1]).units) for end in range(len(shape))])
         shape.border = borders(shape, likeness.values(line))
         known[number] = shape
     return known[number]
@@ -169,17 +167,10 @@ def _add_cuts(shape: LineShape) -> None:
     for part in range(len(shape)):
         shape.first.append(len(shape.starts))
         shape.starts.append(LineCut(part))
-        shape.last.append(len(shape.ends) if part else 0)
-        shape.ends.extend([LineCut(part)] if part else [])
         inner = [(group, len(branch)) for group, branch in enumerate(shape.branches[part])]
         tails = [LineCut(part + 1, group, at) for group, size in inner for at in range(size) if part + 1 < len(shape)]
-        heads = [LineCut(part, group, at + 1) for group, size in inner for at in range(size) if part]
         shape.tails.append(list(range(len(shape.starts), len(shape.starts) + len(tails))))
-        shape.heads.append(list(range(len(shape.ends), len(shape.ends) + len(heads))))
         shape.starts.extend(tails)
-        shape.ends.extend(heads)
-    shape.last.append(len(shape.ends))
-    shape.ends.append(LineCut(len(shape)))
 
 
 def tail_units(line: Line, cut: LineCut, member: int) -> tuple[int, ...]:
@@ -188,20 +179,9 @@ def tail_units(line: Line, cut: LineCut, member: int) -> tuple[int, ...]:
     return Line(fork.lines[member].parts[cut.at :]).units if isinstance(fork, Fork) else ()
 
 
-def head_units(line: Line, cut: LineCut, member: int) -> tuple[int, ...]:
-    """Units in branch `member` of the fork behind the cut that belong to the stage that ends at the cut."""
-    fork = line.parts[cut.part] if cut.group != NONE else None
-    return Line(fork.lines[member].parts[: cut.at]).units if isinstance(fork, Fork) else ()
-
-
 def _behind(line: Line, cut: LineCut, shape: LineShape) -> list[bool]:
     member = shape.groups[cut.part - 1][cut.group][0] if cut.group != NONE else 0
     return _marked(line, tail_units(line, cut, member) + Line(line.parts[cut.part :]).units)
-
-
-def _ahead(line: Line, cut: LineCut, shape: LineShape) -> list[bool]:
-    member = shape.groups[cut.part][cut.group][0] if cut.group != NONE else 0
-    return _marked(line, Line(line.parts[: cut.part]).units + head_units(line, cut, member))
 
 
 def _marked(line: Line, units: Sequence[int]) -> list[bool]:
@@ -219,7 +199,7 @@ def borders(shape: LineShape, values: Sequence[Value]) -> Array:
 
     A value counts once on its way in, however many units read it, and once on its way out.
     """
-    sums = np.zeros((6, len(shape.starts), len(shape.ends)))
+    sums = np.zeros((6, len(shape.starts), len(shape)))
     place = {unit: index for index, unit in enumerate(shape.line.units)}
     simple = [value for value in values if len(value.dsts) == 1]
     _add_simple(sums, shape, simple, place)
@@ -254,7 +234,7 @@ def _inside(shape: LineShape, place: dict[int, int], unit: int) -> tuple[Array, 
     """Masks of the starts before a unit and of the ends behind it; all false for units outside the line."""
     index = place.get(unit)
     if index is None:
-        return np.zeros(len(shape.starts)), np.zeros(len(shape.ends))
+        return np.zeros(len(shape.starts)), np.zeros(len(shape))
     return shape.after[:, index].astype(float), shape.before[:, index].astype(float)
 
 
@@ -298,8 +278,3 @@ def orders_of(problem: Problem, line: Line) -> Iterator[Line]:
 def converted(problem: Problem) -> Line:
     """The units in series-parallel order."""
     return make_series_parallel(problem.order, problem.seconds(problem.sizes[-1]).total.tolist())
-
-
-def head_member(shape: LineShape, end: LineCut) -> int:
-    """The line that a stage before a fork reaches into: the first of its group."""
-    return shape.groups[end.part][end.group][0] if end.group != NONE else 0

@@ -9,12 +9,9 @@ from typing import TypeAlias
 
 from lightning_gpp.cluster import Link
 from lightning_gpp.planning.partitioners.graphpipe.lines import (
-    NONE,
     LineCut,
     LineShape,
     converted,
-    head_member,
-    head_units,
     orders_of,
     tail_units,
 )
@@ -246,14 +243,14 @@ class _Trace:
         """Append the stages from a place on; returns the place at which the rest, after the line, starts."""
         while not any(at == place[0] and self._has(pairs, place[1:]) for at, pairs in solution.entries):
             first = solution.shape.first[place[0]]
-            place = self._stage(solution, line, first, 0, place) or self._fork(solution, line, NONE, place)
+            place = self._stage(solution, line, first, 0, place) or self._fork(solution, line, place)
         return place
 
     def _has(self, pairs: int, pair: Sequence[int]) -> bool:
         return bool(pairs & self.solver.grid.bit(pair[0], pair[1]))
 
     def _stage(self, solution: Solution, line: Line, start: int, member: int, place: Place) -> Place | None:
-        """Append a stage that starts at a cut (into branch `member`), and the fork that it reaches into."""
+        """Append a stage that starts at a cut (into branch `member`); None if none leads on."""
         shape, (_, depth, devices) = solution.shape, place
         for shift, mask, free, bound in self.solver.moves(shape)[start]:
             replicas = shift - self.solver.grid.width
@@ -261,21 +258,18 @@ class _Trace:
                 continue
             wanted = self.solver.grid.bit(depth - 1, devices - replicas) & mask
             for end, limit in [*((end, mask) for end in free), *bound]:
-                if solution.following[end] & wanted & limit:
+                if solution.values[end] & wanted & limit:
                     self._add(shape, line, (start, end), member, replicas, depth)
-                    cut = shape.ends[end]
-                    rest = cut.part, depth - 1, devices - replicas
-                    return rest if cut.group == NONE else self._fork(solution, line, end, rest)
+                    return end, depth - 1, devices - replicas
         return None
 
     def _add(self, shape: LineShape, line: Line, cuts: tuple[int, int], member: int, replicas: int, depth: int) -> None:
-        start, end = shape.starts[cuts[0]], shape.ends[cuts[1]]
-        head = head_units(line, end, head_member(shape, end))
-        place = (replicas.bit_length() - 1, *cuts)
+        start, end = shape.starts[cuts[0]], cuts[1]
+        place = (replicas.bit_length() - 1, cuts[0], end - 1)
         costs = self.solver.tables.costs(shape)
         recompute = not (costs.seconds[place] <= self.solver.target and depth <= costs.room[place])
         piece = Piece(
-            units=tail_units(line, start, member) + Line(line.parts[start.part : end.part]).units + head,
+            units=tail_units(line, start, member) + Line(line.parts[start.part : end]).units,
             replicas=replicas,
             recompute=recompute,
             seconds=float(costs.longer[place] if recompute else costs.seconds[place]),
@@ -283,23 +277,19 @@ class _Trace:
         )
         self.pieces.append(piece)
 
-    def _fork(self, solution: Solution, line: Line, head: int, place: Place) -> Place:
+    def _fork(self, solution: Solution, line: Line, place: Place) -> Place:
         """Append the stages of a fork's lines, and the stage behind it if one of them continues into it."""
         part, depth, devices = place
-        way = next(
-            way
-            for way in self.solver.ways(solution, part)
-            if way.head == head and self._has(way.pairs, (depth, devices))
-        )
+        way = next(way for way in self.solver.ways(solution, part) if self._has(way.pairs, (depth, devices)))
         shape, fork = solution.shape, line.parts[part]
         assert isinstance(fork, Fork)
         jobs, through = _jobs(self.solver, shape, part, way)
-        work = [self._work(fork.lines[job.member], job.at) for job in jobs]
+        work = [self._work(fork.lines[job.member], 0) for job in jobs]
         work[-1] += self._work(line, part + 1)
-        shares = self._shares([(job.solution, job.at) for job in jobs], work, depth, devices)
+        shares = self._shares([job.solution for job in jobs], work, depth, devices)
         left: Place = part, depth, devices
         for job, (level, share) in zip(jobs, shares, strict=True):
-            left = self.line(job.solution, fork.lines[job.member], (job.at, level, share))
+            left = self.line(job.solution, fork.lines[job.member], (0, level, share))
         if left[0] == len(shape.branches[part][way.through]):
             return part + 1, *left[1:]
         start = shape.starts.index(LineCut(part + 1, way.through, left[0]))
@@ -314,7 +304,7 @@ class _Trace:
         return float((option.forward + option.backward)[units].sum())
 
     def _shares(
-        self, items: Sequence[tuple[Solution, int]], work: Sequence[float], depth: int, devices: int
+        self, items: Sequence[Solution], work: Sequence[float], depth: int, devices: int
     ) -> list[tuple[int, int]]:
         """A depth (at most the given one) and a number of devices for every line, by its work; devices add up to those
         given.
@@ -322,17 +312,17 @@ class _Trace:
         Any feasible shares meet the target. Shares by work make stages faster than the target if possible.
         """
         grid = self.solver.grid
-        rows = [grid.until(solution.values[at], depth) for solution, at in items]
+        rows = [grid.until(solution.values[0], depth) for solution in items]
         rest = [1]
         for row in reversed(rows):
             rest.append(grid.sums(rest[-1], row))
         shares = []
-        for index, ((solution, at), row, after) in enumerate(zip(items, rows, reversed(rest[:-1]), strict=True)):
+        for index, (solution, row, after) in enumerate(zip(items, rows, reversed(rest[:-1]), strict=True)):
             left = sum(work[index:])
             fair = devices * work[index] / left if left else 0.0
             able = [share for share in range(devices + 1) if row >> share & 1 and after >> devices - share & 1]
             _, share = min((abs(count - fair), count) for count in able)
-            level = grid.least(solution.values[at], share)
+            level = grid.least(solution.values[0], share)
             assert level is not None
             shares.append((level, share))
             devices -= share
@@ -341,10 +331,9 @@ class _Trace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Remaining:
-    """One line of a fork from one of its parts on."""
+    """One line of a fork."""
 
     solution: Solution
-    at: int
     member: int
 
 
@@ -352,16 +341,10 @@ def _jobs(solver: Solver, shape: LineShape, part: int, way: Way) -> tuple[list[_
     """All lines, with the one that continues behind the fork last, and that line's number."""
     left = [list(group) for group in shape.groups[part]]
     closed = [solver.closed(branch, way.depth) for branch in shape.branches[part]]
-    jobs, at = [], 0
-    if way.head != NONE:
-        cut = shape.ends[way.head]
-        at = cut.at if way.same else 0
-        if not way.same:
-            jobs.append(_Remaining(solution=closed[cut.group], at=cut.at, member=left[cut.group].pop(0)))
     through = left[way.through].pop(0)
-    jobs.extend(
-        _Remaining(solution=solution, at=0, member=member)
+    jobs = [
+        _Remaining(solution=solution, member=member)
         for solution, members in zip(closed, left, strict=True)
         for member in members
-    )
-    return [*jobs, _Remaining(solution=way.passing, at=at, member=through)], through
+    ]
+    return [*jobs, _Remaining(solution=way.passing, member=through)], through

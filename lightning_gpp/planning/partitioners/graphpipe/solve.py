@@ -14,7 +14,7 @@ from typing import NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 
-from lightning_gpp.planning.partitioners.graphpipe.lines import NONE, LineShape
+from lightning_gpp.planning.partitioners.graphpipe.lines import LineShape
 from lightning_gpp.planning.partitioners.graphpipe.tables import Counts, Tables
 
 
@@ -109,7 +109,7 @@ class Grid:
 T = TypeVar("T")
 
 Moves: TypeAlias = list[tuple[int, int, Sequence[int], list[tuple[int, int]]]]
-"""Stages that start at one cut, by replicas: shift, mask, and the ends without and with a mask of their own."""
+"""Stages that start at one cut, by replicas: shift, mask, and parts before which they end, without and with a mask."""
 
 Entries: TypeAlias = tuple[tuple[int, int], ...]
 """Ends of a line with their continuations: (remaining parts of the line, pairs of the continuation)."""
@@ -117,7 +117,7 @@ Entries: TypeAlias = tuple[tuple[int, int], ...]
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Solution:
-    """The solution of a line with its continuation: pairs from each part on, and those of the continuation of each end.
+    """The solution of a line with its continuation: pairs from each part on, and from the line's end on.
 
     `behind`: device-seconds per sample of what follows the line, if its devices count.
     """
@@ -125,7 +125,6 @@ class Solution:
     shape: LineShape
     entries: Entries
     values: list[int]
-    following: list[int]
     behind: float
 
 
@@ -133,16 +132,12 @@ class Way(NamedTuple):
     """One way to pass a fork whose lines are divided.
 
     A line of group `through` continues into the stage behind the fork, or all lines end before it; what follows has
-    depth `depth`. `head` is the end of the stage before the fork, an index in `ends`, or NONE for a plain cut; `same`
-    is true if the head is part of the line that continues. `closed`: how many other lines of each group.
+    depth `depth`.
     """
 
     depth: int
     through: int
     passing: Solution
-    head: int
-    same: bool
-    closed: tuple[int, ...]
     pairs: int
 
 
@@ -176,24 +171,17 @@ class Solver:
         return self._known[key]
 
     def _solve(self, shape: LineShape, entries: Entries, behind: float) -> Solution:
-        values, following = [0] * (len(shape) + 1), [0] * len(shape.ends)
-        solution = Solution(shape=shape, entries=entries, values=values, following=following, behind=behind)
+        values = [0] * (len(shape) + 1)
+        solution = Solution(shape=shape, entries=entries, values=values, behind=behind)
         work = self.tables.work(shape)
         for part, pairs in entries:
             values[part] |= pairs
-        following[-1] = values[-1]
         moves = self.moves(shape)
         for part in reversed(range(len(shape))):
-            values[part] |= _reached(moves[shape.first[part]], following)
-            if shape.groups[part]:
-                for way in self.ways(solution, part):
-                    if way.head == NONE:
-                        values[part] |= way.pairs
-                    else:
-                        following[way.head] |= way.pairs
+            values[part] |= _reached(moves[shape.first[part]], values)
+            for way in self.ways(solution, part) if shape.groups[part] else ():
+                values[part] |= way.pairs
             values[part] &= self._affordable(work[part] + behind)
-            if part:
-                following[shape.last[part]] = values[part]
             self.states += values[part].bit_count()
         return solution
 
@@ -213,7 +201,8 @@ class Solver:
         costs, plenty = self.tables.costs(shape), self.grid.num_devices
         places, caps = costs.within(self.target)
         free = caps >= plenty
-        rows, ends = np.divmod(places, len(shape.ends))
+        rows, ends = np.divmod(places, len(shape))
+        ends += 1
         without = _by_row(rows[free], ends[free].tolist())
         tight = ~free
         limited = _by_row(rows[tight], list(zip(ends[tight].tolist(), caps[tight].tolist(), strict=True)))
@@ -245,29 +234,19 @@ class Solver:
         add(0, len(shape.branches[part][0]), solution.values[part + 1])
         for start in shape.tails[part]:
             cut = shape.starts[start]
-            add(cut.group, cut.at, _reached(moves[start], solution.following))
+            add(cut.group, cut.at, _reached(moves[start], solution.values))
         return found
 
     def _passed(self, solution: Solution, part: int, depth: int, entries: Sequence[dict[int, int]]) -> Iterator[Way]:
-        shape, join, branches = solution.shape, self.grid.join, solution.shape.branches[part]
+        shape, branches = solution.shape, solution.shape.branches[part]
         behind = solution.behind + self.tables.work(shape)[part + 1]
         counts = tuple(len(group) for group in shape.groups[part])
         for through, follow in enumerate(entries):
             if not follow:
                 continue
             passing = self.solve(branches[through], tuple(sorted(follow.items())), behind)
-            rest = _less(counts, through)
-            others = self._beside(branches, rest, depth)
-            yield Way(depth, through, passing, NONE, False, rest, join(passing.values[0], others))
-            for head in shape.heads[part]:
-                cut = shape.ends[head]
-                if cut.group == through:
-                    yield Way(depth, through, passing, head, True, rest, join(passing.values[cut.at], others))
-                if rest[cut.group]:
-                    fewer = _less(rest, cut.group)
-                    headless = self.closed(branches[cut.group], depth).values[cut.at]
-                    beside = join(headless, self._beside(branches, fewer, depth))
-                    yield Way(depth, through, passing, head, False, fewer, join(passing.values[0], beside))
+            others = self._beside(branches, _less(counts, through), depth)
+            yield Way(depth, through, passing, self.grid.join(passing.values[0], others))
 
     def closed(self, shape: LineShape, depth: int) -> Solution:
         """A line followed by a stage with `depth` micro-batches in flight, whose devices count elsewhere."""
@@ -297,15 +276,15 @@ def _by_row(rows: Counts, entries: Sequence[T]) -> dict[int, Sequence[T]]:
     }
 
 
-def _reached(moves: Moves, following: Sequence[int]) -> int:
-    """Pairs of all stages that start at a cut, with what follows them."""
+def _reached(moves: Moves, values: Sequence[int]) -> int:
+    """Pairs of all stages that start at a cut, with what follows them: pairs from each part on."""
     total = 0
     for shift, mask, free, bound in moves:
         pairs = 0
         for end in free:
-            pairs |= following[end]
+            pairs |= values[end]
         for end, limit in bound:
-            pairs |= following[end] & limit
+            pairs |= values[end] & limit
         total |= (pairs & mask) << shift
     return total
 

@@ -247,7 +247,7 @@ def _sums(shape: LineShape, problem: Problem, options: Sequence[StageOption]) ->
 def _valid(shape: LineShape, options: Sequence[StageOption], rigid: Array) -> NDArray[np.bool_]:
     """Mask of valid stages: at least one complete part, and no replicas if anything cannot be cut into shares."""
     starts = np.array([cut.part for cut in shape.starts])[:, None]
-    ends = np.array([cut.part for cut in shape.ends])[None, :]
+    ends = np.arange(1, len(shape) + 1)[None, :]
     several = np.array([option.replicas > 1 for option in options])[:, None, None]
     allowed: NDArray[np.bool_] = (starts < ends) & ~(several & (rigid >= 0.5))
     return allowed
