@@ -156,18 +156,7 @@ def check_stages(stages: Sequence[Stage]) -> None:
             raise PlanError(f"Stage {stage.name!r}: micro_batch_size is {stage.micro_batch_size}; it must be >= 1.")
         if not stage.devices or len(set(stage.devices)) < len(stage.devices):
             raise PlanError(f"Stage {stage.name!r}: devices must be a non-empty list without repeats: {stage.devices}.")
-        _check_kinds(stage)
         _check_flags(stage)
-
-
-def _check_kinds(stage: Stage) -> None:
-    """Check what a stage made in Python may hold of another kind; files are checked when they are read."""
-    blocks = isinstance(stage.recompute, tuple) and all(isinstance(path, str) for path in stage.recompute)
-    for key in ("round_robin", "recompute", "offload"):
-        value = getattr(stage, key)
-        if not isinstance(value, bool) and not (key == "recompute" and blocks):
-            more = ", or a tuple of modules" if key == "recompute" else ""
-            raise PlanError(f"Stage {stage.name!r}: {key} is {value!r}; it must be true or false{more}.")
 
 
 def _check_flags(stage: Stage) -> None:

@@ -278,20 +278,16 @@ class Cluster:
         number = self.num_devices
         copies = range(0, times * number, number)
         links = {(a + src, b + dst): link for (src, dst), link in self.links.items() for a in copies for b in copies}
-        if not any(len(set(level.groups)) == 1 for level in self.levels):
-            own = [(a + d, b + d) for d in range(number) for a in copies for b in copies if a != b]
-            links |= {pair: _NOTHING_TO_CROSS for pair in own if not self._grouped(*pair)}
+        levels = [replace(level, groups=level.groups * times) for level in self.levels]
+        if not any(len(set(level.groups)) == 1 for level in levels):  # nothing joins a device to itself
+            levels.append(Level(link=_NOTHING_TO_CROSS, groups=(0,) * (times * number)))
         parts = [replace(device, memory_bytes=device.memory_bytes / memory_parts) for device in self.devices]
         return replace(
             self,
             devices=tuple(parts) * times,
-            levels=tuple(replace(level, groups=level.groups * times) for level in self.levels),
+            levels=tuple(levels),
             links=links,
         )
-
-    def _grouped(self, src: int, dst: int) -> bool:
-        number = self.num_devices
-        return any(level.groups[src % number] == level.groups[dst % number] for level in self.levels)
 
     def with_headroom(self, share: float) -> Cluster:
         """The cluster with this share of every device's memory left out."""

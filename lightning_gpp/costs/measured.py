@@ -10,6 +10,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+import numpy as np
+
 from lightning_gpp.cluster import Device
 from lightning_gpp.costs.model import Roofline, Seconds
 from lightning_gpp.errors import ConfigError, PlanError
@@ -145,17 +147,12 @@ def fitted(points: Mapping[int, float]) -> Affine:
     largest = max(points.values())
     if largest < SHORTEST:
         return Affine(0, 0)
-    weights = {size: max(seconds, 0.01 * largest) ** -2 for size, seconds in points.items()}
-    total = sum(weights.values())
-    mean_size = sum(weights[size] * size for size in points) / total
-    mean_seconds = sum(weights[size] * seconds for size, seconds in points.items()) / total
-    spread_of_sizes = sum(weights[size] * (size - mean_size) ** 2 for size in points)
-    products = sum(weights[size] * (size - mean_size) * (points[size] - mean_seconds) for size in points)
-    slope = products / spread_of_sizes if spread_of_sizes else mean_seconds / mean_size
-    if slope < 0:
-        return Affine(0, mean_seconds)
-    fixed = mean_seconds - slope * mean_size
-    if fixed >= 0:
-        return Affine(slope, fixed)
-    squares = sum(weights[size] * size**2 for size in points)
-    return Affine(sum(weights[size] * size * seconds for size, seconds in points.items()) / squares, 0)
+    sizes, seconds = (np.array(column, dtype=float) for column in zip(*points.items(), strict=True))
+    weights = 1 / np.maximum(seconds, 0.01 * largest)
+    ways = (np.stack([sizes, np.ones(len(sizes))]), sizes[None], np.ones((1, len(sizes))))  # both, or one of the two
+    both, proportional, constant = (
+        np.linalg.lstsq((way * weights).T, seconds * weights, rcond=None)[0] for way in ways
+    )
+    if len(points) == 1 or both[1] < 0:
+        return Affine(float(proportional[0]), 0)
+    return Affine(*map(float, both)) if both[0] >= 0 else Affine(0, float(constant[0]))

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from statistics import median
-from time import perf_counter
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Final
 
 import torch
+from torch.utils.benchmark import Timer
 
 from lightning_gpp.cluster import Device
 from lightning_gpp.errors import ConfigError
@@ -40,7 +39,7 @@ def calibrate(device: torch.device, dtype: torch.dtype = torch.float32) -> Devic
         raise ConfigError(
             f"calibrate(device={device}, dtype={dtype}): give a CPU or CUDA device and a floating-point type."
         )
-    with one_thread() if device.type == "cpu" else nullcontext():
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         return Device(
             name=_name(device),
             memory_bytes=memory_bytes(device),
@@ -51,17 +50,6 @@ def calibrate(device: torch.device, dtype: torch.dtype = torch.float32) -> Devic
             seconds_per_operator=_seconds_per_operator(device),
             source=f"measured under PyTorch {torch.__version__}",
         )
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Inside, a CPU computes with one thread, as in a process of a pipeline."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _name(device: torch.device) -> str:
@@ -78,15 +66,15 @@ def _flops_per_second(device: torch.device, dtype: torch.dtype) -> float:
         def multiply(left: torch.Tensor = left, right: torch.Tensor = right, out: torch.Tensor = out) -> None:
             torch.mm(left, right, out=out)
 
-        if size == LARGEST_MATRIX or _seconds(multiply, device, at_most=LONG_ENOUGH) >= LONG_ENOUGH:
-            return 2 * size**3 / _seconds(multiply, device)
+        if size == LARGEST_MATRIX or _seconds(multiply, at_most=LONG_ENOUGH) >= LONG_ENOUGH:
+            return 2 * size**3 / _seconds(multiply)
         size *= 2
 
 
 def _bytes_per_second(device: torch.device) -> float:
     source = torch.ones(COPIED_BYTES, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    return 2 * COPIED_BYTES / _seconds(lambda: target.copy_(source), device)
+    return 2 * COPIED_BYTES / _seconds(lambda: target.copy_(source))
 
 
 def _seconds_per_operator(device: torch.device) -> float:
@@ -97,22 +85,11 @@ def _seconds_per_operator(device: torch.device) -> float:
             tiny + tiny
 
     with torch.enable_grad():
-        return _seconds(loop, device) / OPERATORS_PER_LOOP
+        return _seconds(loop) / OPERATORS_PER_LOOP
 
 
-def _seconds(call: Callable[[], object], device: torch.device, at_most: float = SECONDS_PER_FIGURE) -> float:
-    """Median of the seconds of one call, repeated for `at_most` seconds after a first call that is not counted."""
-    _timed(call, device)
-    stop = perf_counter() + at_most
-    seconds = [_timed(call, device)]
-    while perf_counter() < stop:
-        seconds.append(_timed(call, device))
-    return median(seconds)
-
-
-def _timed(call: Callable[[], object], device: torch.device) -> float:
-    start = perf_counter()
-    call()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return perf_counter() - start
+def _seconds(call: Callable[[], object], at_most: float = SECONDS_PER_FIGURE) -> float:
+    """Median of the seconds of one call, repeated for about `at_most` seconds; a CPU computes with one thread, as in a
+    process of a pipeline."""
+    measurement = Timer("call()", globals={"call": call}).blocked_autorange(min_run_time=at_most)
+    return float(measurement.median)

@@ -17,7 +17,6 @@ from lightning_gpp.costs.measured import BlockSeconds, MeasuredCosts, spread
 from lightning_gpp.costs.model import Roofline, Seconds
 from lightning_gpp.errors import ConfigError
 from lightning_gpp.measure.blocks import Block, Blocks, find_blocks
-from lightning_gpp.measure.calibrate import one_thread
 from lightning_gpp.measure.replica import filled, hollow_copy, random_like
 from lightning_gpp.measure.timing import BlockTimer
 from lightning_gpp.plan import SOURCE
@@ -137,10 +136,14 @@ def _checked_sizes(sizes: Sequence[int], batch: Any) -> list[int]:
 
 @contextmanager
 def _prepared(device: torch.device) -> Iterator[None]:
-    """Use one thread; restore the random streams at the end."""
-    forked = torch.random.fork_rng([device]) if device.type == "cuda" else one_thread()
-    with undisturbed(), torch.enable_grad(), forked:
-        yield
+    """Use one thread of a CPU, as in a process of a pipeline; restore the random streams at the end."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(threads if device.type == "cuda" else 1)
+    try:
+        with undisturbed(), torch.enable_grad(), torch.random.fork_rng([device], enabled=device.type == "cuda"):
+            yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _is_cold(capture: Capture, num_samples: int) -> bool:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from lightning_gpp.cluster import Device
-from lightning_gpp.costs.model import CostModel, Roofline, Seconds, has_backward
+from lightning_gpp.costs.model import Roofline, Seconds, has_backward
 from lightning_gpp.graph import OperatorGraph
 from tests.planning.graphs import Builder, chain
 
@@ -24,11 +22,6 @@ DEVICE = Device(
 
 def _seconds(graph: OperatorGraph, name: str, num_samples: int = 2) -> Seconds:
     return Roofline(graph).seconds(graph[name], num_samples, DEVICE)
-
-
-def test_it_is_a_cost_model() -> None:
-    model: CostModel = Roofline(chain())
-    assert model.name == "roofline"
 
 
 def test_arithmetic_bound() -> None:
@@ -89,21 +82,6 @@ def test_frozen_operators_have_no_backward() -> None:
     assert _seconds(build.graph, head).weight_gradient > 0
 
 
-def test_the_step_has_a_backward() -> None:
-    build = Builder()
-    x = build.data()
-    graph = build.step(x)
-    step = list(graph)[-1]
-    assert has_backward(step)
-    assert Roofline(graph).seconds(step, 1, DEVICE).backward > 0
-
-
-def test_data_cost_nothing() -> None:
-    build = Builder()
-    name = build.data()
-    assert _seconds(build.graph, name) == Seconds(0.0)
-
-
 def test_equal_operators_are_told_apart_by_what_they_read_and_hold() -> None:
     """Costs are kept per kind of operator: repeated blocks share them, others do not."""
     build = Builder()
@@ -118,15 +96,6 @@ def test_equal_operators_are_told_apart_by_what_they_read_and_hold() -> None:
     assert seconds[small] < seconds[large]
     fresh = {name: _seconds(build.graph, name) for name in seconds}
     assert seconds == fresh
-
-
-def test_devices_are_told_apart() -> None:
-    build = Builder()
-    name = build.call("a", build.data(width=1), width=1, flops=1e6)
-    model = Roofline(build.graph)
-    slow = replace(DEVICE, peak_flops={"float32": 1e6})
-    assert model.seconds(build.graph[name], 1, DEVICE).forward == pytest.approx(1.25)
-    assert model.seconds(build.graph[name], 1, slow).forward == pytest.approx(2.25)
 
 
 @pytest.mark.parametrize("parts", [2, 3, 8])

@@ -21,7 +21,6 @@ from lightning_gpp.measure import costs as measuring
 from lightning_gpp.measure import timing
 from lightning_gpp.measure.costs import measure_costs
 from lightning_gpp.measure.timing import BlockTimer
-from lightning_gpp.planning import Request
 from lightning_gpp.runtime.stage import MicroBatch
 
 CPU = DEVICES["cpu"]
@@ -155,30 +154,6 @@ def test_costs_add_up(measure: Any, clock: list[tuple[int, int]]) -> None:
             [2 * part for part in seconds_of(costs[1], captured(one), samples, "layers")]
         )
         assert sum(seconds_of(costs[2], captured(two), samples)) == pytest.approx((28 + 40 + 8 + 28) * samples * 2.5)
-
-
-def test_the_last_unit_and_the_step_are_apart(measure: Any, clock: list[tuple[int, int]]) -> None:
-    costs = measure(Model())
-    model = captured(Model())
-    assert sum(costs.seconds(model.graph["step"], 8, CPU)) == 0
-    assert seconds_of(costs, model, 8, "head")[0] == pytest.approx(28 * 8)
-
-
-def test_real_times_serve_a_planner(measure: Any) -> None:
-    model = captured(Model())
-    costs = measure(Model())
-    for operator in model.graph:
-        assert all(part >= 0 for samples in (1, 2, 3, 100) for part in costs.seconds(operator, samples, CPU))
-    forward, inputs, weights = seconds_of(costs, model, 8)
-    assert min(forward, inputs + weights) > 0
-    request = Request(cluster=_cluster(), batch_size=8, costs=costs)
-    assert request.problem(model.graph).seconds(2).total.sum() > 0
-
-
-def _cluster() -> Any:
-    from lightning_gpp.cluster import preset_cluster
-
-    return preset_cluster("cpu_host", num_devices=2)
 
 
 def test_the_rest_of_a_large_model_takes_the_caches(measure: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,13 +65,6 @@ def test_links_are_those_such_gpus_usually_have(products: list[str], product: st
     assert detect().link(0, 1).bytes_per_second == bandwidth
 
 
-def test_gpus_of_different_kinds_talk_over_pcie(products: list[str]) -> None:
-    products += ["NVIDIA H100 80GB HBM3", "NVIDIA L4"]
-    cluster = detect()
-    assert [device.name for device in cluster.devices] == ["h100_sxm", "l4"]
-    assert cluster.link(0, 1) == CLUSTERS["pcie_a100"].link
-
-
 @pytest.mark.parametrize("product", ["NVIDIA H200 NVL", "AMD Instinct MI300X"])
 def test_an_unknown_gpu_is_measured_once_for_each_kind(
     monkeypatch: pytest.MonkeyPatch, products: list[str], product: str

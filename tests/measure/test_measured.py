@@ -103,18 +103,6 @@ def test_an_operator_of_several_blocks_has_the_mean() -> None:
     assert table.operators["op0"].forward.at(1) == 2
 
 
-def test_what_nothing_reads_costs_nothing() -> None:
-    model = graph()
-    table = spread(model, [block("op0", s1=Seconds(1.0))], CPU, "here")
-    assert table.seconds(model["op1"], 4, CPU) == Seconds(0, 0, 0)
-
-
-def test_data_cost_nothing() -> None:
-    model = graph()
-    costs = MeasuredCosts(name="here", device=CPU.name, operators={})
-    assert costs.seconds(model["input0"], 4, CPU) == Seconds(0)
-
-
 def test_costs_of_another_device_are_refused() -> None:
     model = graph()
     costs = MeasuredCosts(name="here", device=CPU.name, operators={"op0": OperatorSeconds()})

@@ -77,12 +77,6 @@ def test_without_a_gradient_of_the_input_the_backward_is_the_weights(clock: Cloc
     assert timer().seconds(Stage(clock), {"x": torch.ones(2)}, MICRO_BATCH) == Seconds(5, 0, 2)
 
 
-def test_without_any_gradient_there_is_no_backward(clock: Clock) -> None:
-    stage = Stage(clock)
-    stage.weight.requires_grad_(False)
-    assert timer().seconds(stage, {"x": torch.ones(2)}, MICRO_BATCH) == Seconds(5, 0, 0)
-
-
 def test_what_calling_costs_is_taken_off(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timing, "_Nothing", lambda: Stage(clock))
     x = torch.ones(2, requires_grad=True)

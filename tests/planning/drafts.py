@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from random import Random
 
 from lightning_gpp.cluster import Cluster, Device, Link
 from lightning_gpp.graph import OperatorGraph
-from lightning_gpp.plan import SOURCE, Plan
+from lightning_gpp.plan import Plan
 from lightning_gpp.planning import Draft, DraftStage, Problem, Request, estimate
 from lightning_gpp.planning.problem.draft import layouts, realise
 from lightning_gpp.schedules import compile_program
@@ -19,11 +18,8 @@ DEVICE = Device(
 LINKS = (Link(), Link(latency=1e-3, bytes_per_second=1e5), Link(latency=1e-4, bytes_per_second=1e6))
 
 
-def random_case(graph: OperatorGraph, seed: int, *, replicated: bool, data: bool) -> tuple[Problem, Draft]:
-    """A problem with a random cluster, schedule and micro-batch size, and a draft that cuts an order of the units.
-
-    Without `data` every stage has its samples from the start.
-    """
+def random_case(graph: OperatorGraph, seed: int, *, replicated: bool) -> tuple[Problem, Draft]:
+    """A problem with a random cluster, schedule and micro-batch size, and a draft that cuts an order of the units."""
     random = Random(seed)
     num_devices = random.randint(2, 6) if replicated else random.randint(1, 4)
     request = Request(
@@ -33,8 +29,6 @@ def random_case(graph: OperatorGraph, seed: int, *, replicated: bool, data: bool
         schedules=(random.choice(("1f1b", "gpipe")),),
     )
     problem = request.problem(graph)
-    if not data:
-        problem = problem.on(replace(problem.units, data=()))
     num_stages = random.randint(1, num_devices - 1) if replicated else num_devices
     return problem, random_draft(problem, num_stages, random)
 
@@ -57,11 +51,9 @@ def random_draft(problem: Problem, num_stages: int, random: Random) -> Draft:
     return Draft(stages=stages, schedule=problem.schedules[0], chained=random.random() < 0.2)
 
 
-def simulated(problem: Problem, draft: Draft, *, data: bool = True) -> tuple[Timeline, Plan, int]:
-    """The program of the draft's plan against a clock, with or without messages of data."""
+def simulated(problem: Problem, draft: Draft) -> tuple[Timeline, Plan, int]:
+    """The program of the draft's plan against a clock."""
     plan, copies = realise(problem, draft)
-    if not data:
-        plan = replace(plan, edges=tuple(edge for edge in plan.edges if edge.src != SOURCE))
     costs = estimate(
         problem.graph, plan, problem.cluster, problem.costs, footprint=problem.footprint, num_pipelines=copies
     )

@@ -411,32 +411,6 @@ def test_recomputes_only_where_nothing_else_fits() -> None:
     assert [len(stage.units) for stage in tight.stages] == [2, 2]
 
 
-def test_nothing_fits() -> None:
-    answer = graphpipe(chain_problem(10.0, None), SearchControl())
-    assert answer.draft is None
-    assert answer.objective == inf
-    assert "No stages fit the memory of the 2 devices" in answer.notes[0]
-    assert answer.states == 0  # weights alone exceed the memory: nothing to search
-
-
-# Whole models.
-
-
-def crossed() -> Problem:
-    """Two towers of four layers; the second layer of one also feeds the third of the other: not series-parallel."""
-    order = [(0, 1), (1, 2), (2, 3), (4, 5), (5, 6), (6, 7), (1, 6), (3, 8), (7, 8)]
-    values = [Value(src=src, dsts=(dst,), bytes=Affine(1.0)) for src, dst in order]
-    return problem_of(values, [(1.0, 1.0, 10)] * 9, cluster_of(4, 1e9), 2)
-
-
-def test_other_graphs_are_converted() -> None:
-    problem = crossed()
-    answer = graphpipe(problem, SearchControl())
-    assert answer.draft is not None
-    assert Evaluator(problem)(answer.draft).fits
-    assert answer.objective <= 4.5 * 3  # nine layers on four devices are never perfectly balanced
-
-
 # Choices.
 
 
@@ -464,14 +438,3 @@ def test_sets_of_depths_and_devices() -> None:
     assert left & grid.mask(4, 4) == 0
     assert (left | grid.bit(4, 0)) & grid.up_to(1) == grid.bit(1, 1) | grid.bit(4, 0)
     assert left & grid.up_to(-1) == 0
-
-
-def test_branches_in_bundles_may_share_a_stage() -> None:
-    """Four equal towers of one unit and a join, on three devices: two towers, two towers, the join."""
-    tree = towers(4, 1, 1)
-    kinds = [(1.0, 1.0, 1)] * len(tree.units)
-    problem = replace(problem_of(chained(tree), kinds, cluster_of(3, 1e9), 2), max_replicas=1)
-    answer = graphpipe(problem, SearchControl())
-    assert answer.draft is not None
-    assert sorted(len(stage.units) for stage in answer.draft.stages) == [1, 2, 2]
-    assert depth_of(problem, answer.draft) == 2

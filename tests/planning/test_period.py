@@ -26,7 +26,7 @@ from tests.strategies import plan_of
 @pytest.mark.parametrize("number", [1, 2, 4])
 def test_drafts_take_the_memory_of_their_program(policy: str, number: int) -> None:
     for seed in range(4):
-        problem, draft = random_case(graphs.two_towers(), seed, replicated=False, data=True)
+        problem, draft = random_case(graphs.two_towers(), seed, replicated=False)
         draft = replace(draft, stages=tuple(replace(stage, slack=0) for stage in draft.stages))  # is for a flush
         size = 48 // number
         draft = replace(draft, schedule="1f1b", stages=tuple(replace(s, micro_batch_size=size) for s in draft.stages))

@@ -8,10 +8,9 @@ import pytest
 from lightning_gpp.cluster import Cluster, Link, Node
 from lightning_gpp.costs.model import Footprint
 from lightning_gpp.graph import Affine, Operator, OperatorGraph
-from lightning_gpp.planning import Draft, DraftStage, Evaluator, Problem, Request, SearchControl
+from lightning_gpp.planning import Evaluator, Problem, SearchControl
 from lightning_gpp.planning.partitioners.pipedream import levels_of, pipedream, place, solve
 from lightning_gpp.planning.problem.units import Unit, UnitGraph, Value
-from tests.planning import graphs
 from tests.planning.problems import DEVICE, Given, random_problem
 
 FAST = Link(bytes_per_second=1e9)
@@ -140,12 +139,6 @@ def test_a_unit_that_dominates_is_replicated() -> None:
     assert answer.objective == pytest.approx(1.0)
 
 
-def test_gradients_are_paid_once_per_mini_batch() -> None:
-    """2(m - 1)/m of 1000 bytes at 100 bytes/s are 10 s on 2 devices, for 16 samples; computing takes 1/2 s for each."""
-    problem = chain_problem([1], Cluster.uniform(DEVICE, 2, Link(bytes_per_second=100)), weights=1000)
-    assert pipedream(problem, SearchControl()).objective == pytest.approx(0.5 + 10 / 16)
-
-
 def test_the_plan_fits_memory() -> None:
     """In flight the first of 4 stages holds 4 micro-batches: 2 of 8 equal units need 40 + 4 x 80 bytes there."""
     roomy = chain_problem([1.0] * 8, Cluster.uniform(DEVICE, 4, Link(bytes_per_second=1)), weights=10, saved=10)
@@ -159,16 +152,6 @@ def test_the_plan_fits_memory() -> None:
     assert not Evaluator(tight)(free).fits
 
 
-def test_plans_of_several_levels_fit() -> None:
-    """Whatever it chooses on 2 x 2 devices, the simulation of the chain agrees that it fits."""
-    problem = chain_problem([1, 2, 1, 2, 1, 1], TWO_BY_TWO, weights=50, saved=20, crossing=2, sizes=(1, 2, 4))
-    for memory in (300, 400, 600, 900):
-        answer = pipedream(with_memory(problem, memory), SearchControl())
-        if answer.draft is not None:
-            assert Evaluator(with_memory(problem, memory))(answer.draft).fits
-    assert answer.draft is not None
-
-
 def test_levels_of_clusters() -> None:
     def levels(cluster: Cluster) -> list[tuple[int, float]]:
         return levels_of(chain_problem([1], cluster))
@@ -180,14 +163,3 @@ def test_levels_of_clusters() -> None:
     assert levels(TWO_BY_TWO.subset([0, 2])) == [(2, 50)]
     assert levels(uneven) == [(5, 50)]
     assert levels(Cluster.uniform(DEVICE, 1)) == [(1, inf)]
-
-
-def test_a_chain_waits_where_a_graph_does_not() -> None:
-    problem = Request(
-        cluster=Cluster.uniform(DEVICE, 3, Link(latency=1e-3)), batch_size=12, micro_batch_size=2, num_pieces=2
-    ).problem(graphs.two_towers())
-    stages = tuple(DraftStage(units=(unit,), devices=(2 - unit,), micro_batch_size=2) for unit in range(3))
-    free, chained = (Evaluator(problem)(Draft(stages=stages, chained=chained)) for chained in (False, True))
-    assert free.in_flight == (2, 2, 1)
-    assert chained.in_flight == (3, 2, 1)
-    assert chained.seconds > free.seconds

@@ -11,7 +11,6 @@ from lightning_gpp.graph import OperatorGraph
 from lightning_gpp.plan import SOURCE, STEP
 from lightning_gpp.planning import Draft, DraftStage, Problem, Request
 from lightning_gpp.planning.problem.draft import (
-    compress,
     copies,
     in_topological_order,
     layouts,
@@ -137,16 +136,3 @@ def test_chained_drafts_become_chains() -> None:
     assert (free.depth, chain.depth) == (2, 3)
     assert [(edge.src, edge.dst) for edge in chain.edges if edge.artificial] == [(0, 1)]
     assert not any(edge.artificial for edge in free.edges)
-
-
-def test_modules_instead_of_all_their_parts() -> None:
-    graph = graphs.two_towers(2)
-    parts = [
-        [f"image_tower.blocks.{index}.{name}" for index in range(2) for name in ("attn", "mlp")],
-        ["text_tower.blocks.0.attn", "text_tower.blocks.0.mlp", "text_tower.blocks.1.attn"],
-        ["text_tower.blocks.1.mlp", "head", STEP],
-    ]
-    paths = compress(graph, parts)
-    assert paths[0] == ("image_tower",)
-    assert "text_tower.blocks.0" in paths[1]
-    assert STEP in paths[2]

@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from lightning_gpp.planning.partitioners.graphpipe.series_parallel import (
     Line,
     make_series_parallel,
-    units_of,
 )
 from tests.planning.lines import order_of, parallel, series
 
@@ -117,12 +116,3 @@ def test_conversions_contain_the_order(case: Weighted) -> None:
     found = make_series_parallel(graph, weights)
     assert set(found.units) == set(graph)
     assert closure(graph) <= closure(order_of(found))
-
-
-def test_a_graph_of_hundreds_of_units_costs_little_more() -> None:
-    graph = graph_of(*((node - 1 - node * node % 17 % min(node, 9), node) for node in range(1, 300)))
-    graph.add_edges_from((node - 1 - node * 7 % 5, node) for node in range(6, 300, 3))
-    weights = [1.0 + node * node % 7 for node in graph]
-    found = make_series_parallel(graph, weights)
-    assert 1 < delay(graph, found, weights) < 1.05
-    assert sorted(unit for part in found.parts for unit in units_of(part)) == list(range(300))

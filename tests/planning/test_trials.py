@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 from lightning_gpp.cluster import Cluster, Link
 from lightning_gpp.planning import Alternative, Answer, Draft, DraftStage, Prediction, Problem, Request, SearchControl
@@ -73,16 +72,3 @@ def test_only_the_best_draft_is_tried_if_the_search_is_over() -> None:
     others = (Alternative(draft=cut(2), seconds=1.0, reason=""),)
     best_trial(problem, answer(alternatives=others, neighbours=neighbours), predict, SearchControl(seconds=0.0))
     assert tried == [cut(1)]
-
-
-def test_of_nearly_equal_programs_the_simplest_is_chosen() -> None:
-    problem = replace(problem_of(), simplicity=0.5)
-    one = Draft(stages=(DraftStage(units=(0, 1, 2, 3), devices=(0,), micro_batch_size=1),))
-
-    def with_one_stage(draft: Draft) -> Iterator[Draft]:
-        yield one
-
-    fast, slow = simulated(problem, cut(2, 1)).seconds, simulated(problem, one).seconds
-    for tolerance, chosen in ((slow / fast - 0.99, one), (slow / fast - 1.01, cut(2, 1))):
-        given = Answer(draft=cut(2, 1), objective_name="", states=1, tolerance=tolerance, neighbours=with_one_stage)
-        assert best_trial(problem, given, lambda draft: simulated(problem, draft), SearchControl()).draft == chosen

@@ -95,9 +95,6 @@ def test_values_of_another_kind_and_unknown_stages(measure: str) -> None:
             GPPStrategy(**{measure: value})
     with pytest.raises(ConfigError, match=rf"strategy.stages\[0\].{measure} is 'left'; it must be true or false"):
         GPPStrategy(stages=listed(**{measure: "left"}))
-    stage = Stage(name="all", modules=(STEP,), devices=(0,), micro_batch_size=2)
-    with pytest.raises(PlanError, match=rf"Stage 'all': {measure} is 'no'; it must be true or false"):
-        Plan(stages=(replace(stage, **{measure: "no"}),), edges=(), batch_size=8)
     with pytest.raises(ConfigError, match=r"lists \['up'\]; the stages .* are \['left', 'right'"):
         planned(measure, **{measure: ["left", "up"]})
 
