@@ -25,7 +25,7 @@ from benchmarks.workloads import graph
 from lightning_gpp.cluster import Cluster, preset_cluster
 from lightning_gpp.costs.model import Footprint
 from lightning_gpp.planning import Request
-from lightning_gpp.planning.partitioners.auto import moves, search, seeds
+from lightning_gpp.planning.partitioners.auto import moves, search
 from lightning_gpp.planning.problem import partitioner, prediction
 
 Patches = tuple[tuple[Any, str, Any], ...]
@@ -40,7 +40,6 @@ PARTS: Final[Mapping[str, Patches]] = {
     "graphpipe": ((search, "GRAPHPIPE_UNITS", 0),),
     "equal stages": ((search, "variants", _nothing),),
     "second order": ((search, "orders", lambda *given: _ORDERS(*given)[:1]),),
-    "partly recomputed stages": ((seeds, "_is_scarce", lambda *_: False),),
     "slack": ((moves, "may_have_slack", lambda *_: False),),
     "places": ((moves, "_places", _nothing),),
     "moves": ((search, "moves", _nothing),),

@@ -3,15 +3,12 @@
 The orders are topological ones that keep branches together; contiguous parts of an order never form a cycle. The most
 promising ways to cut come first: M micro-batches through S equal stages take M + S - 1 times a stage's seconds, and the
 reduction of its gradients. The slowest stage of a cut is as fast as possible, by bisection of its seconds.
-
-Where memory is scarce, stages may recompute as much as makes them fit (`Cuts.partly`): those ahead, which hold more
-micro-batches, recompute more, and so get less work.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 from math import inf
@@ -80,7 +77,6 @@ class Cuts:
         recompute: all stages recompute: their times include it, and micro-batches in flight need no memory.
         schedule: the name that drafts get.
         fitting: stages fit the memory, with one micro-batch in flight per following stage.
-        partly: stages recompute as much as makes them fit.
     """
 
     order: Sequence[int]
@@ -91,7 +87,6 @@ class Cuts:
     recompute: bool = False
     schedule: str = "1f1b"
     fitting: bool = True
-    partly: bool = False
 
 
 def variants(problem: Problem, found: Sequence[list[int]]) -> Iterator[Cuts]:
@@ -108,8 +103,6 @@ def variants(problem: Problem, found: Sequence[list[int]]) -> Iterator[Cuts]:
     for seconds, cuts in sorted(timed, key=lambda way: way[0]):
         if seconds < inf:
             yield cuts
-            if not cuts.recompute and _is_scarce(problem, cuts):
-                yield replace(cuts, partly=True)
 
 
 def _counts(problem: Problem) -> list[tuple[int, int]]:
@@ -123,13 +116,6 @@ def _counts(problem: Problem) -> list[tuple[int, int]]:
         (number // width, width) for number in sorted(used) for width in range(1, number + 1) if number % width == 0
     )
     return [(stages, width) for stages, width in pairs if width <= problem.max_replicas and stages <= problem.num_units]
-
-
-def _is_scarce(problem: Problem, cuts: Cuts) -> bool:
-    """True if stages may recompute, and the first of equal ones would have to."""
-    saved = float(problem.saved_bytes(-(-cuts.size // cuts.width)).sum())
-    needed = float(problem.static_bytes_of(cuts.width).sum()) / cuts.stages + saved
-    return problem.recompute is None and needed > float(problem.memory_bytes.min())
 
 
 def _step_on_paper(problem: Problem, cuts: Cuts) -> float:
@@ -191,13 +177,9 @@ class _Table:
 
     def _allowed(self, limit: float, num_following: int) -> Positions:
         """For every position, where a stage that begins there must end, with this many stages behind it."""
-        latest = self.seconds + limit * (1 + 1e-9)
-        if self.cuts.partly:
-            ends = furthest(self.seconds, self._memory.seconds(num_following + 1), latest)
-        else:
-            ends = np.searchsorted(self.seconds, latest, side="right") - 1
-            if self.cuts.fitting:
-                ends = np.minimum(ends, self._fitting(0 if self.cuts.recompute else num_following))
+        ends = np.searchsorted(self.seconds, self.seconds + limit * (1 + 1e-9), side="right") - 1
+        if self.cuts.fitting:
+            ends = np.minimum(ends, self._fitting(0 if self.cuts.recompute else num_following))
         return np.minimum(ends, self._borders) if self.cuts.apart else ends
 
     def _fitting(self, num_following: int) -> Positions:
@@ -211,10 +193,6 @@ class _Table:
     @cached_property
     def _borders(self) -> Positions:
         return _borders(self.problem, self.reverse)
-
-    @cached_property
-    def _memory(self) -> ScarceMemory:
-        return ScarceMemory(self.problem, self.reverse, self.cuts.width, self.cuts.size)
 
 
 def slowest_kind(problem: Problem) -> int:
@@ -248,50 +226,3 @@ def _draft(problem: Problem, cuts: Cuts, ends: list[int]) -> Draft:
         stages=tuple(DraftStage(units=units, devices=where, micro_batch_size=cuts.size) for units, where in stages),
         schedule=cuts.schedule,
     )
-
-
-def furthest(row: Array, again: Array, latest: Array) -> Positions:
-    """For every position, the last end of a stage that starts there such that its seconds are within its limit.
-
-    Args:
-        row: prefix sums of seconds of computing.
-        again: see `ScarceMemory.seconds`.
-        latest: the most seconds of `row` and `again` for each start.
-    """
-    within = np.triu(row[None, :] + again <= latest[:, None])
-    found: Positions = within.shape[1] - 1 - within[:, ::-1].argmax(axis=1)
-    return np.maximum(found, np.arange(len(row)) * within.any(axis=1))
-
-
-class ScarceMemory:
-    """Prefix sums of the bytes and seconds that decide what parts of an order recompute.
-
-    The blocks of a part are taken to save equally many bytes per second; searches choose among them later.
-
-    Args:
-        problem: the problem.
-        order: all units.
-        replicas: of every stage.
-        size: samples of a micro-batch, which the replicas share.
-    """
-
-    def __init__(self, problem: Problem, order: Positions, replicas: int, size: int) -> None:
-        share = -(-size // replicas)
-        figures, freed, seconds = problem.block_figures(share), *np.zeros((2, problem.num_units))
-        for number, units in enumerate(problem.units_of_blocks):
-            for unit in units:
-                freed[unit] += figures.freed[number] / len(units)
-                seconds[unit] += figures.seconds[number] / len(units)
-        columns = (problem.saved_bytes(share), problem.static_bytes_of(replicas), freed, seconds)
-        self._sums = [np.concatenate([[0.0], np.cumsum(column[order])]) for column in columns]
-        self._room = float(problem.memory_bytes.min())
-        self._largest = float(figures.saved.max(initial=0.0))
-
-    def seconds(self, in_flight: int) -> Array:
-        """Seconds per micro-batch by the positions at which a stage starts and stops; infinite if nothing helps."""
-        saved, static, freed, seconds = (column[None, :] - column[:, None] for column in self._sums)
-        lacking = static + in_flight * saved - self._room
-        with np.errstate(divide="ignore", invalid="ignore"):
-            share = (lacking + self._largest) / (in_flight * freed)
-            again: Array = np.where(lacking <= 0, 0.0, np.where(share <= 1, share * seconds, np.inf))
-        return again
