@@ -62,25 +62,18 @@ class Problem:
         batch_size: samples of the mini-batch.
         sizes: micro-batch sizes to choose from, ascending. If one does not divide the mini-batch, the last micro-batch
             is smaller; drafts are evaluated, and bounded, as if it were not.
-        schedules: names of schedules to choose from.
-        footprint: what a device keeps per byte of parameters.
         recompute: whether stages recompute their activations: None means as little as their memory requires.
         offload: whether stages keep activations in host memory: None means those that would not fit otherwise, where it
             takes less time than recomputation and the link to the host is known.
         sharding: what the replicas of a stage split: "auto" means as little as their memory requires.
         num_pipelines: pipelines like this one whose stages hold the same parameters.
-        max_replicas: the most devices that a stage may have.
         replicable: whether r equal replicas of every stage may be r pipeline replicas.
-        weight_copies: copies of a stage's weights by its delay, if the pipeline does not flush, so that the time of a
-            mini-batch is its period; None: it flushes.
         num_slices: slices per sample, each of which counts as a sample of the mini-batch; a pipeline gets all slices of
             one.
-        idle_devices: whether a plan may leave devices without a stage.
-        every_device: a plan that leaves devices without a stage is none, even if there is no other.
-        simplicity: share of the time by which a simpler draft may be slower than the fastest.
-        slack: whether stages may have more micro-batches in flight than 1F1B's rule.
         single_step: the user's step has to run on one device, so a last stage with replicas gives it to a stage of its
             own.
+        schedules, footprint, max_replicas, weight_copies, idle_devices, every_device, simplicity, slack: see
+            `planning.Request`.
     """
 
     graph: OperatorGraph
