@@ -25,11 +25,9 @@ def _mixed(problem: Problem, seed: int) -> Problem:
     return replace(problem, cluster=replace(problem.cluster, devices=devices), recompute=False)
 
 
-@pytest.mark.parametrize("mixed", [False, True])
-def test_no_plan_beats_the_bound(mixed: bool) -> None:
+def test_no_plan_beats_the_bound() -> None:
     for seed in range(8):
-        problem = random_problem(seed, num_units=2 + seed % 3, num_devices=2 + seed % 2)
-        problem = _mixed(problem, seed) if mixed else problem
+        problem = _mixed(random_problem(seed, num_units=2 + seed % 3, num_devices=2 + seed % 2), seed)
         best = best_of_all(problem)
         assert 0 < busy_bound(problem) <= best.seconds * (1 + 1e-9), seed
 

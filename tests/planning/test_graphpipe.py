@@ -421,20 +421,3 @@ def test_weakest_link() -> None:
     slow = Link(latency=1.0, bytes_per_second=1e6)
     single = weakest_link(replace(cluster, links={(0, 1): slow}), 1)
     assert single == Link(latency=1.0, bytes_per_second=between.bytes_per_second)
-
-
-def test_sets_of_depths_and_devices() -> None:
-    grid = Grid(4)
-    left = grid.bit(1, 1) | grid.bit(3, 2)
-    right = grid.bit(2, 1) | grid.bit(2, 3)
-    joined = grid.join(left, right)
-    assert dict(grid.rows(joined)) == {2: 1 << 2 | 1 << 4, 3: 1 << 3}
-    assert grid.join(1, left) == left
-    assert grid.join(left, 0) == 0
-    assert grid.least(left, 2) == 3
-    assert grid.least(left, 4) is None
-    assert dict(grid.rows(left | grid.bit(2, 1))) == {1: 1 << 1, 3: 1 << 2}  # more depth for the same devices is no use
-    assert left & grid.mask(2, 3) == grid.bit(1, 1)
-    assert left & grid.mask(4, 4) == 0
-    assert (left | grid.bit(4, 0)) & grid.up_to(1) == grid.bit(1, 1) | grid.bit(4, 0)
-    assert left & grid.up_to(-1) == 0

@@ -9,17 +9,10 @@ from lightning_gpp.planning.assignment.modules import around, stage_names
         ([["", "@step"]], ["model"]),
         ([["image_tower"], ["text_tower"], ["head", "@step"]], ["image_tower", "text_tower", "head"]),
         ([["blocks.0", "blocks.1", "blocks.2"], ["blocks.3"]], ["blocks.0-2", "blocks.3"]),
-        ([["blocks.0", "blocks.2", "blocks.3"], ["head"]], ["blocks.0+2+3", "head"]),
-        ([["embed", "blocks.0"], ["blocks.1", "head"]], ["embed+blocks.0", "blocks.1+head"]),
         ([["embed", "blocks.0", "x.y"], ["head"]], ["embed+blocks.0+x.y", "head"]),
         ([["model.h.0"], ["model.lm_head"]], ["h.0", "lm_head"]),
-        ([["net.conv", "net.norm"], ["net.pool", "net.fc", "net.head"]], ["conv+norm", "pool+fc+head"]),
         ([["a"], ["@step"]], ["a", "step"]),
         ([["a.b"], ["c"], ["a.b.d", "a.b.e"], ["a.b.f", "a.b.e"]], ["a.b", "c", "a.b.d+e", "a.b.f+e"]),
-        (
-            [["text_tower.blocks.0.perceptron_norm", "text_tower.blocks.1.attention"], ["text_tower.head"]],
-            ["blocks/1", "head"],
-        ),
         (
             [["text_tower.blocks.0.perceptron_norm", "text_tower.blocks.1.attention_norm"], ["head"]],
             ["text_tower/1", "head"],

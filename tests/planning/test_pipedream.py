@@ -8,8 +8,8 @@ import pytest
 from lightning_gpp.cluster import Cluster, Link, Node
 from lightning_gpp.costs.model import Footprint
 from lightning_gpp.graph import Affine, Operator, OperatorGraph
-from lightning_gpp.planning import Evaluator, Problem, SearchControl
-from lightning_gpp.planning.partitioners.pipedream import levels_of, pipedream, place, solve
+from lightning_gpp.planning import Problem
+from lightning_gpp.planning.partitioners.pipedream import levels_of, place, solve
 from lightning_gpp.planning.problem.units import Unit, UnitGraph, Value
 from tests.planning.problems import DEVICE, Given, random_problem
 
@@ -128,28 +128,6 @@ def test_levels_nest(seed: int) -> None:
     whole = within(0, 5) / 2 + 5 * 300 / 50 * 4 / 16
     split = [max(within(0, c), 20 * 4 * 2 / 50, within(c, 5)) for c in range(1, 5)]
     assert solve(problem, 4, levels_of(problem))[-1].best[-1, 0, 5] == pytest.approx(min([whole, *split]))
-
-
-def test_a_unit_that_dominates_is_replicated() -> None:
-    problem = chain_problem([1, 4, 1], Cluster.uniform(DEVICE, 6, FAST), crossing=1)
-    answer = pipedream(problem, SearchControl())
-    assert answer.draft is not None
-    assert [len(stage.devices) for stage in answer.draft.stages] == [1, 4, 1]
-    assert [stage.devices for stage in answer.draft.stages] == [(5,), (1, 2, 3, 4), (0,)]
-    assert answer.objective == pytest.approx(1.0)
-
-
-def test_the_plan_fits_memory() -> None:
-    """In flight the first of 4 stages holds 4 micro-batches: 2 of 8 equal units need 40 + 4 x 80 bytes there."""
-    roomy = chain_problem([1.0] * 8, Cluster.uniform(DEVICE, 4, Link(bytes_per_second=1)), weights=10, saved=10)
-    tight = with_memory(roomy, 300)
-    free, limited = pipedream(roomy, SearchControl()).draft, pipedream(tight, SearchControl()).draft
-    assert free is not None
-    assert limited is not None
-    assert [len(stage.units) for stage in free.stages] == [2, 2, 2, 2]
-    assert len(limited.stages[0].units) == 1
-    assert Evaluator(tight)(limited).fits
-    assert not Evaluator(tight)(free).fits
 
 
 def test_levels_of_clusters() -> None:

@@ -7,15 +7,15 @@ from random import Random
 import networkx as nx
 import pytest
 
-from lightning_gpp.cluster import Cluster, Link
-from lightning_gpp.planning import Evaluator, Problem, Request, SearchControl
+from lightning_gpp.cluster import Cluster
+from lightning_gpp.planning import Problem, Request, SearchControl
 from lightning_gpp.planning.partitioners.chains import precedence, slowest_link
 from lightning_gpp.planning.partitioners.pipedream import pipedream
-from lightning_gpp.planning.partitioners.piper import downsets, piper
+from lightning_gpp.planning.partitioners.piper import piper
 from lightning_gpp.planning.problem.units import UnitGraph
 from tests.planning import graphs
 from tests.planning.problems import DEVICE, problem_of, random_problem
-from tests.planning.test_pipedream import FAST, chain_problem, compositions, with_memory
+from tests.planning.test_pipedream import FAST, chain_problem, compositions
 
 Chain = list[tuple[int, ...]]
 
@@ -59,18 +59,6 @@ def slowest(problem: Problem, size: int, chain: Chain, replicas: tuple[int, ...]
     return worst
 
 
-def test_downsets_are_closed_under_successors_and_sorted_by_size() -> None:
-    graph = random_problem(5, num_units=6).order
-    found = downsets(graph, 1000)
-    closed = [
-        bits
-        for bits in range(2**6)
-        if all(bits >> dst & 1 for unit in range(6) if bits >> unit & 1 for dst in graph.successors(unit))
-    ]
-    assert sorted(found) == closed
-    assert [bits.bit_count() for bits in found] == sorted(bits.bit_count() for bits in found)
-
-
 @pytest.mark.parametrize("seed", range(10))
 def test_no_chain_has_a_faster_bottleneck(seed: int) -> None:
     problem = random_problem(seed, num_units=3 + seed % 3, num_devices=2 + seed % 3)
@@ -106,18 +94,6 @@ def test_a_stage_may_span_branches() -> None:
     assert answer.draft.stages[0].units == (0, 2)
     assert answer.objective < 4.2
     assert by_order.objective > 5.9
-
-
-def test_stages_recompute_where_they_lack_memory() -> None:
-    problem = chain_problem([1] * 4, Cluster.uniform(DEVICE, 4, Link(bytes_per_second=100)), saved=100, weights=1000)
-    tight = with_memory(problem, 2000 + 4 * 300)
-    never, free, always = (piper(replace(tight, recompute=wish), SearchControl()) for wish in (False, None, True))
-    assert never.draft is None
-    assert free.draft is not None
-    assert always.draft is not None
-    assert [stage.recompute for stage in free.draft.stages] == [True, False, False, False]
-    assert [stage.recompute for stage in always.draft.stages] == [True, True, True, False]
-    assert Evaluator(tight)(free.draft).fits
 
 
 def test_too_many_downsets_are_refused() -> None:

@@ -14,13 +14,13 @@ SC'21) for both directions.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 from lightning_gpp.errors import ConfigError, PlanError
 from lightning_gpp.graph import OperatorGraph
 from lightning_gpp.plan import STEP, Plan, Stage
 from lightning_gpp.planning.assignment.assign import make_plan
+from lightning_gpp.planning.assignment.complete import separated
 from lightning_gpp.schedules.registry import method_of
 
 
@@ -75,26 +75,15 @@ def both_ways(graph: OperatorGraph, plan: Plan) -> Plan:
     """The plan with a second replica of every stage on the mirrored device; the user's step stays on device 0 alone."""
     last = plan.num_devices - 1
     stages: list[Stage] = []
-    for stage in plan.stages:
-        modules = tuple(path for path in stage.modules if path != STEP)
+    for stage in separated(plan.stages):
         (device,) = stage.devices
-        twofold = 2 * device != last
-        devices = (device, last - device) if twofold else (device,)
-        if modules:
-            stages.append(replace(stage, modules=modules, devices=devices, round_robin=twofold))
-        if STEP in stage.modules:
-            name = _free_name(plan, modules)
-            step = replace(
-                stage, name=name, modules=(STEP,), devices=(0,), round_robin=False, recompute=False, offload=False
-            )
-            stages.append(step)
+        if stage.modules == (STEP,):
+            stages.append(replace(stage, devices=(0,), round_robin=False, recompute=False, offload=False))
+        else:
+            twofold = 2 * device != last
+            devices = (device, last - device) if twofold else (device,)
+            stages.append(replace(stage, devices=devices, round_robin=twofold))
     return make_plan(graph, stages, batch_size=plan.batch_size, schedule=plan.schedule, model=plan.model)
-
-
-def _free_name(plan: Plan, modules: Sequence[str]) -> str:
-    """A name for the stage with the step alone; if there is such a stage, its name."""
-    own = plan.stages[plan.step_stage].name
-    return f"{own} step" if modules else own
 
 
 def _line(plan: Plan) -> list[int]:

@@ -7,7 +7,7 @@ starts when it has been sent, its buffer has been posted (LOOKAHEAD actions befo
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 LOOKAHEAD = 2
 """Actions between posting a buffer and reading it, as `schedules.lower` places them."""
@@ -115,42 +115,33 @@ def _play(pipeline: ClockedStages, warm_up: Sequence[int], num_micro_batches: in
     return [stage.time for stage in stages]
 
 
+@dataclass(slots=True, eq=False)
 class _ClockEdge:
     """A channel in one direction: when each micro-batch was sent, and when the link is free again."""
 
-    __slots__ = ("free", "seconds", "sent")
-
-    def __init__(self, seconds: float) -> None:
-        self.seconds, self.free = seconds, 0.0
-        self.sent: list[float] = []
+    seconds: float
+    free: float = 0.0
+    sent: list[float] = field(default_factory=list)
 
 
+@dataclass(slots=True, eq=False)
 class _ClockStage:
-    """The order of one stage: `warm_up` forwards, then a backward and a forward in turn, then backwards."""
+    """The order of one stage: `warm_up` forwards, then a backward and a forward in turn, then backwards.
 
-    __slots__ = (
-        "again",
-        "done",
-        "ends",
-        "forward",
-        "backward",
-        "incoming",
-        "neighbours",
-        "number",
-        "outgoing",
-        "time",
-        "warm_up",
-    )
+    Pairs of channels and neighbours are those of forwards and of backwards.
+    """
 
-    def __init__(self, forward: float, again: float, backward: float, warm_up: int, number: int) -> None:
-        self.forward, self.again, self.backward = forward, again, backward
-        self.warm_up, self.number = warm_up, number
-        self.done = [0, 0]  # forwards, backwards
-        self.time = 0.0
-        self.ends = [0.0] * (LOOKAHEAD + 1)
-        self.incoming: tuple[list[_ClockEdge], list[_ClockEdge]] = ([], [])  # of forwards, of backwards
-        self.outgoing: tuple[list[_ClockEdge], list[_ClockEdge]] = ([], [])
-        self.neighbours: tuple[list[_ClockStage], list[_ClockStage]] = ([], [])
+    forward: float
+    again: float
+    backward: float
+    warm_up: int
+    number: int
+    done: list[int] = field(default_factory=lambda: [0, 0])  # forwards, backwards
+    time: float = 0.0
+    ends: list[float] = field(default_factory=lambda: [0.0] * (LOOKAHEAD + 1))
+    incoming: tuple[list[_ClockEdge], list[_ClockEdge]] = field(default_factory=lambda: ([], []))
+    outgoing: tuple[list[_ClockEdge], list[_ClockEdge]] = field(default_factory=lambda: ([], []))
+    neighbours: tuple[list[_ClockStage], list[_ClockStage]] = field(default_factory=lambda: ([], []))
 
     def run(self, waiting: list[_ClockStage]) -> None:
         """Advance as far as inputs allow; stages that can go on because of it are appended to `waiting`."""

@@ -47,17 +47,11 @@ GRAPHPIPE_SHARE, GRAPHPIPE_UNITS, MAX_SLOTS = 0.15, 300, 64
 NUM_STARTS = 6
 """Number of drafts that are improved."""
 
-IMPROVE_SHARE = 0.9
-"""Share of the search for the fastest draft; the rest is for simpler ones."""
-
 EVALUATIONS_PER_ACTION = 0.01
 """The share of an evaluation that simulating one action takes as long as."""
 
 GOOD_ENOUGH = 1.002
 """Multiple of the lower bound at which the search ends, because little is left to be gained."""
-
-NEARLY = 1.1
-"""Multiple of the wanted time below which drafts with fewer stages are improved to reach it."""
 
 MAX_MOVES = 500
 """Most moves that are rated to improve a draft by its program: the last ones, which change no stage's units."""
@@ -79,10 +73,9 @@ _Kind = tuple[int, int, int]
 @register_partitioner("auto")
 def auto(problem: Problem, control: SearchControl) -> Answer:
     """Find the shortest step in `control.seconds`; a good plan takes a fraction of that."""
-    search = Search(problem, control.part(IMPROVE_SHARE), busy_bound(problem))
+    search = Search(problem, control, busy_bound(problem))
     try:
         search.run(_first_results(search))
-        search.control = control
         search.simplify()
         search.save()
         if not search.found and not (problem.idle_devices or problem.every_device):
@@ -137,14 +130,14 @@ class Search:
 
     def leaders(self) -> list[Draft]:
         """The best drafts of different sizes and numbers of stages and devices, best first."""
-        chosen: dict[tuple[int, int, int], Draft] = {}
+        chosen: dict[_Kind, Draft] = {}
         for draft in nsmallest(200, self.known, key=self.known.__getitem__):
-            chosen.setdefault((draft.size, len(draft.groups), draft.num_devices), draft)
+            chosen.setdefault(_kind(draft), draft)
         return list(chosen.values())[:NUM_STARTS]
 
     @property
     def done(self) -> bool:
-        good = self.fastest is None and self.rank[0] == 0 and self.rank[1] <= self.bound * GOOD_ENOUGH
+        good = self.rank[0] == 0 and self.rank[1] <= self.bound * GOOD_ENOUGH
         return good or self.control.expired
 
     @property
@@ -169,21 +162,11 @@ class Search:
         if self.best is None or self.rank[0] > 0 or not self.problem.simplicity:
             return
         self.fastest, limit = self.best, self.rank[1] * (1 + self.problem.simplicity)
-        for draft in self._with_fewer_stages(len(self.best.groups), limit):
-            self._improve(draft, limit)
         near = [draft for draft, rank in self.known.items() if rank <= (0, limit)]
         fewest = min(len(draft.groups) for draft in near)
         simple = [draft for draft in near if len(draft.groups) == fewest]
         self.best = min(simple, key=lambda draft: (complexity(self.problem, draft), self.known[draft]))
         self.rank = self.known[self.best]
-
-    def _with_fewer_stages(self, number: int, limit: float) -> list[Draft]:
-        """The best draft for each smaller number of stages, fewest first, if it may get as fast as the limit."""
-        best: dict[int, Draft] = {}
-        for draft, rank in sorted(self.known.items(), key=lambda entry: entry[1]):
-            if len(draft.groups) < number and (0, limit) < rank <= (0, limit * NEARLY):
-                best.setdefault(len(draft.groups), draft)
-        return [best[stages] for stages in sorted(best)][:NUM_STARTS]
 
     def save(self) -> None:
         """Turn off slack that gains no time: it still costs memory."""
@@ -267,11 +250,11 @@ class Search:
         """Number of actions that the estimate of a draft simulates, each for all replicas."""
         return min(EXACT_ACTIONS, 2 * len(draft.groups) * -(-self.problem.batch_size // draft.size))
 
-    def _improve(self, draft: Draft, enough: float = 0.0) -> None:
-        """Apply changes that make the step shorter until there is none, or it is short enough."""
+    def _improve(self, draft: Draft) -> None:
+        """Apply changes that make the step shorter until there is none."""
         rank = self._judge(draft)
         improved = True
-        while improved and not self.done and rank > (0, enough):
+        while improved and not self.done:
             improved = False
             for candidate in moves(self.problem, draft, self._loads(draft)):
                 if self.done:

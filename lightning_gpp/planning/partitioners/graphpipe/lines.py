@@ -201,11 +201,8 @@ def borders(shape: LineShape, values: Sequence[Value]) -> Array:
     """
     sums = np.zeros((6, len(shape.starts), len(shape)))
     place = {unit: index for index, unit in enumerate(shape.line.units)}
-    simple = [value for value in values if len(value.dsts) == 1]
-    _add_simple(sums, shape, simple, place)
     for value in values:
-        if len(value.dsts) > 1:
-            _add_shared(sums, shape, value, place)
+        _add(sums, shape, value, place)
     return sums
 
 
@@ -215,34 +212,7 @@ def _weights(value: Value) -> tuple[float, ...]:
     return directions, directions * size.per_sample, directions * size.fixed, float(not value.sliceable), *received
 
 
-def _add_simple(sums: Array, shape: LineShape, values: Sequence[Value], place: dict[int, int]) -> None:
-    """Add the values with one reader: the sum over both ends, less that for the stages which contain both."""
-    if not values:
-        return
-    weights = np.array([_weights(value) for value in values]).T
-    srcs = _stacked([_inside(shape, place, value.src) for value in values])
-    dsts = _stacked([_inside(shape, place, value.dsts[0]) for value in values])
-    both = srcs[0] * dsts[0], srcs[1] * dsts[1]
-    for quantity, weight in enumerate(weights):
-        received = quantity >= INPUT_PER_SAMPLE
-        sums[quantity] += (dsts[0] * weight) @ dsts[1].T - (both[0] * weight) @ both[1].T
-        if not received:
-            sums[quantity] += (srcs[0] * weight) @ srcs[1].T - (both[0] * weight) @ both[1].T
-
-
-def _inside(shape: LineShape, place: dict[int, int], unit: int) -> tuple[Array, Array]:
-    """Masks of the starts before a unit and of the ends behind it; all false for units outside the line."""
-    index = place.get(unit)
-    if index is None:
-        return np.zeros(len(shape.starts)), np.zeros(len(shape))
-    return shape.after[:, index].astype(float), shape.before[:, index].astype(float)
-
-
-def _stacked(columns: Sequence[tuple[Array, Array]]) -> tuple[Array, Array]:
-    return np.stack([left for left, _ in columns], axis=1), np.stack([right for _, right in columns], axis=1)
-
-
-def _add_shared(sums: Array, shape: LineShape, value: Value, place: dict[int, int]) -> None:
+def _add(sums: Array, shape: LineShape, value: Value, place: dict[int, int]) -> None:
     read = np.zeros(sums.shape[1:], dtype=bool)
     all_read = np.full(sums.shape[1:], all(unit in place for unit in value.dsts))
     for unit in value.dsts:
