@@ -58,7 +58,7 @@ def _described(problem: Problem, draft: Draft, evaluation: Evaluation) -> str:
 
 
 def _settings(problem: Problem) -> Iterator[str]:
-    """What the user may change."""
+    """Settings that the user may change."""
     if problem.recompute is False:
         yield "strategy.recompute=true"
     if problem.schedules == ("gpipe",):
