@@ -22,6 +22,17 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of
 JOB_VARIABLES = {"MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE"}
 
 
+LONG = (
+    *("test_scenarios", "test_matrix", "test_tensor_parallel", "test_data_parallel", "test_launch", "test_real_models"),
+    *("test_members", "test_caught", "test_train", "test_asynchronous", "test_sharded_checkpoints", "test_slices"),
+)
+"""Files with the tests that take longest. They come first, so that no worker is left alone with one of them."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.stem not in LONG)
+
+
 @pytest.fixture(autouse=True)
 def leaves_no_job_behind() -> Iterator[None]:
     """A test that trains in pytest's own process would decide about the tests that follow it."""

@@ -13,13 +13,14 @@ from tests.interpreter import Program
 
 LAUNCHED = """
 import os, pathlib, sys
-from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
-from lightning.pytorch.plugins.environments import LightningEnvironment
-from lightning_gpp._compat.lightning_processes import LAUNCHER, ScriptLauncher
 
 if "LOCAL_RANK" in os.environ:
-    pathlib.Path(sys.argv[1]).write_text(f"{os.environ['LOCAL_RANK']} {os.environ[LAUNCHER]}")
+    pathlib.Path(sys.argv[1]).write_text(f"{os.environ['LOCAL_RANK']} {os.environ['GPP_LAUNCHER_PID']}")
 else:
+    from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
+    from lightning.pytorch.plugins.environments import LightningEnvironment
+    from lightning_gpp._compat.lightning_processes import LAUNCHER, ScriptLauncher
+
     launcher = ScriptLauncher(LightningEnvironment(), 2, 1)
     launcher.launch(lambda: [process.wait() for process in launcher.procs])
     print(os.getpid(), LAUNCHER in os.environ)

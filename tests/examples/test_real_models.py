@@ -25,7 +25,7 @@ QUALITY = {
 }
 """What is measured, and the least that is stated; a negative number is the most."""
 
-SAMPLED = {"clip", "translation", "recommender"}
+SAMPLED = {"translation", "recommender"}
 
 
 class Losses(L.Callback):

@@ -167,9 +167,9 @@ def whole_batch(model: str, variant: Variant) -> Any:
     return data(model, BATCH * variant.num_pipelines, torch.float32 if variant.bfloat16 else torch.float64)
 
 
-def run_all(rank: int, model: str) -> list[str]:
-    """Everything that is wrong on this rank."""
-    chosen = list(runs(model))
+def run_all(rank: int, model: str, share: slice) -> list[str]:
+    """Everything that is wrong on this rank in a share of the runs of a model."""
+    chosen = list(runs(model))[share]
     programs = compiled(rank, chosen)
     return [trouble for run in chosen for trouble in troubles(rank, run, programs[run.label])]
 

@@ -39,6 +39,7 @@ def submit(cluster: Cluster, folder: Path, world_size: int = 2, **variables: obj
     return cluster.submit(*shape, SCRIPT, *TRAIN, folder=folder, **variables)
 
 
+@pytest.mark.acceptance
 @pytest.mark.timeout(400)
 def test_a_preempted_job_over_two_nodes_ends_with_the_values_of_one_node(cluster: Cluster, tmp_path: Path) -> None:
     job = submit(cluster, tmp_path, STEP_SECONDS=0.05)

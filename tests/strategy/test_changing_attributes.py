@@ -247,7 +247,7 @@ KINDS = {
 }
 STAGES = {"body.a": 1, "body.b": 0}
 ONLY_WHOLE = ("Truncated", "Running")
-IN_WHOLE = (*ONLY_WHOLE, "Sundry", "Optional")
+SAMPLE = ("Configured", "Sundry", "ByStep", "Swapped", "Frozen", "Optional", "Tempered", "Later")
 
 
 def losses(name: str, strategy: Any = "auto", devices: int = 1, **attributes: Any) -> list[float]:
@@ -270,10 +270,12 @@ def every_kind(rank: int, names: list[str], options: dict[str, Any]) -> dict[str
 @pytest.mark.parametrize(
     ("names", "options"),
     [
-        ([name for name in KINDS if name not in ONLY_WHOLE], {}),
-        (IN_WHOLE, {"step": "whole"}),
+        (SAMPLE, {}),
+        (ONLY_WHOLE, {"step": "whole"}),
+        pytest.param([n for n in KINDS if n not in (*SAMPLE, *ONLY_WHOLE)], {}, marks=pytest.mark.acceptance),
+        pytest.param(["Sundry", "Optional"], {"step": "whole"}, marks=pytest.mark.acceptance),
     ],
-    ids=["micro_batches", "whole"],
+    ids=["micro_batches", "whole", "more", "more, whole"],
 )
 def test_losses_are_those_of_one_process(names: Sequence[str], options: dict[str, Any]) -> None:
     found, _ = harness.run(2, every_kind, list(names), options)

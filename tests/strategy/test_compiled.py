@@ -20,8 +20,10 @@ from tests.strategy.test_training import EXACT, plain
 
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")  # torch.compile's own
 
-BACKEND = "inductor" if shutil.which("g++") else "aot_eager"
-
+BACKENDS = [
+    "aot_eager",
+    pytest.param("inductor", marks=[pytest.mark.acceptance, pytest.mark.skipif(not shutil.which("g++"), reason="g++")]),
+]
 
 STAGES = [{"modules": ["left", "right"], "devices": [1]}, {"modules": ["head", "@step"], "devices": [0]}]
 
@@ -44,16 +46,21 @@ class Plain(TwoTowers):
 
 
 class InPlace(Plain):
+    backend = "aot_eager"
+
     def __init__(self) -> None:
         super().__init__()
-        self.left.compile(backend=BACKEND)
-        self.head.compile(backend=BACKEND)
+        self.left.compile(backend=self.backend)
+        self.head.compile(backend=self.backend)
 
 
 class Wrapped(Plain):
+    backend = "aot_eager"
+
     def __init__(self) -> None:
         super().__init__()
-        self.left, self.head = torch.compile(self.left, backend=BACKEND), torch.compile(self.head, backend=BACKEND)
+        self.left = torch.compile(self.left, backend=self.backend)
+        self.head = torch.compile(self.head, backend=self.backend)
 
 
 class Whole(Plain):
@@ -61,7 +68,7 @@ class Whole(Plain):
 
     def __init__(self) -> None:
         super().__init__()
-        self.compile(backend=BACKEND)
+        self.compile(backend="aot_eager")
 
 
 RUNS: list[tuple[type[Plain], dict[str, Any]]] = [
@@ -80,15 +87,16 @@ def fit(kind: type[Plain], strategy: Any, devices: int) -> dict[str, Any]:
     return {"losses": module.losses, "state": state, "compiled": counters["stats"]["unique_graphs"]}
 
 
-def fit_all(rank: int) -> Any:
+def fit_all(rank: int, backend: str) -> Any:
+    InPlace.backend = Wrapped.backend = backend
     runs = [fit(kind, harness.strategy(stages=STAGES, **settings), 2) for kind, settings in RUNS]
     sharded = {name: fit_two(kind, name) for kind, name in ((Plain, "none"), (InPlace, "fsdp"))}
     return runs, sharded
 
 
-@pytest.fixture(scope="module")
-def runs() -> list[Any]:
-    return harness.run(2, fit_all)
+@pytest.fixture(scope="module", params=BACKENDS)
+def runs(request: pytest.FixtureRequest) -> list[Any]:
+    return harness.run(2, fit_all, request.param)
 
 
 def same(found: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -113,7 +121,7 @@ def test_replicas_that_split_what_they_hold(runs: list[Any]) -> None:
 
 def test_a_compiled_step() -> None:
     module = Plain()
-    module.training_step = torch.compile(module.training_step, backend=BACKEND)  # type: ignore[method-assign]
+    module.training_step = torch.compile(module.training_step, backend="aot_eager")  # type: ignore[method-assign]
     with pytest.raises(ConfigError, match=r"Plain.training_step is compiled .* for example self.encoder.compile\(\)"):
         check_module(module, whole=False)
 

@@ -87,7 +87,7 @@ def test_one_pipeline_trains_on_all_samples() -> None:
 
 def trained_by_right_numbers(rank: int) -> tuple[Any, dict[str, Any]]:
     right = trained(rank, 4, 2, lambda rank, _: LOADERS["sampler"](rank // 2, 2))
-    return right, trained_on_all(rank, 4, 2)
+    return right, {name: trained(rank, 4, 2, LOADERS[name]) for name in ("batch sampler", "data in a worker")}
 
 
 def test_two_pipelines_divide_the_samples() -> None:

@@ -77,7 +77,7 @@ def plain_loss() -> float:
     return module.losses[-1]
 
 
-@pytest.mark.parametrize("launch", sample([by_lightning, by_torchrun, by_slurm], [by_lightning, by_torchrun]))
+@pytest.mark.parametrize("launch", sample([by_lightning, by_torchrun, by_slurm], [by_torchrun, by_slurm]))
 def test_started_by(tmp_path: Path, launch: Callable[[Path], str]) -> None:
     output = launch(tmp_path)
     assert losses(output) == pytest.approx([plain_loss()] * 2, rel=1e-10)

@@ -66,7 +66,6 @@ def assert_same(found: list[Result], expected: Result) -> None:
 
 
 CASES = {
-    "chain, 1f1b": (Tower, {"stages": CHAIN}),
     "chain, zero-bubble": (Tower, {"stages": CHAIN, "schedule": "zb_h1"}),
     "a replicated stage, zero1": (Tower, {"stages": REPLICATED, "sharding": "zero1"}),
     "the planner's stages": (Branches, {}),
