@@ -211,7 +211,7 @@ class Search:
         problem, found = self.problem, self._orders()
         yield from self._cut(variants(problem, found))
         if self.best is None:
-            yield from self._cut(replace(cuts, fitting=False, apart=False) for cuts in variants(problem, found))
+            yield from self._cut(variants(problem, found, fitting=False))
 
     def _orders(self) -> list[list[int]]:
         return orders(self.problem, self.problem.seconds(self.problem.sizes[len(self.problem.sizes) // 2]).total)

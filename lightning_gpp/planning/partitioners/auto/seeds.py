@@ -89,11 +89,20 @@ class Cuts:
     fitting: bool = True
 
 
-def variants(problem: Problem, found: Sequence[list[int]]) -> Iterator[Cuts]:
-    """Ways to cut, the shortest steps on paper first."""
+def variants(problem: Problem, found: Sequence[list[int]], *, fitting: bool = True) -> Iterator[Cuts]:
+    """Ways to cut, the shortest steps on paper first. `fitting`: stages fit the memory, and are connected."""
     again = [flag for flag in (False, True) if problem.recompute in (None, flag)]
     ways = [
-        Cuts(order=order, size=size, stages=stages, width=width, recompute=recompute, schedule=schedule)
+        Cuts(
+            order=order,
+            size=size,
+            stages=stages,
+            width=width,
+            recompute=recompute,
+            schedule=schedule,
+            fitting=fitting,
+            apart=fitting,
+        )
         for order, size, (stages, width), schedule, recompute in product(
             found, problem.sizes, _counts(problem), problem.schedules, again
         )
@@ -101,7 +110,7 @@ def variants(problem: Problem, found: Sequence[list[int]]) -> Iterator[Cuts]:
     ]
     timed = [(_step_on_paper(problem, cuts), cuts) for cuts in ways]
     for seconds, cuts in sorted(timed, key=lambda way: way[0]):
-        if seconds < inf:
+        if seconds < inf or not fitting:
             yield cuts
 
 
