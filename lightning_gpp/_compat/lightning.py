@@ -16,6 +16,11 @@ from lightning_gpp._compat.torch import pytree
 from lightning_gpp.replaced import Replaced
 
 
+def _part_of(trainer: Any, method: str) -> Any:
+    """The trainer's part that has a method; the names of the parts are private."""
+    return next(part for part in vars(trainer).values() if hasattr(part, method))
+
+
 def read_ahead(loop: Any, over: Callable[[Any], Iterator[Any]]) -> None:
     """Make a loop iterate over `over(loader)` instead of its combined loader.
 
@@ -80,13 +85,15 @@ class _AheadOf:
 
 def layer_sync(strategy: Any) -> Any:
     """The plugin by which `Trainer(sync_batchnorm=True)` converts modules, or None."""
-    return strategy._layer_sync
+    from lightning.pytorch.plugins import LayerSync
+
+    return next((part for part in vars(strategy).values() if isinstance(part, LayerSync)), None)
 
 
 def attach_data(trainer: Any, module: Any, datamodule: Any) -> None:
     """Make module, data and trainer known to each other as `trainer.fit` does, so that their hooks can be called."""
     trainer.strategy.connect(module)
-    trainer._data_connector.attach_data(module, datamodule=datamodule)
+    _part_of(trainer, "attach_data").attach_data(module, datamodule=datamodule)
 
 
 def on_epoch_end_reached(trainer: Any, function: Callable[[], None], replaced: Replaced) -> None:
@@ -94,7 +101,7 @@ def on_epoch_end_reached(trainer: Any, function: Callable[[], None], replaced: R
 
     In evaluation this happens before any hook, so a callback would be too late.
     """
-    connector = trainer._logger_connector
+    connector = _part_of(trainer, "epoch_end_reached")
     plain = type(connector).epoch_end_reached
 
     def epoch_end_reached() -> None:
@@ -106,7 +113,8 @@ def on_epoch_end_reached(trainer: Any, function: Callable[[], None], replaced: R
 
 def leave_signals_alone(trainer: Any, replaced: Replaced) -> None:
     """Keep Lightning from handling signals: its handlers wait for other ranks, which wait elsewhere."""
-    replaced.put(trainer._signal_connector, "register_signal_handlers", _do_nothing)
+    name = "register_signal_handlers"
+    replaced.put(_part_of(trainer, name), name, _do_nothing)
 
 
 def _do_nothing() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any, Final
 
 LIGHTNING_STATE: Final = frozenset(
@@ -17,12 +18,10 @@ LIGHTNING_STATE: Final = frozenset(
 
 def trainer_of(module: Any) -> Any:
     """The trainer of a LightningModule, None if it has none; `module.trainer` raises then."""
-    return getattr(module, "_trainer", None)
-
-
-def set_trainer(module: Any, trainer: Any) -> None:
-    """Attach anything that stands in for a trainer; the public setter accepts trainers only."""
-    vars(module)["_trainer"] = trainer
+    if not _is_lightning(module) or module.fabric is not None:
+        return None
+    with suppress(RuntimeError):
+        return module.trainer
 
 
 def set_device(module: Any, device: object) -> None:
@@ -31,8 +30,12 @@ def set_device(module: Any, device: object) -> None:
     Only `module.to(device)` sets it, which a module whose parameters are placed one by one is never asked for.
     """
     for part in module.modules():
-        if "LightningModule" in {kind.__name__ for kind in type(part).__mro__}:
+        if _is_lightning(part):
             part._device = device
+
+
+def _is_lightning(module: Any) -> bool:
+    return "LightningModule" in {kind.__name__ for kind in type(module).__mro__}
 
 
 def set_device_mesh(module: Any, mesh: object) -> None:

@@ -1,4 +1,4 @@
-"""Private names of Lightning around processes: launchers, whose processes handle their exceptions, and ranks."""
+"""Private names of Lightning around processes: launchers, whose processes handle their exceptions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from typing import Any, Final
 
 import lightning.pytorch as pl
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
-from lightning.pytorch.trainer.call import _call_and_handle_interrupt
 
 from lightning_gpp.failure.processes import exit_now
 
@@ -29,16 +28,10 @@ class ScriptLauncher(_SubprocessScriptLauncher):
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
         """Run `function` here, after the other processes have been started, which run it, too."""
-        if self.cluster_environment.creates_processes_externally:
-            return super().launch(function, *args, trainer=trainer, **kwargs)
-
-        def started(*args: Any, **kwargs: Any) -> Any:
-            del os.environ[LAUNCHER]
+        if not self.cluster_environment.creates_processes_externally:
+            os.environ[LAUNCHER] = str(os.getpid())
             atexit.register(self.end)
-            return function(*args, **kwargs)
-
-        os.environ[LAUNCHER] = str(os.getpid())
-        return super().launch(started, *args, trainer=trainer, **kwargs)
+        return super().launch(function, *args, trainer=trainer, **kwargs)
 
     def end(self, patience: float = _LAST) -> None:
         """Take the exit code of a process that has failed after the run, when nobody watches; Lightning ignores them.
@@ -55,8 +48,8 @@ class ScriptLauncher(_SubprocessScriptLauncher):
                 exit_now(max(code, 1))
 
 
-class MultiProcessingLauncher(_MultiProcessingLauncher):
-    """Starts processes in which a trainer handles exceptions as it does in those that run a script.
+class ForkingLauncher(_MultiProcessingLauncher):
+    """Forks processes in which a trainer handles exceptions as it does in those that run a script.
 
     Lightning handles them only in the process that started the others and takes no part in the run: the ranks would
     not hear of each other's exceptions, and callbacks would save the trainer as it was before the run.
@@ -71,13 +64,13 @@ class MultiProcessingLauncher(_MultiProcessingLauncher):
         """Run `function` in all processes, and return the result of rank 0. None of them outlives this call."""
         if self.inside:
             return function(*args, **kwargs)
-        run = function if trainer is None else partial(_run, trainer, function)
+        assert trainer is not None
+        os.environ[LAUNCHER] = str(os.getpid())
         try:
-            return super().launch(run, *args, trainer=trainer, **kwargs)
+            return super().launch(partial(_run, trainer), *args, trainer=trainer, **kwargs)
         except BaseException:
             self._end()
-            if trainer is not None:
-                _Handled.elsewhere(trainer)
+            _Handled.elsewhere(trainer)
             raise
 
     def _end(self) -> None:
@@ -87,10 +80,12 @@ class MultiProcessingLauncher(_MultiProcessingLauncher):
                 process.join(_PATIENCE)
 
 
-def _run(trainer: pl.Trainer, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _run(trainer: pl.Trainer, *args: Any, **kwargs: Any) -> Any:
+    """Call the trainer's method anew, now in a process that was started."""
     launcher: Any = trainer.strategy.launcher
     launcher.inside = True
-    return _call_and_handle_interrupt(trainer, function, *args, **kwargs)
+    assert trainer.state.fn is not None
+    return getattr(trainer, trainer.state.fn.value)(*args, **kwargs)
 
 
 class _Handled(pl.Callback):
@@ -105,12 +100,3 @@ class _Handled(pl.Callback):
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         trainer.callbacks = self._callbacks  # type: ignore[attr-defined]
-
-
-def set_rank_zero(rank: int) -> None:
-    """Set the rank of Lightning's `rank_zero_*` functions, an attribute of a function in two packages."""
-    from lightning.fabric.utilities.rank_zero import rank_zero_only
-    from lightning_utilities.core.rank_zero import rank_zero_only as shared
-
-    for function in (rank_zero_only, shared):
-        function.rank = rank  # type: ignore[attr-defined]

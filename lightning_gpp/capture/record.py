@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from lightning_gpp._compat.lightning_module import set_trainer, trainer_of
+from lightning_gpp._compat.lightning_module import trainer_of
 from lightning_gpp._compat.torch import (
     FakeTensorMode,
     autograd_function_calls,
@@ -286,7 +286,7 @@ def _observe(replica: nn.Module, trainer: Any, run_time: RunTime, recorder: Reco
     for place, metric in metrics_of(replica).items():
         _note_uses(metric, place, recorder)
     if hasattr(replica, "log_dict"):
-        set_trainer(replica, _ObservedTrainer(trainer, run_time, recorder))
+        replica.trainer = _ObservedTrainer(trainer, run_time, recorder)  # type: ignore[assignment]
         vars(replica).update(log=log, log_dict=log, print=_Swallow())
 
 

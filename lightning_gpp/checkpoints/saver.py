@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from concurrent.futures import Future
 from threading import Thread
 from typing import Any
 
@@ -22,7 +23,7 @@ class Saver:
 
     def __init__(self, background: bool) -> None:
         self.background = background
-        self._writing: _Writing | None = None
+        self._writing: Future[None] | None = None
         self._afterwards: list[Callable[[], None]] = []
 
     def staged(self, checkpoint: Any) -> Any:
@@ -35,8 +36,9 @@ class Saver:
         if not self.background:
             write()
             return
-        self._writing = _Writing(write)
-        self._writing.start()
+        self._writing = Future()
+        # a thread that ends with its process: what it has not written by then is missing, and the older one is whole
+        Thread(target=_complete, args=(self._writing, write), name="checkpoint", daemon=True).start()
 
     def afterwards(self, action: Callable[[], None]) -> None:
         """Run an action that may lose older checkpoints, after the current writing has succeeded."""
@@ -51,26 +53,17 @@ class Saver:
         actions, self._afterwards = self._afterwards, []
         if writing is None:
             return
-        writing.join()
-        if writing.error is not None:
-            raise writing.error
+        writing.result()
         for action in actions:
             action()
 
 
-class _Writing(Thread):
-    """A thread that ends with its process: what it has not written by then is missing, and the older one is whole."""
-
-    def __init__(self, write: Callable[[], None]) -> None:
-        super().__init__(name="checkpoint", daemon=True)
-        self._write = write
-        self.error: BaseException | None = None
-
-    def run(self) -> None:
-        try:
-            self._write()
-        except BaseException as error:
-            self.error = error
+def _complete(future: Future[None], write: Callable[[], None]) -> None:
+    try:
+        write()
+        future.set_result(None)
+    except BaseException as error:
+        future.set_exception(error)
 
 
 def on_host(checkpoint: Any) -> Any:

@@ -6,7 +6,6 @@ Errors name the key, its values and the real cause.
 from __future__ import annotations
 
 import logging
-import traceback
 from dataclasses import dataclass, fields
 from typing import Annotated, Any
 
@@ -19,6 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 from lightning_gpp._compat.omegaconf import key_of
 from lightning_gpp.cli.told import place_of_traceback
 from lightning_gpp.errors import ConfigError, GPPError
+from lightning_gpp.failure.report import told as event_of
 from lightning_gpp.validation import validated
 
 ConfigGroup = dict[str, Any]
@@ -91,15 +91,12 @@ def _mistake(node: DictConfig, error: BaseException) -> ConfigError:
     if isinstance(error, ImportError):
         reason = " ".join(str(error).split()).rstrip(".")
         return ConfigError(f"{key_of(node)}._target_={node._target_} cannot be imported: {reason}.")
-    values = ", ".join(f"{name}={node[name]}" for name in map(str, node) if not name.startswith("_"))
-    reason = f"{type(error).__name__}: {' '.join(str(error).split()).rstrip('.')}"
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<")]
-    place = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
     logged = ""
     if HydraConfig.initialized():
         logging.getLogger(__name__).warning("the error's traceback", exc_info=error)
         logged = f" {place_of_traceback()}"
+    values = ", ".join(f"{name}={node[name]}" for name in map(str, node) if not name.startswith("_"))
     return ConfigError(
-        f"{key_of(node) or 'configuration'} ({node._target_}) does not work with its settings"
-        f"{f' ({values})' if values else ''}: {reason}{place}.{logged}"
+        f"{key_of(node) or 'configuration'} ({node._target_}) does not work with its settings ({values}): "
+        f"{event_of(error)}.{logged}"
     )

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from lightning_gpp.cli.sizes import best_of_sizes, sizes_of
+from lightning_gpp.cli.task import predict, task_of
 from lightning_gpp.errors import ConfigError
 from lightning_gpp.planning import Prediction
 from lightning_gpp.planning.assignment.layout import layout_mismatch
@@ -34,9 +34,10 @@ def show(config: DictConfig) -> None:
             "compare schedules=..., or strategy.schedule=... for the schedule of one plan."
         )
     files = _files(config)
-    task, prediction, compared = best_of_sizes(config)
+    task = task_of(config)
+    prediction = predict(task)
     width = terminal_width()
-    notes = (*_advice(prediction), *compared, *_members(prediction), *task.subject.notes)
+    notes = (*_advice(prediction), *_members(prediction), *task.subject.notes)
     title = f"{config.name} on {task.machine.cluster.name}"
     writers: dict[str, Callable[[Path], object]] = {
         "output": prediction.plan.save,
@@ -52,7 +53,7 @@ def show(config: DictConfig) -> None:
 
 
 def _files(config: DictConfig) -> dict[str, Path]:
-    """The files to write. They are opened once before a long search.
+    """The files to write, which are looked at before a long search.
 
     Raises:
         ConfigError: a file cannot be written.
@@ -61,10 +62,6 @@ def _files(config: DictConfig) -> dict[str, Path]:
     for key, path in files.items():
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            existed = path.exists()
-            path.open("a").close()
-            if not existed:
-                path.unlink()  # the plan writes it again
         except OSError as error:
             raise ConfigError(f"{key}={path} cannot be written: {error.strerror}.") from error
     return files
@@ -73,7 +70,7 @@ def _files(config: DictConfig) -> dict[str, Path]:
 def _members(prediction: Prediction) -> list[str]:
     """The meaning of figures of devices that are several processes."""
     plan, number = prediction.plan, prediction.num_pipelines
-    *_, most = sizes = sizes_of(plan)
+    *_, most = sizes = sorted({stage.tensor_parallel_size for stage in plan.stages})
     if most == 1:
         return []
     what = f"{most} neighbouring processes" if len(sizes) == 1 else "one process or several neighbouring ones"

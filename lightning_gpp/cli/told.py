@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import OverrideParseException
 from omegaconf import DictConfig
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 from yaml import YAMLError
@@ -17,8 +16,6 @@ from lightning_gpp.errors import GPPError, close_to
 
 def told(error: BaseException) -> str:
     """The messages of an error and its causes, and for a key that does not exist, those that do."""
-    if isinstance(error, OverrideParseException):
-        return _unreadable(str(error.override), error)
     if isinstance(error, GPPError):
         return str(error)
     if isinstance(error, YAMLError):
@@ -26,19 +23,6 @@ def told(error: BaseException) -> str:
     causes = list(_causes(error))
     missing = next(filter(None, map(_missing_key, causes)), "")
     return missing or "\n".join(dict.fromkeys(line for cause in causes for line in _lines(cause)))
-
-
-def _unreadable(override: str, error: OverrideParseException) -> str:
-    """The message for an argument that is none of Hydra's."""
-    key, equals, _ = override.partition("=")
-    if not equals:
-        return f"{override!r} is not KEY=VALUE, for example trainer.devices=4. --help lists groups and keys."
-    reason = next((line for line in error.message.splitlines() if override not in line), "")
-    return (
-        f"The value in {override} cannot be read: {reason}. Keys stand without quotes, texts with special characters "
-        "in double ones, and the shell's single quotes around all of it: "
-        f"'{key}={{a: 0, b.c: 1}}', '{key}=[a, \"(b)\"]'."
-    )
 
 
 def place_of_traceback() -> str:

@@ -61,10 +61,6 @@ def in_own_loop(given: FabricArguments) -> FabricArguments:
             given.tensor_parallel_size == 1 and given.degrees != (1,),
             "stages with several processes (tensor_parallel_size) are for Lightning's Trainer. Leave that out",
         ),
-        "start_method": (
-            given.start_method not in ("auto", "popen"),
-            "Fabric runs the script again. Use popen",
-        ),
         "example_batch": (given.example_batch is not None, "the first call of the module is the example. Leave it out"),
         "streaming": (given.streaming is True, "calls of the module end before the loop goes on. Leave it out"),
         "state_dict_type": (given.state_dict_type == "sharded", "fabric.save writes one file. Use full"),

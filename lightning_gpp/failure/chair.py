@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict
-from enum import Enum
 from typing import Any, Final
 
 from lightning_gpp.failure.hangs import Standstill, conclusion, lonely_call
@@ -15,21 +14,12 @@ PATIENCE: Final = 1.5
 """Seconds for all other ranks to raise exceptions of their own after one has."""
 
 
-class Verdict(Enum):
-    """The consequence of an exception that a rank has reported.
-
-    An exception that every rank raises, such as that of a pruned trial, leaves nobody waiting, and the processes live
-    on. One that only some ranks raise leaves the others in receives for ever. Nobody can see in advance which of the
-    two it is, so the ranks have a moment to raise their own.
-    """
-
-    ENDS = "the job ends"
-    APART = "all ranks have raised exceptions of their own, at different points of the program"
-    TOGETHER = "all ranks have raised the same exception at the same point of the program; they can communicate"
-
-
 class Chair:
     """Decides what follows from the cells of all ranks.
+
+    An exception that every rank raises at the same point of the program, such as that of a pruned trial, leaves nobody
+    waiting, and the processes live on. One that only some ranks raise leaves the others in receives for ever. Nobody
+    can see in advance which of the two it is, so the ranks have a moment to raise their own.
 
     Args:
         world_size: number of ranks.
@@ -73,10 +63,10 @@ class Chair:
         if not raised:
             return
         first, since = self.first = self.first or (raised[0], now)
-        if len(raised) == self._world_size and (verdict := _verdict(raised, first)) is not Verdict.ENDS:
+        if len(raised) == self._world_size and len({cause.point for cause in raised}) == 1:
             if first.code != EXIT_CODE:
                 self._announce(first)
-            self.board |= {"round": self.board["round"] + 1, "verdict": verdict.name, "first": asdict(first)}
+            self.board |= {"round": self.board["round"] + 1, "first": asdict(first)}
             self.first = None
         elif len(raised) == self._world_size or now >= since + PATIENCE:
             self._propose(first)
@@ -102,10 +92,3 @@ class Chair:
             rank, event = found
             process, action = ProcessIdentity(**cells[rank]["process"]), cells[rank].get("action", "")
             self._propose(Cause(rank=rank, process=process, action=action, event=event, reported=True))
-
-
-def _verdict(raised: list[Cause], first: Cause) -> Verdict:
-    """The consequence of an exception that all ranks have raised; Ctrl-C comes to them at different points."""
-    if len({cause.point for cause in raised}) == 1:
-        return Verdict.TOGETHER
-    return Verdict.APART if first.code == EXIT_CODE else Verdict.ENDS

@@ -4,7 +4,7 @@ A rank that fails in a pipeline leaves the others in receives that never end. Th
 longer than the longest legitimate wait (compiling a first step, writing a checkpoint), so it detects a failure late and
 names the wrong rank, the one that waited. Here, every rank has a watch (`watch`) over the others:
 
-* a rank reports the exception that it raised; if all ranks raise their own, each handles it, and nothing ends,
+* a rank reports the exception that it raised; if all raise it at the same point, each handles it, and nothing ends,
 * a process that ends without a report (killed, `os._exit`) is noticed by those on its machine, as soon as it has ended,
 * a stopped process, or one whose machine is gone, is noticed by its missing heartbeats,
 * every rank prints the first of these, and ends its own process: the main thread may wait in a receive for ever.
@@ -29,7 +29,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  
 
 from lightning_gpp._compat.torch import default_store
 from lightning_gpp.errors import GPPError, PeerFailure, add_note
-from lightning_gpp.failure.chair import PATIENCE, Verdict
+from lightning_gpp.failure.chair import PATIENCE
 from lightning_gpp.failure.hangs import Activity
 from lightning_gpp.failure.limits import Limits
 from lightning_gpp.failure.processes import ProcessIdentity, exit_now, say, show_crashes
@@ -74,7 +74,7 @@ class FailureMonitor:
         self.rank, self.world_size, self.limits = rank, world_size, limits or Limits()
         self._activity, self._before_exit = activity or Activity(), before_exit
         self._watch: Watch | None = None
-        self._reported: tuple[BaseException, Verdict] | None = None
+        self._reported: tuple[BaseException, bool] | None = None
         self._process = ProcessIdentity.current()
         self._excepthook = sys.excepthook
 
@@ -140,10 +140,10 @@ class FailureMonitor:
     def report(self, error: BaseException) -> bool:
         """Tell the others that this rank has raised `error`. Returns if the caller is to raise it.
 
-        That is so if it is the first cause of the job's end, and if all other ranks raise exceptions of their own at
-        about the same time: then each handles its own, and the watch goes on. An error that may only follow from the
-        end of another rank waits for that cause. If another rank failed first, this process ends here; likewise after
-        `sys.exit(0)` on some ranks only, which would pass for success.
+        That is so if it is the first cause of the job's end, and if all other ranks raise theirs at the same point:
+        then each handles its own, and the watch goes on. An error that may only follow from the end of another rank
+        waits for that cause. If another rank failed first, this process ends here; likewise after `sys.exit(0)` on some
+        ranks only, which would pass for success.
 
         Returns:
             True if all ranks have raised it at the same point of the program, so that they can go on to communicate.
@@ -153,13 +153,13 @@ class FailureMonitor:
             return False
         if self._reported is None or self._reported[0] is not error:
             self._reported = error, self._judged(watch, error)
-        verdict = self._reported[1]
-        if verdict is Verdict.ENDS:
+        together = self._reported[1]
+        if not together:
             self._end(watch)
         record(error)
-        if isinstance(error, SystemExit) and not error.code and verdict is Verdict.ENDS:
+        if isinstance(error, SystemExit) and not error.code and not together:
             exit_now(EXIT_CODE)
-        return verdict is Verdict.TOGETHER
+        return together
 
     def _end(self, watch: Watch) -> None:
         """Let the first cause be known everywhere; returns only if it is of this rank."""
@@ -170,15 +170,15 @@ class FailureMonitor:
 
     def has_shown(self, error: BaseException) -> bool:
         """True if the job ends because of this error of this rank, which has said so."""
-        return self._reported == (error, Verdict.ENDS)
+        return self._reported == (error, False)
 
-    def _judged(self, watch: Watch, error: BaseException) -> Verdict:
-        """Report an exception of this rank, and return its consequence."""
+    def _judged(self, watch: Watch, error: BaseException) -> bool:
+        """Report an exception of this rank. Returns True if all ranks have raised it."""
         event, point = f"raised {told(error)}", point_of(error)
         if is_consequence(error):
             watch.suspect()
             if watch.known.wait(_CONSEQUENCE_GRACE):
-                return Verdict.ENDS
+                return False
             watch.propose(self._cause(event, short_trace(error)))
         elif isinstance(error, KeyboardInterrupt):
             watch.report(self._cause("was interrupted", point=point, code=INTERRUPTED))
@@ -186,13 +186,11 @@ class FailureMonitor:
             explains_itself = isinstance(error, GPPError)  # and its own rank shows the traceback as Python does
             watch.report(self._cause(event, "" if explains_itself else short_trace(error), point))
         watch.judged.wait(PATIENCE + self.limits.exit_grace)
-        verdict = watch.verdict or Verdict.ENDS
-        if verdict is not Verdict.ENDS:  # shown only if nobody catches it
-            first = watch.first
-            own = first is not None and first.event == event
-            words = f"Rank {first.rank} raised this one first." if first and own else f"First cause: {first}"
-            add_note(error, f"All ranks have raised exceptions. {words}")
-        return verdict
+        if (first := watch.first) is None:
+            return False
+        words = f"Rank {first.rank} raised this one first." if first.event == event else f"First cause: {first}"
+        add_note(error, f"All ranks have raised exceptions. {words}")  # shown only if nobody catches it
+        return True
 
     def _cause(self, event: str, trace: str = "", point: str = "", code: int = EXIT_CODE) -> Cause:
         return Cause(

@@ -30,6 +30,9 @@ class StopFlag:
     that keep their handlers, and to `overdue` one of `signals` that nobody has answered within `patience` seconds.
     One that comes too late to be answered takes effect at the end of the context. Forked workers keep the default
     behaviour of `signals`.
+
+    Ctrl-C counts once: torchrun passes to its processes what the terminal has sent them, too, and a second
+    KeyboardInterrupt would end the report of the first, and with it the process.
     """
 
     def __init__(
@@ -46,6 +49,8 @@ class StopFlag:
         self._overdue, self._heard, self._patience = overdue, heard, patience
         self._answered = False
         self._previous: dict[signal.Signals, Any] = {}
+        self._before_interrupt: Any = None
+        self._interrupted = float("-inf")
 
     def __enter__(self) -> StopFlag:
         self._process = os.getpid()
@@ -62,6 +67,9 @@ class StopFlag:
         self._previous = {each: signal.getsignal(each) for each in self.signals}  # known to the handler at once
         for each in self.signals:  # after the listener is there, which would not hear of an earlier one
             signal.signal(each, self._receive)
+        self._before_interrupt = signal.getsignal(signal.SIGINT)
+        if callable(self._before_interrupt):
+            signal.signal(signal.SIGINT, self._interrupt)
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
@@ -70,6 +78,8 @@ class StopFlag:
         for each, handler in self._previous.items():
             signal.signal(each, handler if handler is not None else signal.SIG_DFL)
         self._previous.clear()
+        if signal.getsignal(signal.SIGINT) == self._interrupt:  # and no handler of somebody else
+            signal.signal(signal.SIGINT, self._before_interrupt)
         os.write(self._wake, b"\0")
         os.close(self._wake)
         self._listener.join(1.0)  # leaves no thread behind, unless it is busy with a signal
@@ -93,6 +103,12 @@ class StopFlag:
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
 
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if now - self._interrupted >= _ECHO:
+            self._interrupted = now
+            self._before_interrupt(number, frame)
+
     def _listen(self) -> None:
         """Read signals, which arrive as bytes even while the main thread waits, until a zero."""
         asked, deadline = signal.SIGTERM, float("inf")
@@ -111,31 +127,6 @@ class StopFlag:
                 if not self._answered:
                     self._overdue(asked)
         os.close(self._woken)
-
-
-class OneInterrupt:
-    """A handler of SIGINT that passes the first on to the handler before it, and none of the next seconds.
-
-    torchrun passes to its processes what the terminal has sent them, too, and a second KeyboardInterrupt would end the
-    report of the first, and with it the process. Main thread only.
-    """
-
-    def __init__(self) -> None:
-        self._first = float("-inf")
-        self._before: Any = signal.signal(signal.SIGINT, self._receive)
-
-    def _receive(self, number: int, frame: FrameType | None) -> None:
-        now, last = time.monotonic(), self._first
-        if now - last < _ECHO:
-            return
-        self._first = now
-        if callable(self._before):
-            self._before(number, frame)
-
-    def remove(self) -> None:
-        """Restore the handler before, unless somebody else has put another in the place of this one."""
-        if signal.getsignal(signal.SIGINT) == self._receive:
-            signal.signal(signal.SIGINT, self._before)
 
 
 def _forget_wakeups() -> None:

@@ -24,7 +24,7 @@ from typing import Any, Final
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]  # it has no types
 
-from lightning_gpp.failure.chair import Chair, Verdict
+from lightning_gpp.failure.chair import Chair
 from lightning_gpp.failure.hangs import Activity, Progress
 from lightning_gpp.failure.limits import Limits
 from lightning_gpp.failure.processes import ENDED, ProcessIdentity, exit_now, say
@@ -89,12 +89,10 @@ class Watch:
         self.cause: Cause | None = None
         self.known = threading.Event()
         """Set after `cause` is known and printed."""
-        self.verdict: Verdict | None = None
-        """The consequence of the exception that this rank has raised; None as long as it is open."""
         self.first: Cause | None = None
-        """The exception that was reported first of those with this consequence."""
+        """The exception that was reported first, if all ranks have raised the one that this rank has reported."""
         self.judged = threading.Event()
-        """Set after `verdict` is known."""
+        """Set after it is known what follows from the exception that this rank has reported."""
         self.stop_signal = 0
         """On rank 0 the first signal that asks the job to stop, received by any rank; 0 if there is none."""
         self._store, self._rank, self._world_size, self._timeout = store, rank, world_size, limits.silence
@@ -136,8 +134,8 @@ class Watch:
         return sorted({*range(1, self._world_size)} - self._peers.keys())
 
     def report(self, cause: Cause) -> None:
-        """Report an exception of this rank, of which `verdict` will be the consequence."""
-        self.verdict = None
+        """Report an exception of this rank."""
+        self.first = None
         self.judged.clear()
         self._say(raised=asdict(cause))
 
@@ -250,7 +248,8 @@ class Watch:
             self._meet_neighbours(board, now)
         if board["round"] > self._cell["round"]:
             self._say(round=board["round"], raised=None)
-            self._conclude(Verdict[board["verdict"]], Cause.of(board["first"]))
+            self.first = Cause.of(board["first"])
+            self.judged.set()
         if board["hang"] > self._cell["told"]:
             self._progress.report(now)
             self._say(told=board["hang"], hangs=False)
@@ -370,10 +369,6 @@ class Watch:
 
     # --- the end
 
-    def _conclude(self, verdict: Verdict, first: Cause) -> None:
-        self.verdict, self.first = verdict, first
-        self.judged.set()
-
     def _adopt(self, cause: Cause) -> None:
         """Let the job end by the first cause."""
         with self._lock:
@@ -383,7 +378,7 @@ class Watch:
         self._end_by = time.monotonic() + (self._exit_grace if cause.rank == self._rank else _ANSWER)
         self._announce(cause)
         self.known.set()  # comes last: the failed rank may end after this
-        self._conclude(Verdict.ENDS, cause)
+        self.judged.set()
         self._wake.set()
 
     def _announce(self, cause: Cause) -> None:

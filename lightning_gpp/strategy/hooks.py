@@ -131,12 +131,11 @@ class Hooks:
             recorder.reset()
             with recorder.run(1 if name.endswith("epoch_end") else self._steps.incoming.batch_size):
                 result = plain(*args, **kwargs)
-            facts = float(result == -1), float(self._trainer.should_stop)
-            calls, values = logs.exchange(recorder if self._control.runs_step else None, facts)
-            logs.replay(self._module, calls, values[2:])
-            if values[1]:
-                self._trainer.should_stop = True
-            return -1 if values[0] else None
+            facts = result == -1, self._trainer.should_stop
+            calls, _, (ends, stop) = logs.exchange(recorder if self._control.runs_step else None, facts)
+            logs.replay(self._module, calls)
+            self._trainer.should_stop = self._trainer.should_stop or stop
+            return -1 if ends else None
 
         return hook
 

@@ -7,16 +7,12 @@ everywhere.
 
 from __future__ import annotations
 
-import hashlib
 import inspect
-import itertools
-import pickle
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import lru_cache
 from numbers import Number
-from typing import Any, Final
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -31,9 +27,6 @@ from lightning_gpp.training.control import Control
 from lightning_gpp.training.options import Context
 
 _SIGNATURE = inspect.signature(pl.LightningModule.log)
-
-_HEADER: Final = 2
-"""Numbers of a message before its values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,57 +242,30 @@ def _is_scalar(value: Any) -> bool:
     return isinstance(value, Tensor) and value.numel() == 1
 
 
-class LogExchange:
-    """Sends the records of the step's rank to the other ranks of the pipeline, and replays them on all of them.
+Logged = tuple[Call, float, int]
+"""A call, its value, and the number of samples that it counts for."""
 
-    A message is two numbers (the calls, the number of values) and the values, of which it has room for as many as ever
-    were sent; a second message has those that do not fit. So a step sends one message, unless it logs more than all
-    before. Calls are pickled only if they differ from all that were sent before.
-    """
+
+class LogExchange:
+    """Gives what the step's rank has logged to the other ranks of the pipeline, and replays it on all of them."""
 
     def __init__(self, control: Control, device: torch.device) -> None:
         self.control, self.device = control, device
-        self._known: dict[int, tuple[Call, ...]] = {}
-        self._room = 0
-        """Values of a message; all ranks have seen the same messages."""
 
     def exchange(
-        self, recorder: LogRecorder | None, extra: Sequence[float], results: Sequence[Tensor] = ()
-    ) -> tuple[tuple[Call, ...], list[float]]:
-        """Share calls and values: `extra` and `results`, then value and samples of each call.
+        self, recorder: LogRecorder | None, facts: Any, results: Sequence[Tensor] = ()
+    ) -> tuple[list[Logged], list[float], Any]:
+        """The calls with their values, `results` as numbers, and picklable `facts`, all of the step's rank.
 
         The tensors are read once, all together, since reading waits for their device. `recorder`: of the step's rank.
         """
-        calls = () if recorder is None else tuple(recorder.calls)
-        values = [*extra] if recorder is None else [*extra, *_flat(results, recorder)]
-        if self.control.num_devices == 1:
-            return calls, [float(value) for value in values]
-        key, values = self._shared(_key(calls), values)
-        if key not in self._known:
-            self._known[key] = self.control.share_object(calls)
-        return self._known[key], values
+        mine = None if recorder is None else (*_values(recorder, results), facts)
+        shared: tuple[list[Logged], list[float], Any] = self.control.share_object(mine)
+        return shared
 
-    def _shared(self, key: int, values: Sequence[float]) -> tuple[int, list[float]]:
-        """The key and the values of the step's rank, on all ranks of the pipeline."""
-        first, rest = values[: self._room], values[self._room :]
-        message = torch.zeros(_HEADER + self._room, dtype=torch.float64)
-        header = message[:_HEADER].view(torch.int64)  # whole numbers of 64 bits in the place of floating-point ones
-        header.copy_(torch.tensor([key, len(values)]))
-        message[_HEADER : _HEADER + len(first)] = torch.tensor(first, dtype=torch.float64)
-        message = self.control.share(message)
-        key, length = message[:_HEADER].view(torch.int64).tolist()
-        shared: list[float] = message[_HEADER : _HEADER + length].tolist()
-        if length > self._room:
-            more = torch.zeros(length - self._room, dtype=torch.float64)
-            more[: len(rest)] = torch.tensor(rest, dtype=torch.float64)
-            shared += self.control.share(more).tolist()
-            self._room = length
-        return key, shared
-
-    def replay(self, module: pl.LightningModule, calls: Sequence[Call], values: Sequence[float]) -> None:
+    def replay(self, module: pl.LightningModule, calls: Sequence[Logged]) -> None:
         """Call `module.log` as the step did, with the combined values."""
-        for index, call in enumerate(calls):
-            value, samples = values[2 * index], int(values[2 * index + 1])
+        for call, value, samples in calls:
             # filling a tensor there waits for nothing, unlike a copy of the number
             logged: Any = torch.full((), value, dtype=call.dtype or torch.get_default_dtype(), device=self.device)
             if call.metric is not None:
@@ -308,12 +274,12 @@ class LogExchange:
             type(module).log(module, call.name, logged, batch_size=samples, **dict(call.kwargs))  # here are values
 
 
-def _flat(results: Sequence[Tensor], recorder: LogRecorder) -> list[float]:
-    """The results, then value and samples of each call, in one transfer from their device."""
+def _values(recorder: LogRecorder, results: Sequence[Tensor]) -> tuple[list[Logged], list[float]]:
+    """The calls with their combined values, and the results, in one transfer from their device."""
     pairs = [entry.combined(recorder.reduction(call)) for call, entry in recorder.calls.items()]
-    numbers = _read([*results, *(value for value, _ in pairs)])
-    count, samples = len(results), [float(samples) for _, samples in pairs]
-    return [*numbers[:count], *itertools.chain(*zip(numbers[count:], samples, strict=True))]
+    numbers, count = _read([*results, *(value for value, _ in pairs)]), len(results)
+    calls = zip(recorder.calls, numbers[count:], (samples for _, samples in pairs), strict=True)
+    return list(calls), numbers[:count]
 
 
 def _read(tensors: Sequence[Tensor]) -> list[float]:
@@ -323,9 +289,3 @@ def _read(tensors: Sequence[Tensor]) -> list[float]:
     same = [tensor.detach().reshape(()).to(device, torch.float64, non_blocking=True) for tensor in tensors]
     numbers: list[float] = torch.stack(same).tolist()
     return numbers
-
-
-@lru_cache(maxsize=64)  # most steps log the same
-def _key(calls: tuple[Call, ...]) -> int:
-    digest = hashlib.sha256(pickle.dumps([(call.name, repr(call)) for call in calls])).digest()
-    return int.from_bytes(digest[:8], "big") >> 1

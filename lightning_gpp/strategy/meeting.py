@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import multiprocessing
 import os
 import secrets
 import socket
@@ -20,7 +19,6 @@ from typing import Final
 
 import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
-from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # they have no types
 from torch.distributed.rendezvous import rendezvous
@@ -76,11 +74,8 @@ def job_of(environment: ClusterEnvironment, num_nodes: int) -> str:
         return " ".join(f"{name}={os.environ[name]}" for name in _STEP if name in os.environ)
     if num_nodes > 1:
         return ""  # each machine has a launcher of its own
-    if launcher := os.environ.get(LAUNCHER):
-        return f"started by process {launcher}"
-    if isinstance(environment, LightningEnvironment) and not environment.creates_processes_externally:
-        return f"started by process {os.getppid() if multiprocessing.parent_process() else os.getpid()}"
-    return ""
+    launcher = os.environ.get(LAUNCHER)
+    return f"started by process {launcher}" if launcher else ""
 
 
 @cache

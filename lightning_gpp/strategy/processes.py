@@ -14,15 +14,12 @@ from typing import Any, ClassVar, Final
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
+from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]  # it has no types
 from torch.distributed.nn.functional import all_gather
 
-from lightning_gpp._compat.lightning_processes import (
-    MultiProcessingLauncher,
-    ScriptLauncher,
-    set_rank_zero,
-)
+from lightning_gpp._compat.lightning_processes import ForkingLauncher, ScriptLauncher
 from lightning_gpp.errors import ConfigError
 from lightning_gpp.failure.hangs import Activity, Wait
 from lightning_gpp.failure.limits import Limits
@@ -37,26 +34,16 @@ from lightning_gpp.training.tensors.joining import join, pipelines_of
 
 _GRACE: Final = 5.0
 """Seconds for the processes that this one has started to end by themselves."""
+_NO_SCRIPT: Final = (
+    "devices={devices} starts {more} more processes, each of which runs your script from its beginning, but there is "
+    "none: this is a notebook, an interactive shell or `python -c`. Save the code in a file and start that, or choose "
+    "devices=1 here: strategy.delayed_devices and gpp-plan show there how a pipeline would train."
+)
 
 
 def has_script() -> bool:
     """True if there is a script that further processes could run; not in notebooks, shells and `python -c`."""
     return not hasattr(sys, "ps1") and Path(sys.argv[0]).is_file()
-
-
-def check_script(num_processes: int, remedy: str) -> None:
-    """Refuse to start further processes by running the script again where there is none.
-
-    Raises:
-        ConfigError: this is a notebook, an interactive shell or `python -c`.
-    """
-    if not has_script():
-        raise ConfigError(
-            f"devices={num_processes} starts {num_processes - 1} more processes, each of which runs your script from "
-            "its beginning, but there is none: this is a notebook, an interactive shell or `python -c`. Save the code "
-            f"in a file and start that (in a notebook: !python train.py), {remedy}or choose devices=1 here: "
-            "strategy.delayed_devices and gpp-plan show there how a pipeline would train."
-        )
 
 
 def start_process_group(
@@ -103,7 +90,7 @@ class JobProcesses:
     _owner: ClassVar = "Trainer"
     """The class that has the arguments `accelerator` and `devices`."""
     _forks: ClassVar = True
-    """True if processes can also start by Python's multiprocessing."""
+    """True if processes can be forked where there is no script."""
 
     options: Options
     parallel_devices: list[torch.device] | None
@@ -168,15 +155,11 @@ class JobProcesses:
             self._launcher = self._launcher_for(environment)
 
     def _launcher_for(self, environment: ClusterEnvironment | None) -> Any:
-        started = environment is not None and environment.creates_processes_externally
-        method = "popen" if started else self.options.start_method
-        if method == "auto":
-            method = "fork" if self._forks and not has_script() else "popen"
-        if method != "popen":
-            return MultiProcessingLauncher(self, start_method=method)  # type: ignore[arg-type]  # of the trainer
-        if self.num_processes > 1 and not started:
-            check_script(self.num_processes, "choose strategy.start_method=fork, " if self._forks else "")
         assert environment is not None  # Lightning's connector has set it
+        if not environment.creates_processes_externally and not has_script():
+            if not self._forks:
+                raise ConfigError(_NO_SCRIPT.format(devices=self.num_processes, more=self.num_processes - 1))
+            return ForkingLauncher(self, start_method="fork")  # type: ignore[arg-type]  # of the trainer
         return ScriptLauncher(environment, self.num_processes, self.num_nodes)
 
     def _end_started(self) -> None:
@@ -190,7 +173,7 @@ class JobProcesses:
             node = self.node_rank if self.num_nodes > 1 else 0
             environment.set_global_rank(node * self.num_processes + self.local_rank)
             environment.set_world_size(self.num_nodes * self.num_processes)
-        set_rank_zero(self.global_rank)
+        rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]  # of a function
 
     def _monitored(self) -> FailureMonitor:
         return FailureMonitor(

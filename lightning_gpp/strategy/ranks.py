@@ -18,7 +18,6 @@ from lightning_gpp.errors import ConfigError
 from lightning_gpp.failure.monitor import FailureMonitor
 from lightning_gpp.strategy.checkpoints import AtomicCheckpointIO, Checkpoints
 from lightning_gpp.strategy.guard import Guard
-from lightning_gpp.strategy.preemption import Preemption
 from lightning_gpp.strategy.processes import JobProcesses
 from lightning_gpp.strategy.run import Run
 from lightning_gpp.training.control import Control
@@ -108,14 +107,14 @@ class RanksStrategy(JobProcesses, ParallelStrategy):
             raise ConfigError("The strategy has no cluster environment yet; it gets one from the trainer.")
         self._end, self._together = None, False
         self._monitor = self._monitored()
-        if self.lightning_module is not None:
-            self._guard = Guard(self.lightning_module.trainer, self._monitor, self.options.grace)
+        trainer = None if self.lightning_module is None else self.lightning_module.trainer
+        if trainer is not None:
+            options, finish = self.options, self._checkpoints.wait
+            self._guard = Guard(trainer, self._monitor, self.cluster_environment, options.grace, finish)
         control = self._meet(self.cluster_environment, self._monitor)
-        self._checkpoints.begin(getattr(getattr(self.lightning_module, "trainer", None), "callbacks", ()))
-        if self._guard is not None and self.lightning_module is not None:
-            trainer = self.lightning_module.trainer
-            environment, finish = self.cluster_environment, self._checkpoints.wait
-            self._guard.stops_for(Preemption(trainer, control, self._monitor, environment, finish))
+        self._checkpoints.begin(getattr(trainer, "callbacks", ()))
+        if self._guard is not None:
+            self._guard.stop_between_steps(control)
 
     def _meet(self, environment: ClusterEnvironment, monitor: FailureMonitor) -> Control:
         control = super()._meet(environment, monitor)
@@ -163,6 +162,6 @@ class Silence:
 
     def end(self) -> None:
         """Show the warnings again."""
-        warnings.filters[:] = [each for each in warnings.filters if each not in self._added]  # type: ignore[index]
-        with warnings.catch_warnings():  # whose end lets Python look at its filters again
-            pass
+        kept = [each for each in warnings.filters if each not in self._added]
+        warnings.resetwarnings()  # lets Python look at its filters again
+        warnings.filters[:] = kept  # type: ignore[index]

@@ -296,19 +296,14 @@ class Steps:
         recorder = self.host.recorder if self.control.runs_step else None
         if recorder is not None:
             self._warn_of_means(recorder.record.means_of_some())
-        calls, values = self.logs.exchange(recorder, [float(trainer.should_stop), float(bool(sent))], numbers)
-        stop, has_sent, *rest = values
-        if has_sent:
-            received: dict[Attribute, Any] = self.control.share_object(sent)
-            if not self.control.runs_step:
-                result = self._readers.unpacked(received.pop(_RESULT, None))
-                self._set(received.pop(_SETTINGS, ()))
-                self.mirrored.take(received)
-        if stop:
-            trainer.should_stop = True
-        count = len(rest) - 2 * len(calls)
-        self.logs.replay(self.module, calls, rest[count:])
-        return rest[:count], result
+        calls, shared, (stop, received) = self.logs.exchange(recorder, (trainer.should_stop, sent), numbers)
+        if received and not self.control.runs_step:
+            result = self._readers.unpacked(received.pop(_RESULT, None))
+            self._set(received.pop(_SETTINGS, ()))
+            self.mirrored.take(received)
+        trainer.should_stop = trainer.should_stop or stop
+        self.logs.replay(self.module, calls)
+        return shared, result
 
 
 def _repeated(runs: int) -> str:

@@ -30,8 +30,8 @@ from lightning_gpp.simulation import Period, Timeline
 from lightning_gpp.strategy.checkpoints import saved_by_all
 from lightning_gpp.strategy.checks import check_synchronised, once
 from lightning_gpp.strategy.data import Taken, distribute
+from lightning_gpp.strategy.guard import Preempted
 from lightning_gpp.strategy.optimization import SKIPPED
-from lightning_gpp.strategy.preemption import Preempted
 from lightning_gpp.strategy.ranks import Arguments, RanksStrategy
 from lightning_gpp.strategy.run import Run
 from lightning_gpp.strategy.steps import Steps

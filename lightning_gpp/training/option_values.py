@@ -270,7 +270,7 @@ def _problems(options: Any) -> dict[str, Problems]:
 def _check_members(options: Any) -> None:
     """Refuse what the processes of one device cannot do together."""
     plan = options.plan
-    if (options.tensor_parallel_size == AUTO and plan is None) or options.degrees == (1,):
+    if options.degrees == (1,):
         return
     sliced = options.slicing is not None or (plan is not None and plan.is_sliced)
     offloads = bool(options.offload) or (plan is not None and any(stage.offload for stage in plan.stages))

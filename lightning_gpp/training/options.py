@@ -17,7 +17,6 @@ from typing import Annotated, Any, Final, Literal
 from annotated_types import Ge, Gt, Lt, MinLen
 
 from lightning_gpp.cluster import Cluster
-from lightning_gpp.errors import ConfigError
 from lightning_gpp.option import Converted, option, settle
 from lightning_gpp.plan import Plan
 from lightning_gpp.planning.assignment.manual import StagesSpec
@@ -110,12 +109,11 @@ class Options(SearchOptions):
         "number of pipeline replicas (data parallelism). Default: number of processes / devices of the plan.",
     )
 
-    tensor_parallel_size: Count | Literal["auto"] = option(
+    tensor_parallel_size: Count = option(
         1,
         "number of processes of every device of the plan: they share the work inside its stages, as the module's "
         'configure_model divides it (parallelize_module with self.device_mesh["tensor_parallel"]). A plan file, or '
-        "stages by hand, may name other numbers for single stages. auto, for gpp-plan: the numbers with which the plan "
-        "is fastest, for every stage its own, if the partitioner is auto.",
+        "stages by hand, may name other numbers for single stages.",
     )
 
     mini_batch: Literal["own", "shared"] = option(
@@ -289,42 +287,19 @@ class Options(SearchOptions):
     process_group_backend: str | None = option(
         None, "backend of torch.distributed. Default: nccl for CUDA devices, gloo for CPUs."
     )
-    start_method: Literal["auto", "popen", "fork", "forkserver", "spawn"] = option(
-        "auto",
-        "how Lightning starts the processes of this machine, if neither torchrun nor SLURM does: popen runs the script "
-        "again for each; fork, forkserver and spawn are those of Python's multiprocessing; auto is popen, and fork "
-        "where there is no script (a notebook, an interactive shell, python -c).",
-    )
 
     def __post_init__(self) -> None:
         settle(self)
         check_together(self)
 
     @property
-    def num_members(self) -> int:
-        """Number of processes of the devices for which neither the plan nor the stages name one.
-
-        Raises:
-            ConfigError: it is left to gpp-plan.
-        """
-        if isinstance(self.tensor_parallel_size, int):
-            return self.tensor_parallel_size
-        if self.plan is not None:
-            return 1
-        raise ConfigError(
-            f"strategy.tensor_parallel_size={self.tensor_parallel_size} is for gpp-plan: a module is divided before a "
-            f"run is planned. Make a plan with these settings (gpp-plan ... strategy.tensor_parallel_size="
-            f"{self.tensor_parallel_size} output=plan.yaml), and train with strategy.plan=plan.yaml."
-        )
-
-    @property
     def degrees(self) -> tuple[int, ...]:
         """The processes of each device; if all devices have equal numbers, this number alone.
 
         Raises:
-            ConfigError: it is left to gpp-plan, or the settings contradict each other.
+            ConfigError: the settings contradict each other.
         """
-        return degrees_of(self.plan, self.stages, self.num_members)
+        return degrees_of(self.plan, self.stages, self.tensor_parallel_size)
 
     @property
     def slicing(self) -> Slicing | None:

@@ -219,7 +219,7 @@ def planned(
             progress=progress,
         )
         prediction = best_plan(options.partitioner, captured.graph, request)
-        plan = prediction.plan.with_members(options.num_members)
+        plan = prediction.plan.with_members(options.tensor_parallel_size)
         return Planned(plan=plan, prediction=replace(prediction, plan=plan))
     if options.recompute is None:
         check_blocks(plan, captured.graph)
@@ -246,7 +246,7 @@ def _by_hand(stages: StageSpec, captured: Subject, options: Options) -> Plan:
         batch_size=captured.batch_size,
         num_micro_batches=options.num_micro_batches,
         micro_batch_size=options.micro_batch_size,
-        tensor_parallel_size=options.num_members,
+        tensor_parallel_size=options.tensor_parallel_size,
         model=captured.fingerprint,
     )
     if any(entry.devices is not None for entry in read(stages)):
@@ -264,7 +264,7 @@ def _from_file(plan: Plan, captured: Subject, options: Options) -> Plan:
             "file, or make a new one with these settings.",
             stacklevel=2,
         )
-    return refitted(captured, plan).with_members(options.num_members)
+    return refitted(captured, plan).with_members(options.tensor_parallel_size)
 
 
 def _scheduled(plan: Plan, captured: Subject, options: Options, machine: Callable[[], Machine]) -> Plan:

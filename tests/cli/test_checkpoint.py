@@ -77,21 +77,3 @@ def test_mistakes(
         main(arguments)
     assert ended.value.code == 1
     assert message in capsys.readouterr().err
-
-
-def test_help(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["--help"])
-    assert "gpp-checkpoint convert last.ckpt plain.ckpt" in capsys.readouterr().out
-
-
-def test_lines_fit_the_terminal(
-    file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.chdir(file.parent)
-    torch.save(torch.load(file) | {f"an_entry_of_a_callback_{number}": 0 for number in range(9)}, "many.ckpt")
-    main(["show", "many.ckpt"])
-    with pytest.raises(SystemExit):
-        main(["--help"])
-    assert max(map(len, capsys.readouterr().out.splitlines())) <= 80

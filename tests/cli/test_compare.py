@@ -86,12 +86,6 @@ def test_a_plan_is_compared_as_the_strategy_runs_it(tmp_path: Path, capsys: pyte
     assert "\nfolded: it is made for 2 stages per device; the plan has 4 on 4 devices." in text
 
 
-@pytest.mark.usefixtures("others")
-def test_stages_that_a_schedule_lays_out_over_fewer_devices(capsys: pytest.CaptureFixture[str]) -> None:
-    compare(composed(*QUICK, STAGES, "schedules=[1f1b,folded]", name="plan"))
-    assert "\nfolded: The plan needs 2 devices per pipeline, but there are 4" in capsys.readouterr().out
-
-
 def test_partitioners_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
     compare(composed(*QUICK, "partitioners=[auto,pipedream]", name="plan"))
     assert list(rows_of(capsys.readouterr().out)) == ["auto", "pipedream"]

@@ -103,17 +103,6 @@ def test_what_ends_a_run_is_shown_once_on_its_rank(tmp_path: Path) -> None:
     assert "RuntimeError: in the middle" in Path(log).read_text()
 
 
-def test_a_folder_of_configs_of_ones_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "mine" / "experiment").mkdir(parents=True)
-    text = "# @package _global_\ndefaults: [feature_towers]\nname: mine\nmodel: {width: 48}\n"
-    (tmp_path / "mine" / "experiment" / "wide.yaml").write_text(text)
-    line = ("--config-dir", "mine", "experiment=wide", "--cfg", "job", "-p", "model")
-    assert called(monkeypatch, "train", *line, cwd=tmp_path) == 0
-    assert "width: 48" in capsys.readouterr().out
-
-
 def test_only_the_first_process_keeps_a_run_folder() -> None:
     for environment in ({}, {"RANK": "0"}, {"SLURM_PROCID": "0"}, {"LOCAL_RANK": "1"}):
         assert quiet_overrides(environment) == []

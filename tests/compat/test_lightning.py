@@ -148,22 +148,12 @@ def test_first_training_batch() -> None:
 # --- modules and trainers
 
 
-class StandIn:
-    """Not a trainer."""
-
-
 def test_trainer_of() -> None:
     module = Line()
     assert lightning_module.trainer_of(module) is None
     assert lightning_module.trainer_of(nn.Linear(1, 1)) is None
     trainer = fit(module)
     assert lightning_module.trainer_of(module) is trainer
-
-
-def test_set_trainer() -> None:
-    module, stand_in = Line(), StandIn()
-    lightning_module.set_trainer(module, stand_in)
-    assert module.trainer is stand_in
 
 
 def test_set_device() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.failure.pipeline_rank import processes_running
-from tests.failure.preempted import STAGES, as_torchrun_would, shuffled
+from tests.failure.program import STAGES, as_torchrun_would, shuffled
 
 USR1 = signal.SIGUSR1
 ValuesByStep = dict[tuple[str, ...], list[float]]

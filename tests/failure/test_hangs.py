@@ -15,26 +15,28 @@ from lightning_gpp.failure.hangs import RELIEF, Activity, Standstill, Wait, conc
 from lightning_gpp.failure.limits import Limits
 from lightning_gpp.failure.monitor import FailureMonitor
 from tests.failure.pipeline_rank import Rank, processes_running
-from tests.failure.test_fit import WORLD_SIZE, fault, fit_as_torchrun_would
+from tests.failure.program import as_torchrun_would
+
+WORLD_SIZE = 3
 
 
 @pytest.mark.parametrize(
-    ("rank", "phase"), [(1, "steady"), pytest.param(0, "validation", marks=pytest.mark.acceptance)]
+    ("rank", "moment"), [(1, "forward 10"), pytest.param(0, "validating", marks=pytest.mark.acceptance)]
 )
-def test_a_hang_in_user_code_names_its_line(tmp_path: Path, rank: int, phase: str) -> None:
-    arguments = (str(tmp_path), fault("hang", rank, phase) | {"TIMEOUT": "10"})
-    with processes_running(tmp_path, WORLD_SIZE, fit_as_torchrun_would, *arguments) as running:
+def test_a_hang_in_user_code_names_its_line(tmp_path: Path, rank: int, moment: str) -> None:
+    arguments = (str(tmp_path), (rank, "hang", moment), {"strategy": {"timeout": 10}, "num_sanity_val_steps": 0})
+    with processes_running(tmp_path, WORLD_SIZE, as_torchrun_would, *arguments) as running:
         running.wait(50)
     assert all(running.codes), running.codes
     reports = [re.search(r"Hang report: (.*)", running.output(each)) for each in range(WORLD_SIZE)]
     told = [found[1] for found in reports if found]
     assert len(told) == WORLD_SIZE, running.output()
     assert "It waits for no rank" in told[rank]
-    assert re.search(r"called from \S*fit_script\.py:\d+ in inject", told[rank])
+    assert re.search(r"called from \S*program\.py:\d+ in hang", told[rank])
     assert f"Look at rank {rank} first" in running.output(0)
     assert f"A hang was reported before. Look at rank {rank} first" in running.output(0)
     assert "that was no hang" not in running.output()
-    step = "training_step, mini-batch 2" if phase == "steady" else "validation_step, mini-batch 8"
+    step = "training_step, mini-batch 2" if moment == "forward 10" else "validation_step, mini-batch 3"
     expected = (
         rf"action \w+ \((wait|send)\) of {step}, for [\d.]+ s. It waits for rank {rank} to (send|take) "
         r"(gradients|tensors) \(\w+\) of micro-batch \d, samples \[\d, \d\), on the edge from stage '\w+' to stage "

@@ -13,12 +13,11 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 
 from lightning_gpp.errors import ConfigError
 from lightning_gpp.strategy import meeting
-from tests.failure.pipeline_rank import free_port, processes_running
-from tests.failure.preempted import environment, fit
+from tests.failure.pipeline_rank import processes_running
+from tests.failure.program import environment, fit
 
 STEPS = {
     "SLURM_JOB_ID": "7",
@@ -103,12 +102,8 @@ def test_a_port_of_another_program_is_not_waited_for(rank: int, monkeypatch: pyt
             meeting._store("127.0.0.1", port, rank, "", timedelta(seconds=1))
 
 
-def test_a_rank_that_is_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_is_there_is_named() -> None:
     """Also where the launcher says nothing about the job, as if the process were a restarted one."""
-    monkeypatch.setenv("MASTER_PORT", str(free_port()))
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    assert meeting.job_of(LightningEnvironment(), num_nodes=1) == f"started by process {os.getpid()}"
-    assert meeting.job_of(LightningEnvironment(), num_nodes=2) == ""
     store = dist.HashStore()
     meeting._take(store, 1, "host:1")
     with pytest.raises(ConfigError, match=rf"Rank 1 of the job at host:1 .* is process {os.getpid()} on .*MASTER_PORT"):

@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from lightning_gpp.strategy.preemption import next_path
+from lightning_gpp.strategy.guard import next_path
 from tests.failure.pipeline_rank import Job, processes_running
-from tests.failure.preempted import as_torchrun_would
+from tests.failure.program import as_torchrun_would
 
 WORLD_SIZE = 3
 TERM, USR1, USR2 = signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2
@@ -59,7 +59,7 @@ def resumed(folder: Path, **more: Any) -> list[str]:
     ],
 )
 def test_a_stopped_run_goes_on_to_the_same_values(tmp_path: Path, moment: str, rank: int, number: int) -> None:
-    with start(tmp_path, rank, number, moment) as running:
+    with start(tmp_path, rank, int(number), moment) as running:
         running.wait(50)
     assert running.codes == [128 + number] * WORLD_SIZE, running.output()
     assert "Traceback" not in running.output()

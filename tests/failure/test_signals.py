@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from lightning_gpp.failure import signals
-from lightning_gpp.failure.signals import OneInterrupt, StopFlag
+from lightning_gpp.failure.signals import StopFlag
 from tests.failure.pipeline_rank import Rank, job
 
 
@@ -88,15 +88,14 @@ def test_forked_workers_end_by_the_signal_and_do_not_set_the_flag() -> None:
 def test_the_echo_of_an_interrupt_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(signals, "_ECHO", 0.2)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    once = OneInterrupt()
     try:
-        with pytest.raises(KeyboardInterrupt):
+        with StopFlag(overdue=fail):
+            with pytest.raises(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGINT)
             signal.raise_signal(signal.SIGINT)
-        signal.raise_signal(signal.SIGINT)
-        time.sleep(0.3)
-        with pytest.raises(KeyboardInterrupt):
-            signal.raise_signal(signal.SIGINT)
-        once.remove()
+            time.sleep(0.3)
+            with pytest.raises(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGINT)
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     finally:
         signal.signal(signal.SIGINT, before)

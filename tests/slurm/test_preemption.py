@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.failure.pipeline_rank import processes_running
-from tests.failure.preempted import as_torchrun_would
+from tests.failure.program import as_torchrun_would
 from tests.slurm.cluster import REPOSITORY, Cluster, Job
 
 SCRIPT = REPOSITORY / "examples/slurm/requeue.sbatch"

@@ -14,7 +14,7 @@ from typing import Any
 import lightning as L
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from tests.failure.preempted import fit
+from tests.failure.program import fit
 
 
 class Pace(L.Callback):
@@ -40,11 +40,6 @@ def tell(trainer: L.Trainer, text: str) -> None:
         print(text, flush=True)
 
 
-def newest() -> str | None:
-    """The newest checkpoint; None if there is none."""
-    return str(max(Path.cwd().glob("*.ckpt"), key=lambda path: path.stat().st_mtime, default="")) or None
-
-
 def main() -> None:
     nodes, world_size = number("GROUP_WORLD_SIZE", "SLURM_NNODES"), number("WORLD_SIZE", "SLURM_NTASKS")
     callbacks: list[L.Callback] = [Pace(seconds("STEP_SECONDS"), seconds("SAVE_SECONDS"))]
@@ -53,12 +48,10 @@ def main() -> None:
     fit(
         str(Path.cwd()),
         world_size,
-        *callbacks,
-        ckpt_path=newest(),
+        callbacks=tuple(callbacks),
         devices=world_size // nodes,
         num_nodes=nodes,
         max_epochs=int(os.environ.get("EPOCHS", "2")),
-        enable_checkpointing=bool(every),
     )
 
 

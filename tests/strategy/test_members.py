@@ -54,18 +54,11 @@ CASES: dict[str, tuple[int, type[Tower], dict[str, Any]]] = {
     "1 and 2 to 1": (4, Branches, {"stages": branches(1, 1, 2)}),
     "replicas with 2 to 1, zero1": (5, Tower, {"stages": REPLICATED, "sharding": "zero1"}),
 }
-MORE_CASES: dict[str, tuple[int, type[Tower], dict[str, Any]]] = {
-    "1 to 4": (5, Tower, {"stages": chain(4, 1)}),
-    "4 to 1": (5, Tower, {"stages": chain(1, 4)}),
-    "2 to 4": (6, Tower, {"stages": chain(4, 2), "schedule": "gpipe"}),
-    "2 and 1 to 2": (5, Branches, {"stages": branches(2, 2, 1), "schedule": "gpipe"}),
-    "replicas with 2 to 1": (5, Tower, {"stages": REPLICATED}),
-}
 
 
-@pytest.mark.parametrize("case", sample([*CASES, *MORE_CASES], ["1 and 2 to 1"]))
+@pytest.mark.parametrize("case", sample(CASES, ["1 and 2 to 1"]))
 def test_losses_and_weights_are_those_of_one_process(case: str) -> None:
-    world, kind, options = {**CASES, **MORE_CASES}[case]
+    world, kind, options = CASES[case]
     assert_same(run(world, fit, world, kind, options, CLIPPED), alone(kind, **CLIPPED))
 
 
@@ -157,22 +150,16 @@ def fit_once(rank: int, world: int, stages: Any, folder: str, path: str | None, 
     return module.losses
 
 
-RESUMED = {
+RESUMED: dict[str, tuple[str, Any, Any]] = {
     "folder, 1 and 2 to 2 and 1": ("sharded", (3, chain(1, 2)), (3, chain(2, 1))),
-}
-MORE_RESUMED = {
-    "file, 1 and 2 to 2 and 1": ("full", (3, chain(1, 2)), (3, chain(2, 1))),
-    "file, 1 and 2 to one process": ("full", (3, chain(1, 2)), (1, {"layers": 0, "head": 0})),
-    "folder, 4 and 1 to one process": ("sharded", (5, chain(4, 1)), (1, {"layers": 0, "head": 0})),
     "folder, one process to 1 and 4": ("sharded", (1, {"layers": 0, "head": 0}), (5, chain(1, 4))),
-    "file, one process to 2 and 1": ("full", (1, {"layers": 0, "head": 0}), (3, chain(2, 1))),
-    "folder, replicas": ("sharded", (5, REPLICATED), (3, chain(2, 1))),
+    "file, 4 and 1 to one process": ("full", (5, chain(4, 1)), (1, {"layers": 0, "head": 0})),
 }
 
 
-@pytest.mark.parametrize("case", sample([*RESUMED, *MORE_RESUMED], RESUMED))
+@pytest.mark.parametrize("case", sample(RESUMED, [*RESUMED][:1]))
 def test_resumes_with_other_numbers(case: str, tmp_path: Path) -> None:
-    kind, before, after = {**RESUMED, **MORE_RESUMED}[case]
+    kind, before, after = RESUMED[case]
     first = run(before[0], fit_once, *before, str(tmp_path / "before"), None, kind)[0]
     path = f"{tmp_path}/before/{before[0]}.ckpt"
     second = run(after[0], fit_once, *after, str(tmp_path / "after"), path, kind)[0]

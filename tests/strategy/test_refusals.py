@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from lightning import Trainer
+from lightning import Fabric, Trainer
 from lightning.pytorch.callbacks import StochasticWeightAveraging
 
-from lightning_gpp import ConfigError, GPPError, GPPStrategy, PlanError
+from lightning_gpp import ConfigError, GPPError, GPPFabricStrategy, GPPStrategy, PlanError
 from lightning_gpp.plan import STEP, Plan, Stage
 from lightning_gpp.strategy.checks import check_callbacks, check_synchronised
 from lightning_gpp.strategy.data import Placeholder
@@ -63,7 +63,7 @@ def one_stage(**changes: Any) -> Plan:
 def test_processes_without_a_script(script: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", [script])
     with pytest.raises(ConfigError, match="starts 1 more processes.*Save the code in a file"):
-        Trainer(strategy=GPPStrategy(start_method="popen"), accelerator="cpu", devices=2, logger=False)
+        Fabric(strategy=GPPFabricStrategy(), accelerator="cpu", devices=2)
     forking = Trainer(strategy=GPPStrategy(), accelerator="cpu", devices=2, logger=False)
     assert forking.strategy.launcher is not None
     assert forking.strategy.launcher.is_interactive_compatible

@@ -1,4 +1,4 @@
-"""Processes that Python's multiprocessing starts, in notebooks as well: they train as one process does."""
+"""Where there is no script, as in notebooks, processes are forked: they train as one process does."""
 
 from __future__ import annotations
 
@@ -28,33 +28,19 @@ def trained(devices, strategy):
     trainer.fit(module, loader())
     return module.state_dict(), trainer.callback_metrics["train_loss"].item()
 """
-COMPARING = """
-    (alone, expected), (together, loss) = trained(1, "auto"), trained(2, GPPStrategy({options}))
-    assert abs(loss - expected) <= 1e-12 * expected, (loss, expected)
-    for name, tensor in alone.items():
-        torch.testing.assert_close(together[name], tensor, rtol=1e-9, atol=1e-10)
-    found = Trainer(strategy=GPPStrategy({options}), devices=2, **QUIET).validate(TwoTowers().double(), loader())
-    print("the same", sorted(found[0]))
+IN_A_NOTEBOOK = """
+sys.ps1 = "In: "  # by which Lightning knows interactive shells
+(alone, expected), (together, loss) = trained(1, "auto"), trained(2, GPPStrategy())
+assert abs(loss - expected) <= 1e-12 * expected, (loss, expected)
+for name, tensor in alone.items():
+    torch.testing.assert_close(together[name], tensor, rtol=1e-9, atol=1e-10)
+found = Trainer(strategy=GPPStrategy(), devices=2, **QUIET).validate(TwoTowers().double(), loader())
+print("the same", sorted(found[0]))
 """
-IN_A_NOTEBOOK = (
-    f'sys.ps1 = "In: "  # by which Lightning knows interactive shells\nif True:{COMPARING.format(options="")}'
-)
 
 
 def test_several_processes_in_a_notebook() -> None:
     assert "the same ['val_acc', 'val_kept', 'val_loss']" in succeeded(start(["-c", TRAINING + IN_A_NOTEBOOK]))
-
-
-@pytest.mark.acceptance
-@pytest.mark.parametrize("method", ["spawn", "forkserver"])
-def test_a_script_that_is_not_run_again(tmp_path: Path, method: str) -> None:
-    script = tmp_path / "script.py"
-    options = f"start_method={method!r}"
-    main = f'if __name__ == "__main__":\n    print("begins"){COMPARING.format(options=options)}'
-    script.write_text(TRAINING + main)
-    output = succeeded(start([str(script)]))
-    assert output.count("begins") == 1
-    assert "the same" in output
 
 
 FAULTS = """

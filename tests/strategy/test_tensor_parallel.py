@@ -13,13 +13,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel
 
-from lightning_gpp import ConfigError, GPPStrategy, capture_step
+from lightning_gpp import ConfigError, capture_step
 from lightning_gpp._compat.lightning_module import set_device_mesh
 from lightning_gpp._compat.torch import imitated_processes
 from lightning_gpp.training.divided.parallel_regions import captured_apart
 from lightning_gpp.training.divided.tensor_parallel import (
     TensorParallel,
-    check_divided,
     dividing,
 )
 from tests.strategy.harness import run, strategy, trainer
@@ -92,19 +91,6 @@ def fit_once(rank: int, world: int, degree: int, folder: str, path: str | None, 
     used.fit(module, loader(), ckpt_path=path)
     used.save_checkpoint(f"{folder}/{world}.ckpt")
     return module.losses
-
-
-@pytest.mark.acceptance
-@pytest.mark.parametrize("kind", ["full", "sharded"])
-@pytest.mark.parametrize(("before", "after"), [((4, 2), (2, 1)), ((1, 1), (4, 2)), ((4, 2), (3, 3))], ids=str)
-def test_resumes_with_another_degree(
-    before: tuple[int, int], after: tuple[int, int], kind: str, tmp_path: Path
-) -> None:
-    once = partial(fit_once, state_dict_type=kind)
-    first = run(before[0], once, *before, str(tmp_path), None)[0]
-    path = f"{tmp_path}/{before[0]}.ckpt"
-    second = run(after[0], once, *after, str(tmp_path), path)[0]
-    assert [*first, *second] == pytest.approx(alone()["losses"], rel=1e-12)
 
 
 OWNED = {"stages": REPLICATED, "sharding": "zero1"}
@@ -185,13 +171,6 @@ def test_self_check_finds_a_gradient_that_lacks_a_sum_over_members() -> None:
         run(2, wrong)
 
 
-class Whole(Tower):
-    """Divides nothing."""
-
-    def configure_model(self) -> None:
-        pass
-
-
 class Open(Tower):
     """Returns divided values to the step."""
 
@@ -243,33 +222,12 @@ def test_divisions_that_do_not_work(kind: type[Tower], text: str) -> None:
         divided(kind)
 
 
-def test_undivided_modules_are_refused() -> None:
-    found = divided(Whole)
-    assert found is None
-    with pytest.raises(ConfigError, match="the module is not divided among processes"):
-        check_divided(2, found)
-
-
 def test_modules_around_divided_values_are_called_whole() -> None:
     found = divided(Branches)
     assert found is not None
     assert found.regions.keys() == {"layers.0", "layers.1", "layers.2"}
     assert found.cut.keys() >= {"head.weight", "layers.0.up.weight", "layers.0.up.bias", "layers.0.down.weight"}
     assert not found.cut.keys() & {"layers.0.down.bias", "layers.0.norm.weight"}
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"sharding": "fsdp"},
-        {"weights": "stash"},
-        {"step": "whole"},
-    ],
-    ids=str,
-)
-def test_options_that_members_cannot_do_together(options: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="does not go together with strategy.tensor_parallel_size=2"):
-        GPPStrategy(tensor_parallel_size=2, **options)
 
 
 def fit_alone(rank: int) -> None:

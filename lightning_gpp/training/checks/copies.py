@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.random import fork_rng
 from torchmetrics import Metric
 
-from lightning_gpp._compat.lightning_module import set_trainer, trainer_of
+from lightning_gpp._compat.lightning_module import trainer_of
 from lightning_gpp._compat.torch import pytree
 from lightning_gpp.capture.batch import known_to_pytree
 from lightning_gpp.capture.calls import StepCalls, joint_batch
@@ -66,7 +66,7 @@ def silenced(copied: nn.Module, module: nn.Module) -> nn.Module:
     """The copy of a module, which logs nothing from now on."""
     for part in (part for part in copied.modules() if hasattr(part, "log_dict")):
         vars(part).update(log=_ignore, log_dict=_ignore)
-        set_trainer(part, trainer_of(module))
+        part.trainer = trainer_of(module)
     keep_apart(copied, module)
     return copied
 

@@ -20,6 +20,7 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
 
 from lightning_gpp import GPPStrategy
+from lightning_gpp.strategy import processes
 
 INJECT, RESULTS, PROCESSES = "GPP_SUITE_INJECT", "GPP_SUITE_RESULTS", "GPP_SUITE_PROCESSES"
 ENDED = "the process ended during this test"
@@ -37,7 +38,7 @@ def _choose(plain: Any) -> Any:
         strategy = plain(connector)
         if type(strategy) is not SingleDeviceStrategy or strategy.root_device.type != "cpu":
             return strategy
-        return _in_its_place(strategy, "auto")
+        return _in_its_place(strategy)
 
     return choose
 
@@ -51,14 +52,14 @@ def _init_strategy(plain: Any) -> Any:
         method = getattr(strategy, "_start_method", None)
         on_two = len(devices) == 2 and all(device.type == "cpu" for device in devices)
         if isinstance(strategy, DDPStrategy) and on_two and method in ("spawn", "fork"):
-            connector.strategy = _in_its_place(strategy, method)
+            connector.strategy = _in_its_place(strategy)
 
     return init
 
 
-def _in_its_place(strategy: Any, method: Any) -> Any:
+def _in_its_place(strategy: Any) -> Any:
     _chosen.append(type(strategy).__name__)
-    return GPPStrategy(self_check=False, start_method=method) if os.environ.get(INJECT) == "1" else strategy
+    return GPPStrategy(self_check=False) if os.environ.get(INJECT) == "1" else strategy
 
 
 def _of_two() -> bool:
@@ -75,6 +76,7 @@ def pytest_configure(config: pytest.Config) -> None:
         pytest.exit("This process is a rank that a test has started.", returncode=1)
     if _of_two():
         _AcceleratorConnector._init_strategy = _init_strategy(_AcceleratorConnector._init_strategy)
+        processes.has_script = lambda: False  # so that processes are forked
     else:
         _AcceleratorConnector._choose_strategy = _choose(_AcceleratorConnector._choose_strategy)
 
