@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 from lightning.fabric.plugins import Precision
@@ -14,8 +14,9 @@ from torch.optim import Optimizer
 from lightning_gpp.capture.calls import StepCalls
 from lightning_gpp.checkpoints.layout import KEY
 from lightning_gpp.errors import ConfigError
-from lightning_gpp.training.control import Control
+from lightning_gpp.training.control import Control, Mirror
 from lightning_gpp.training.data.incoming import Incoming, outline
+from lightning_gpp.training.data.loaders import data_parallel_world, read_in_world
 from lightning_gpp.training.engine import Engine
 from lightning_gpp.training.host import Host, Job
 from lightning_gpp.training.measured.machine import footprint_of
@@ -24,6 +25,8 @@ from lightning_gpp.training.sessions import compiled_steps
 from lightning_gpp.training.setup import agreed_seed, set_up
 from lightning_gpp.training.updates.gradients import LossScale, check_scaled
 
+_END: Final = object()
+"""Comes after the last mini-batch."""
 _TYPES = {"bf16": torch.bfloat16, "16": torch.float16}
 
 
@@ -147,6 +150,42 @@ class LazyEngine:
                 self._scale.detach()
             (self.engine.release if complete else self.engine.abandon)()
             self.engine = None
+
+
+# -- data: loops run on every rank, so each pipeline's first rank loads them for all of it
+
+
+class MirroredLoader:
+    """A data loader whose mini-batches, and random numbers, all ranks of a pipeline have alike.
+
+    Args:
+        loader: loads the data; iterated over on the first rank of the pipeline only.
+        control: the side channel of this rank.
+        mirror: gives mini-batches to the other ranks.
+    """
+
+    def __init__(self, loader: Iterable[Any], control: Control, mirror: Mirror) -> None:
+        self.loader, self._control, self._mirror = loader, control, mirror
+
+    def __len__(self) -> int:
+        with data_parallel_world(self._control.mesh):
+            return len(self.loader)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[Any]:
+        reads = self._control.runs_step
+        batches = read_in_world(self.loader, self._control.mesh) if reads else iter(())
+        while True:
+            batch = next(batches, _END)
+            if not self._control.share_flag(batch is not _END):
+                return
+            batch = self._mirror.tree(None if batch is _END else batch)
+            self._mirror.streams()
+            yield batch
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "loader":
+            raise AttributeError(name)
+        return getattr(self.loader, name)
 
 
 # -- checkpoints: an entry besides the user's objects, and parts of optimizers in files

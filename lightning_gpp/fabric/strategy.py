@@ -23,8 +23,14 @@ from torch.optim import Optimizer
 
 from lightning_gpp.checkpoints.layout import KEY, entry_of
 from lightning_gpp.errors import ConfigError, PlanError
-from lightning_gpp.fabric.data import MirroredLoader
-from lightning_gpp.fabric.engine import LazyEngine, PipelinedModule, entry_for, loaded_into, undivided
+from lightning_gpp.fabric.engine import (
+    LazyEngine,
+    MirroredLoader,
+    PipelinedModule,
+    entry_for,
+    loaded_into,
+    undivided,
+)
 from lightning_gpp.failure.monitor import FailureMonitor
 from lightning_gpp.option import documents, takes_fields_of
 from lightning_gpp.plan import Plan

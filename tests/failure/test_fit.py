@@ -69,7 +69,6 @@ class Trial:
 
 SAMPLE = [
     Trial("raise", MOMENTS[2], 2),
-    Trial("kill", "forward 1", 0),
     Trial("stop", "validating", 1),
     Trial("exit 0", f"saving {STEADY}", 1),
 ]
