@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader
 
 from lightning_gpp import GPPStrategy
 from lightning_gpp.cli.job import newest_checkpoint
+from tests.strategy.harness import enter
 
 STAGES: Final[dict[int, Any]] = {
     2: {"first": 0, "second": 0, "third": 1},
@@ -220,16 +221,8 @@ def fit(
     print("complete", flush=True)
 
 
-def environment(rank: int, world_size: int, port: int) -> None:
-    """Set the variables that torchrun sets."""
-    places = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "WORLD_SIZE": world_size}
-    places |= {"LOCAL_WORLD_SIZE": world_size, "MASTER_PORT": port}
-    os.environ.update({name: str(value) for name, value in places.items()})
-    os.environ.update(MASTER_ADDR="127.0.0.1", TORCHELASTIC_RUN_ID="test")
-
-
 def as_torchrun_would(rank: int, world_size: int, port: int, folder: str, fault: tuple[Any, ...], more: Any) -> None:
-    environment(rank, world_size, port)
+    enter(rank, world_size, port)
     signal.signal(signal.SIGUSR2, lambda number, frame: print("handed on", flush=True))
     fit(folder, world_size, Fault(*fault) if fault else None, **more)
 

@@ -17,7 +17,8 @@ import torch.distributed as dist
 from lightning_gpp.errors import ConfigError
 from lightning_gpp.strategy import meeting
 from tests.failure.pipeline_rank import processes_running
-from tests.failure.program import environment, fit
+from tests.failure.program import fit
+from tests.strategy.harness import enter
 
 STEPS = {
     "SLURM_JOB_ID": "7",
@@ -50,7 +51,7 @@ def is_open(port: int) -> bool:
 def one_of_two_jobs(number: int, _: int, port: int, folder: str, launcher: str) -> None:
     """Rank `number % 2` of job `number // 2`."""
     (job, rank), (variables, before) = divmod(number, 2), LAUNCHERS[launcher]
-    environment(rank, 2, port)
+    enter(rank, 2, port)
     del os.environ["TORCHELASTIC_RUN_ID"]
     os.environ.update({name: value.format(job=job, rank=rank) for name, value in variables.items()})
     if number != 0:

@@ -268,19 +268,13 @@ def test_replicas_may_share_the_state_of_optimizers() -> None:
 @pytest.mark.parametrize(
     ("settings", "match"),
     [
-        ({"weights": "stale"}, r"strategy.weights='stale' is not a weight policy"),
         ({"weights": "stash", "weight_options": {"sync": 1}}, r"weight_options has \['sync'\]"),
-        (
-            {"flush_every": 3},
-            r"strategy.flush_every=3 does not go together.*strategy.weights=stash",
-        ),
         ({"delayed_devices": 3}, r"strategy.delayed_devices=3 .* is for asynchronous"),
         (
             {"weights": "stash", "sharding": "fsdp"},
             r"sharding='fsdp' does not go together.*strategy.sharding=zero1",
         ),
         ({"weights": "predicted", "sharding": "zero1"}, r"predicts by, the state of optimizers.*weights=stash"),
-        ({"weights": "stash", "schedule": "auto"}, r"schedule='auto' does not go together.*Use 1f1b"),
     ],
 )
 def test_refused(settings: dict[str, Any], match: str) -> None:

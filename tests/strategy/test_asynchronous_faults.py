@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -56,9 +55,7 @@ def on_rank(rank: int, folder: str) -> None:
 
 
 def as_torchrun_would(rank: int, world_size: int, port: int, folder: str) -> None:
-    places = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": 3}
-    os.environ.update({name: str(value) for name, value in places.items()})
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_RUN_ID="test")
+    harness.enter(rank, world_size, port)
     on_rank(rank, folder)
 
 

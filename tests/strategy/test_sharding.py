@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -16,11 +14,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_gpp import ConfigError
-from lightning_gpp.runtime.gradients import Bucket
-from lightning_gpp.runtime.operations import ComputeBackward
-from lightning_gpp.runtime.sharding.shards import StageShards, local
+from lightning_gpp.runtime.sharding.shards import local
 from lightning_gpp.training.tensors.parameters import bytes_of
-from lightning_gpp.training.tensors.replicas import ELEMENTWISE, Replicas, check_elementwise, idle_sharding
+from lightning_gpp.training.tensors.replicas import ELEMENTWISE, check_elementwise, idle_sharding
 from tests.strategies import chain
 from tests.strategy import harness
 from tests.strategy.harness import TwoTowers, loader, make_data, make_module
@@ -228,39 +224,12 @@ TWO: dict[str, Any] = {
 
 
 def features(rank: int) -> dict[Any, Any]:
-    """Hooks that freeze and release, orders, precisions, unequal mini-batches."""
-    found: dict[Any, Any] = {}
-    for kind in KINDS:
-        with starts() as found["starts", kind]:
-            found["plain", kind] = fit_two(TwoTowers, kind)
+    """What is split, unequal mini-batches, and recomputation."""
+    found: dict[Any, Any] = {("plain", kind): fit_two(TwoTowers, kind) for kind in KINDS}
     found["uneven", "fsdp"] = fit_two(TwoTowers, "fsdp", data=uneven(rank))
-    found["Freezing", "fsdp"] = fit_two(Freezing, "fsdp")
     for name, settings in VARIANTS.items():
         found[name, "fsdp"] = fit_two(TwoTowers, "fsdp", **settings)
     return found
-
-
-@contextmanager
-def starts() -> Iterator[list[str]]:
-    """What happens in which order on this rank: backwards (B), starts of sums (G), the end of a mini-batch (.)."""
-    events: list[str] = []
-    with pytest.MonkeyPatch.context() as patch:
-        for cls, name, sign in (
-            (ComputeBackward, "run", "B"),
-            (Bucket, "start", "G"),
-            (StageShards, "reduce", "G"),
-            (Replicas, "finish", "."),
-        ):
-            patch.setattr(cls, name, _noting(getattr(cls, name), events, sign))
-        yield events
-
-
-def _noting(plain_method: Any, events: list[str], sign: str) -> Any:
-    def noted(*args: Any, **kwargs: Any) -> Any:
-        events.append(sign)
-        return plain_method(*args, **kwargs)
-
-    return noted
 
 
 def fit_two(cls: type[TwoTowers], kind: str, data: Any = None, **settings: Any) -> dict[str, Any]:
@@ -270,14 +239,6 @@ def fit_two(cls: type[TwoTowers], kind: str, data: Any = None, **settings: Any) 
     trainer = harness.trainer(strategy, 2, gradient_clip_val=0.05)
     trainer.fit(module, Batches(list(data or pipeline_loader(torch.distributed.get_rank()))))
     return {"losses": module.losses, "state": module.state_dict()}
-
-
-class Freezing(TwoTowers):
-    """Trains the head alone for an epoch, then everything."""
-
-    def on_train_epoch_start(self) -> None:
-        for part in (self.left, self.right):
-            part.requires_grad_(self.current_epoch > 0)
 
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -327,9 +288,9 @@ def two() -> list[dict[Any, Any]]:
     return harness.run(2, features)
 
 
-@pytest.mark.parametrize("name", ["Freezing", "uneven", "plain", *VARIANTS])
+@pytest.mark.parametrize("name", ["uneven", "plain", *VARIANTS])
 def test_features_equal_plain_lightning(two: Any, name: str) -> None:
-    module = {"Freezing": Freezing, "uneven": Joint}.get(name, TwoTowers)
+    module = Joint if name == "uneven" else TwoTowers
     joint = DataLoader(make_data(20), batch_sampler=Union())
     data = Batches(list(zip(uneven(0), uneven(1), strict=True))) if name == "uneven" else joint
     expected = plain(fit_alone, module, data)
@@ -340,18 +301,6 @@ def test_features_equal_plain_lightning(two: Any, name: str) -> None:
         assert both == pytest.approx(expected["losses"], **EXACT)
         for key, value in two[0][name, kind]["state"].items():
             assert_close(value, expected["state"][key.replace("_orig_mod.", "")])
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_sums_start_while_others_compute(two: Any, kind: str) -> None:
-    """With three stages on the device, those of the last one start before the backwards of the first one."""
-    for rank in two:
-        *batches, left = "".join(rank["starts", kind]).split(".")
-        assert len(batches) == 6
-        assert left == "G"  # of what no stage uses; nothing else waits for the end of a mini-batch
-        for events in batches:
-            assert events.removeprefix(left).index("G") < events.rindex("B")
-            assert events.removeprefix(left).count("G") >= 3
 
 
 def test_refused() -> None:
