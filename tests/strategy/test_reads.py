@@ -112,7 +112,7 @@ def looped(rank: int, options: dict[str, Any]) -> tuple[Counter[str], Counter[st
 
 
 LOSS = "training/engine.py: train_step"
-SUMS = "all_reduce in runtime/buckets.py: start"
+SUMS = "all_reduce in runtime/gradients.py: start"
 
 
 @pytest.mark.parametrize(
