@@ -116,17 +116,6 @@ def hook_tables(module: nn.Module) -> HookTables:
     )
 
 
-def hooks_of(module: nn.Module) -> list[Any]:
-    """A module's hooks around its forward and backward."""
-    tables = (
-        module._forward_pre_hooks,
-        module._forward_hooks,
-        module._backward_hooks,
-        module._backward_pre_hooks,
-    )
-    return [hook for table in tables for hook in table.values()]
-
-
 def forget_division(module: nn.Module) -> None:
     """Let `parallelize_module` divide a module again, which it does only once."""
     vars(module).pop("_distribute_module_applied", None)

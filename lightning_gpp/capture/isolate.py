@@ -7,7 +7,7 @@ import functools
 import io
 import types
 from collections import deque
-from collections.abc import Iterator, Set
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -15,10 +15,9 @@ import torch
 import torchmetrics
 from torch import nn
 
-from lightning_gpp._compat.torch import FakeTensorMode, hooks_of, replace_call, uncompiled, wraps_compiled
+from lightning_gpp._compat.torch import FakeTensorMode, replace_call, uncompiled, wraps_compiled
 from lightning_gpp.capture.attributes import FRAMEWORKS, MOST_NUMBERS
-from lightning_gpp.capture.kept import RandomSource, is_plain_object
-from lightning_gpp.capture.metrics import metrics_of
+from lightning_gpp.capture.kept import RandomSource, is_plain_object, metrics_of
 from lightning_gpp.errors import CaptureError
 from lightning_gpp.graph import OperatorGraph
 
@@ -49,18 +48,11 @@ def private_copy(module: nn.Module, memo: dict[int, Any] | None = None) -> nn.Mo
     Args:
         memo: as in `copy.deepcopy`: replacements of objects by their id.
     """
-    memo = {} if memo is None else memo
-    kept = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
-    kept |= memo.keys()
-    seen = set[int]()
-    for owner in module.modules():
-        for name, value in vars(owner).items():
-            _share(name, value, memo, kept, seen, depth=0)
-        memo |= {id(each): each for each in map(_of_library, hooks_of(owner)) if each is not None}
-    closures = {id(function): function for function in _closures(module)}
-    memo |= {place: _reopened(function) for place, function in closures.items()}
+    survey = _Survey(module, {} if memo is None else memo)
+    memo, functions = survey.memo, survey.functions
+    memo |= {place: _reopened(function) for place, function in functions.items()}
     replica = copy.deepcopy(module, memo)
-    for place, function in closures.items():
+    for place, function in functions.items():
         _close(memo[place], function, memo)
     for owner in module.modules():
         if id(owner) in memo and not wraps_compiled(owner):
@@ -68,30 +60,39 @@ def private_copy(module: nn.Module, memo: dict[int, Any] | None = None) -> nn.Mo
     return replica
 
 
-def _of_library(hook: Any) -> Any:
-    """The object of a library whose method is a hook, such as a profiler, which may not be copied; else None."""
-    while isinstance(hook, functools.partial):
-        hook = hook.func
-    owner = getattr(hook, "__self__", None)
-    return (
-        owner if type(owner).__module__.partition(".")[0] in FRAMEWORKS and not isinstance(owner, nn.Module) else None
-    )
+class _Survey:
+    """Finds what a copy of a module tree shares with it, and puts it into the memo, as itself or as `Unread`.
 
+    Attributes:
+        functions: functions in the tree that see variables of the code around them, perhaps a module, by id.
+    """
 
-def _closures(module: nn.Module) -> Iterator[types.FunctionType]:
-    """The functions in the module tree that see variables of the code around them, perhaps a module."""
-    kept = [value for owner in module.modules() for value in vars(owner).values()]
-    for value in _flattened(kept):
+    def __init__(self, module: nn.Module, memo: dict[int, Any]) -> None:
+        self.memo, self.functions = memo, dict[int, types.FunctionType]()
+        self._seen = {*map(id, (*module.parameters(), *module.buffers())), *memo}
+        for owner in module.modules():
+            for name, value in vars(owner).items():
+                self._look_at(name, value, 0)
+
+    def _look_at(self, name: str, value: Any, depth: int) -> None:
+        """`name`: of the attribute. `depth`: number of the containers and objects around it."""
+        while isinstance(value, functools.partial):
+            value = value.func
+        if isinstance(value, types.MethodType) and type(value.__self__).__module__.partition(".")[0] in FRAMEWORKS:
+            value = value.__self__  # such as a profiler with hooks, which may not be copied
+        if id(value) in self._seen:
+            return
+        self._seen.add(id(value))
         if isinstance(value, types.FunctionType) and value.__closure__:
-            yield value
-
-
-def _flattened(value: Any, depth: int = 0) -> Iterator[Any]:
-    if isinstance(value, _CONTAINERS) and depth < 4:
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from _flattened(item, depth + 1)
-    else:
-        yield value
+            self.functions[id(value)] = value
+        elif _is_read(value):
+            self.memo[id(value)] = Unread(name)
+        elif not _is_copied(value, depth):
+            self.memo[id(value)] = value
+        elif depth < _DEEPEST:
+            contents = vars(value) if is_plain_object(value) else value if isinstance(value, _CONTAINERS) else ()
+            for item in list(contents.values() if isinstance(contents, dict) else contents):
+                self._look_at(name, item, depth + 1)
 
 
 def _reopened(function: types.FunctionType) -> types.FunctionType:
@@ -136,21 +137,6 @@ def _fake(tensor: torch.Tensor, mode: FakeTensorMode, device: torch.device) -> t
         return fake
 
 
-def _share(name: str, value: Any, memo: dict[int, Any], kept: Set[int], seen: set[int], depth: int) -> None:
-    """Put objects that are not copied into the memo, as themselves or as `Unread`. `name`: the attribute's."""
-    if id(value) in seen or id(value) in kept:
-        return
-    seen.add(id(value))
-    if _is_read(value):
-        memo[id(value)] = Unread(name)
-    elif not _is_copied(value, depth):
-        memo[id(value)] = value
-    elif depth < _DEEPEST:
-        contents = vars(value) if is_plain_object(value) else value if isinstance(value, _CONTAINERS) else ()
-        for item in list(contents.values() if isinstance(contents, dict) else contents):
-            _share(name, item, memo, kept, seen, depth + 1)
-
-
 class Unread:
     """Stands for an iterator or file in a copy of a module, and refuses to be read. `name`: that of the attribute."""
 
@@ -169,8 +155,7 @@ class Unread:
     def __iter__(self) -> Any:
         return self.__getattr__("__iter__")
 
-    def __next__(self) -> Any:
-        return self.__getattr__("__next__")
+    __next__ = __iter__
 
 
 def _is_read(value: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Finds what objects keep between calls: containers, attributes of plain objects, and random generators.
+"""Finds what objects keep between calls: containers, attributes of plain objects, random generators, and metrics.
 
 A copy of a module has its own, and a run that does not count leaves them as they are. What is outside of the module
 (global variables, classes, closures, the trainer) is neither copied nor restored.
@@ -10,18 +10,20 @@ import functools
 import random
 import types
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from operator import is_
-from typing import Any, Final
+from typing import Any, Final, TypeGuard
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torchmetrics import Metric, MetricCollection
 
-from lightning_gpp.capture.attributes import NAMESPACES, OF_EVERY_MODULE, is_users
+from lightning_gpp._compat.torch import buffers_of
+from lightning_gpp.capture.attributes import MOST_ITEMS, NAMESPACES, OF_EVERY_MODULE, is_users
 from lightning_gpp.user_code import own_attributes
 
 Holder = dict[Any, Any] | list[Any] | set[Any] | deque[Any]
@@ -36,7 +38,6 @@ CHANGING: Final = frozenset({*_DICTS, *_SEQUENCES} - {tuple, frozenset})
 """Those whose contents may change."""
 _NO_HOLDERS: Final = (
     nn.Parameter,
-    nn.Module,
     type,
     types.ModuleType,
     types.FunctionType,
@@ -50,8 +51,6 @@ _DEEPEST: Final = 4
 _DEEPEST_IN_LIBRARIES: Final = 12
 _MOST_SEEN: Final = 10_000
 """Objects that are looked into."""
-_MOST_ITEMS: Final = 64
-"""Items of a container that are looked into."""
 _TELLING: Final = (
     *("__getattr__", "__getattribute__", "__del__", "__slots__", "__new__"),
     *("__copy__", "__deepcopy__", "__reduce__", "__reduce_ex__", "__getstate__", "__setstate__"),
@@ -84,7 +83,7 @@ class Kept:
     """Finds what objects keep.
 
     Args:
-        values: the objects, such as a loader, or the attributes of a module.
+        values: the objects, such as a loader, or the attributes of a module, with their places.
         libraries: whether objects of libraries are looked into, too.
         apart: classes of objects that are not looked into.
 
@@ -92,19 +91,23 @@ class Kept:
         holders: the containers, and the attributes of objects.
         generators: the random generators.
         tensors: tensors besides parameters.
+        modules: modules, which are not looked into, by their places.
     """
 
-    def __init__(self, values: Iterable[Any], *, libraries: bool = False, apart: tuple[type, ...] = ()) -> None:
+    def __init__(
+        self, values: Iterable[tuple[str, Any]], *, libraries: bool = False, apart: tuple[type, ...] = ()
+    ) -> None:
         self.holders: list[Holder] = []
         self.generators: list[RandomSource] = []
         self.tensors: list[Tensor] = []
+        self.modules: dict[str, nn.Module] = {}
         self._libraries, self._apart = libraries, (*_NO_HOLDERS, *apart)
         self._deepest = _DEEPEST_IN_LIBRARIES if libraries else _DEEPEST
         self._seen: dict[int, Any] = {}
         self._look_at(values, 1)
 
-    def _look_at(self, values: Iterable[Any], depth: int) -> None:
-        for value in list(values):
+    def _look_at(self, values: Iterable[tuple[str, Any]], depth: int) -> None:
+        for place, value in list(values):
             if isinstance(value, self._apart) or id(value) in self._seen or len(self._seen) > _MOST_SEEN:
                 continue
             self._seen[id(value)] = value
@@ -112,27 +115,99 @@ class Kept:
                 self.generators.append(value)
             elif isinstance(value, Tensor):
                 self.tensors.append(value)
+            elif isinstance(value, nn.Module):
+                self.modules[place] = value
             elif depth <= self._deepest:
-                self._look_at(self._inside(value), depth + 1)
+                self._look_at(self._inside(place, value), depth + 1)
 
-    def _inside(self, value: Any) -> Iterable[Any]:
+    def _inside(self, place: str, value: Any) -> Iterable[tuple[str, Any]]:
         """The contents of a value, which is noted if it is a holder."""
         kind = type(value)
         if kind in _DICTS or kind in _SEQUENCES:
             if kind in CHANGING:
                 self.holders.append(value)
-            return islice(value.values() if kind in _DICTS else value, _MOST_ITEMS)
+            items = islice(value.items() if kind in _DICTS else enumerate(value), MOST_ITEMS)
+            return [(f"{place}[{key!r}]", item) for key, item in items]
         if isinstance(value, types.MethodType):
-            return [value.__self__]
+            return [(place, value.__self__)]
         if isinstance(value, functools.partial):
-            return [value.func, *value.args, *value.keywords.values()]
+            return [(place, each) for each in (value.func, *value.args, *value.keywords.values())]
         attributes = own_attributes(value) if self._libraries or is_plain_object(value) else None
-        return [] if attributes is None else [attributes]
+        if attributes is None:
+            return []
+        self.holders.append(attributes)
+        return [(f"{place}.{name}", item) for name, item in islice(attributes.items(), MOST_ITEMS)]
 
 
 def kept_by(modules: Iterable[nn.Module]) -> Kept:
     """Find what the attributes of modules keep."""
-    return Kept(value for part in modules for name, value in vars(part).items() if name not in OF_EVERY_MODULE)
+    return Kept(each for part in modules for each in _attributes(part))
+
+
+def _attributes(owner: object, path: str = "") -> Iterator[tuple[str, Any]]:
+    return ((f"{path}.{name}", value) for name, value in vars(owner).items() if name not in OF_EVERY_MODULE)
+
+
+def metrics_of(module: nn.Module) -> dict[str, Metric | MetricCollection]:
+    """The metrics of a module, each once: its parts by path, and those in containers and plain objects of attributes.
+
+    torch does not know the latter: they have no device, and no place in a checkpoint.
+    """
+    found: dict[int, tuple[str, Metric | MetricCollection]] = {}
+    for path, part in module.named_modules():
+        own = ((path, part),) if _is_metric(part) else metrics_in(part, path)
+        for place, metric in own:
+            found.setdefault(id(metric), (place, metric))
+    return dict(found.values())
+
+
+def metrics_in(owner: object, path: str) -> Iterator[tuple[str, Metric | MetricCollection]]:
+    """The metrics in attributes of an object at a path; not those that are parts of a module."""
+    for place, module in Kept(_attributes(owner, path)).modules.items():
+        if _is_metric(module):
+            yield from ((inner, part) for inner, part in module.named_modules(prefix=place) if _is_metric(part))
+
+
+def _is_metric(value: object) -> TypeGuard[Metric | MetricCollection]:
+    """True as by isinstance, which asks all kinds of metrics for each class, and an observed module has its own."""
+    return not {Metric, MetricCollection}.isdisjoint(type(value).__mro__)
+
+
+def keep_apart(copied: nn.Module, module: nn.Module) -> None:
+    """Let a copy's own metrics, which may be on one rank alone, synchronise with no other. Some are the module's."""
+    shared = set(map(id, metrics_of(module).values()))
+    for metric in metrics_of(copied).values():
+        if isinstance(metric, Metric) and id(metric) not in shared:
+            metric.distributed_available_fn = bool  # returns False: there is nobody to synchronise with
+
+
+@contextmanager
+def without_effects(modules: Sequence[nn.Module], changed: Sequence[Tensor], inside: Kept) -> Iterator[None]:
+    """Restore what modules keep when the context ends: attributes, buffers, random generators, and containers and plain
+    objects in them.
+
+    Of containers with many items only lists that grew are restored.
+
+    Args:
+        modules: their attributes are restored.
+        changed: parameters and buffers that change in place.
+        inside: what their attributes keep; it is looked for once per mini-batch.
+    """
+    values = [(tensor, tensor.detach().clone()) for tensor in changed]
+    before = [(module, dict(vars(module)), buffers_of(module).copy()) for module in modules]
+    holders = {id(each): each for each in inside.holders}
+    holders |= {id(value): value for module in modules for _, value in _attributes(module) if type(value) in CHANGING}
+    try:
+        with unchanged(list(holders.values()), most=MOST_ITEMS), unmoved(inside.generators):
+            yield
+    finally:
+        for module, attributes, buffers in before:
+            for name in vars(module).keys() - attributes.keys():
+                del vars(module)[name]
+            vars(module).update(attributes)
+            buffers_of(module).update(buffers)
+        for tensor, value in values:
+            tensor.data.copy_(value)  # a graph that has saved the tensor finds it unchanged
 
 
 @contextmanager
@@ -162,27 +237,21 @@ def _differs(holder: Holder, known: Any) -> bool:
     return len(now) != len(known) or not all(map(is_, now, known))
 
 
-def _state_of(generator: RandomSource) -> Any:
-    if isinstance(generator, np.random.Generator):
-        return generator.bit_generator.state
-    return generator.getstate() if isinstance(generator, random.Random) else generator.get_state()
-
-
-def _set_state(generator: RandomSource, state: Any) -> None:
-    if isinstance(generator, np.random.Generator):
-        generator.bit_generator.state = state
-    elif isinstance(generator, random.Random):
-        generator.setstate(state)
-    else:
-        generator.set_state(state)
-
-
 @contextmanager
 def unmoved(generators: Sequence[RandomSource]) -> Iterator[None]:
     """Restore generators afterwards."""
-    before = list(map(_state_of, generators))
+    restores = list(map(_restoring, generators))
     try:
         yield
     finally:
-        for generator, state in zip(generators, before, strict=True):
-            _set_state(generator, state)
+        for restore in restores:
+            restore()
+
+
+def _restoring(generator: RandomSource) -> Callable[[], object]:
+    """A function that gives a generator its present state again."""
+    if isinstance(generator, np.random.Generator):
+        return functools.partial(setattr, generator.bit_generator, "state", generator.bit_generator.state)
+    if isinstance(generator, random.Random):
+        return functools.partial(generator.setstate, generator.getstate())
+    return functools.partial(generator.set_state, generator.get_state())  # type: ignore[arg-type]

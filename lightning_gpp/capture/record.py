@@ -31,8 +31,8 @@ from lightning_gpp.capture.batch import BatchDims, map_samples, samples_in
 from lightning_gpp.capture.changes import Changes
 from lightning_gpp.capture.isolate import isolated_copy, names_of
 from lightning_gpp.capture.items import are_plain, watched
+from lightning_gpp.capture.kept import metrics_of
 from lightning_gpp.capture.meter import Meter
-from lightning_gpp.capture.metrics import metrics_of
 from lightning_gpp.capture.reads import AttributeReads, buffers_in, observe, refuse_made_buffers
 from lightning_gpp.capture.recorder import Recorder
 from lightning_gpp.capture.recording import Recording

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_gpp.capture.isolate import names_of, private_copy
-from lightning_gpp.capture.metrics import keep_apart, metrics_of
+from lightning_gpp.capture.kept import keep_apart, metrics_of
 
 
 def hollow_copy(module: nn.Module, device: torch.device) -> nn.Module:

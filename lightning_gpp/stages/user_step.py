@@ -10,9 +10,11 @@ from typing import Any, Final
 
 import torch
 from torch import nn
+from torchmetrics import Metric
 
 from lightning_gpp._compat.torch import pytree, version
-from lightning_gpp.capture.kept import kept_by
+from lightning_gpp.capture.isolate import tensor_named
+from lightning_gpp.capture.kept import kept_by, without_effects
 from lightning_gpp.capture.network import InputKey, Network
 from lightning_gpp.capture.recording import ModuleCall, Recorded, Ref, StateRef
 from lightning_gpp.capture.refusal import refusal
@@ -21,7 +23,6 @@ from lightning_gpp.graph import TensorSpec
 from lightning_gpp.runtime.stage import MicroBatch
 from lightning_gpp.stages.answers import answered
 from lightning_gpp.stages.code import variable
-from lightning_gpp.stages.effects import modules_of_step, without_effects
 from lightning_gpp.stages.holes import Holes
 from lightning_gpp.stages.step import Invocation, StepRunner
 from lightning_gpp.wording import named
@@ -47,9 +48,10 @@ class UserStep(StepRunner):
         self._modules = {call.path: self.module.get_submodule(call.path) for call in self._calls}
         self._paths = {id(module): path for path, module in self._modules.items()}
         self._mixes = len(self._calls) > 1
-        self._changed = self.network.recording.changed_before_the_end()
+        changed = self.network.recording.changed_before_the_end()
+        self._changed = [tensor_named(self.module, name) for name in changed]
         self._glue = {call.step_number: call for call in self.network.calls if call.scope == -1}
-        self._of_step = modules_of_step(self.module, self._modules, self.network.recording.touched)
+        self._of_step = self._modules_of_step()
         self._inside = kept_by(())
         self._reads_states = any(call.states() for call in self._glue.values())
         self.results = {id(call): pytree.tree_flatten(call.result) for call in self._calls}
@@ -64,6 +66,19 @@ class UserStep(StepRunner):
         self._first: dict[tuple[int, int], dict[str, tuple[torch.Tensor, int]]] | None = None
         """Inputs of the micro-batches of the first mini-batch, with their versions."""
         self._is_new = True
+
+    def _modules_of_step(self) -> list[nn.Module]:
+        """The modules whose attributes the step may set: those whose forwards are its own, and those that it touches.
+
+        Metrics are left out, whose states change in place, and torch's own classes, whose forwards keep nothing.
+        """
+        inside = tuple(f"{path}." if path else "" for path in self._modules)
+
+        def counts(path: str, part: nn.Module) -> bool:
+            own = not (f"{path}.".startswith(inside) or type(part).__module__.partition(".")[0] == "torch")
+            return (own or path in self.network.recording.touched) and not isinstance(part, Metric)
+
+        return [self.module, *(part for path, part in self.module.named_modules() if path and counts(path, part))]
 
     def resized(
         self,

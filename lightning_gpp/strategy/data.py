@@ -241,7 +241,7 @@ def as_before(*values: Any) -> Iterator[None]:
 
     The first mini-batch is read at set-up, and once more by the loop.
     """
-    kept = Kept(values, libraries=True, apart=(pl.Trainer,))
+    kept = Kept((("", value) for value in values), libraries=True, apart=(pl.Trainer,))
     with unchanged(kept.holders), unmoved(kept.generators):
         yield
 

@@ -14,7 +14,7 @@ from torchmetrics.utilities.distributed import gather_all_tensors
 from torchmetrics.wrappers import Running
 
 from lightning_gpp._compat.torch import pytree
-from lightning_gpp.capture.metrics import metrics_in, metrics_of
+from lightning_gpp.capture.kept import metrics_in, metrics_of
 from lightning_gpp.errors import ForeignTensorError
 from lightning_gpp.training.control import Control
 

@@ -28,7 +28,6 @@ from lightning_gpp._compat.torch import (
     fake_mode,
     forget_division,
     hook_tables,
-    hooks_of,
     imitated_processes,
     parameters_of,
     pytree,
@@ -239,16 +238,6 @@ def test_parameters_of() -> None:
     part = module.weight * 2
     parameters_of(module)["weight"] = part
     assert module.weight is part
-
-
-def test_hooks_of() -> None:
-    module = nn.Linear(1, 1)
-    hooks = [lambda *_, number=number: None for number in range(4)]
-    module.register_forward_pre_hook(hooks[0])
-    module.register_forward_hook(hooks[1])
-    module.register_full_backward_hook(hooks[2])
-    module.register_full_backward_pre_hook(hooks[3])
-    assert hooks_of(module) == hooks
 
 
 def test_hook_tables() -> None:

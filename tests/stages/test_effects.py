@@ -10,12 +10,11 @@ import torch
 from torch import nn
 
 from lightning_gpp.capture import capture_step
-from lightning_gpp.capture.kept import kept_by
+from lightning_gpp.capture.kept import kept_by, without_effects
 from lightning_gpp.errors import CaptureError
 from lightning_gpp.runtime.stage import MicroBatch
 from lightning_gpp.stages import build
 from lightning_gpp.stages.answers import answered
-from lightning_gpp.stages.effects import without_effects
 from tests.stages.inprocess import chain_of, split_gradients
 
 
@@ -91,7 +90,7 @@ def test_inputs_drawn_for_several_micro_batches_in_turn_are_refused() -> None:
 
 def test_attributes_lists_and_buffers_are_as_before() -> None:
     module = Keeping()
-    with without_effects([module], ["count"], kept_by([module])):
+    with without_effects([module], [module.count], kept_by([module])):
         module.count.add_(1)
         module.count.data.add_(1)
         module.mean = module.mean + 1
@@ -108,7 +107,7 @@ def test_attributes_lists_and_buffers_are_as_before() -> None:
 def test_a_graph_that_has_saved_a_buffer_stays_valid() -> None:
     module, weight = Keeping(), torch.ones(3, requires_grad=True)
     result = (weight * module.count).sum()
-    with without_effects([module], ["count"], kept_by([module])):
+    with without_effects([module], [module.count], kept_by([module])):
         pass
     result.backward()
 

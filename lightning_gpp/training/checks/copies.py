@@ -19,8 +19,7 @@ from lightning_gpp._compat.torch import pytree
 from lightning_gpp.capture.batch import known_to_pytree
 from lightning_gpp.capture.calls import StepCalls, joint_batch
 from lightning_gpp.capture.isolate import private_copy
-from lightning_gpp.capture.kept import kept_by
-from lightning_gpp.capture.metrics import keep_apart
+from lightning_gpp.capture.kept import keep_apart, kept_by
 from lightning_gpp.capture.record import step_arguments
 from lightning_gpp.capture.recording import CallArguments
 from lightning_gpp.errors import CaptureError, ShapeError
