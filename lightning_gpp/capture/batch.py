@@ -105,6 +105,19 @@ def map_samples(batch: Any, total: int, on_tensor: OnTensor, on_list: OnList, di
     return _mapping(batch, total, dims)(on_tensor, on_list)
 
 
+def resized(batch: Any, num_samples: int, dims: BatchDims = GUESSED, listed: OnList = lambda items: items) -> Any:
+    """A batch of another number of samples, of which some come again. `listed`: called with new lists of samples."""
+
+    def tensor(samples: torch.Tensor, dim: int) -> torch.Tensor:
+        rows = torch.arange(num_samples, device=samples.device) % max(1, samples.shape[dim])
+        return samples.detach().index_select(dim, rows).requires_grad_(samples.requires_grad)
+
+    def again(items: Any) -> Any:
+        return listed(type(items)(items[number % len(items)] for number in range(num_samples)))
+
+    return map_samples(batch, samples_in(batch, dims), tensor, again, dims)
+
+
 def _mapping(batch: Any, total: int, dims: BatchDims) -> Callable[[OnTensor, OnList], Any]:
     """`map_samples` for one batch, as a function of the two functions."""
 

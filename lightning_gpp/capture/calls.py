@@ -19,16 +19,15 @@ import torch
 from torch import Tensor, nn
 
 from lightning_gpp._compat.torch import FakeTensor, pytree
-from lightning_gpp.capture.batch import map_samples, samples_in
+from lightning_gpp.capture.batch import resized, samples_in
 from lightning_gpp.capture.captured import Capture, capture_step
-from lightning_gpp.capture.changes import Changes, attempted
-from lightning_gpp.capture.differentiated import refuse_cut_graphs
 from lightning_gpp.capture.isolate import tensor_named
 from lightning_gpp.capture.items import are_plain
-from lightning_gpp.capture.record import RunTime, Subject, record
+from lightning_gpp.capture.network import refuse_cut_graphs
+from lightning_gpp.capture.record import RunTime, StepFunction, Subject, record
 from lightning_gpp.capture.recorder import Recorder
 from lightning_gpp.capture.recording import CallArguments, ModuleCall, ModuleRef, Recording, Ref, StateRef
-from lightning_gpp.capture.refusal import escaped, no_network, refusal
+from lightning_gpp.capture.refusal import Changes, attempted, escaped, no_network, refusal
 from lightning_gpp.graph import OperatorGraph
 from lightning_gpp.wording import named
 
@@ -229,22 +228,26 @@ def _called(module: nn.Module, path: str, entry: Mapping[str, Any], num_samples:
     return module.get_submodule(path)(*arguments[0], **arguments[1])
 
 
-_COUNTED = {"count": 0}
-"""The part of a `call_batch` that counts samples."""
-_UNDIVIDED = {"count": 0, "calls": None}
-"""The same, where no argument is cut."""
-
-
 def capture_calls(
-    module: nn.Module, batch: Mapping[str, Any], *, context: Entered, device: torch.device, divided: bool = True
+    module: nn.Module,
+    batch: Mapping[str, Any],
+    *,
+    context: Entered,
+    device: torch.device,
+    function: StepFunction = call_networks,
+    divided: bool = True,
 ) -> Capture:
-    """Capture calls of modules, from a `call_batch`. `divided`: for any number of samples, otherwise for these shapes.
+    """Capture calls of modules.
+
+    Args:
+        batch: a `call_batch`; a `joint_batch` for all calls of a step, whose function is `joint_loss`.
+        divided: for any number of samples, otherwise for these shapes.
 
     Raises:
         CaptureError: a module cannot be captured.
     """
-    dims = _COUNTED if divided else _UNDIVIDED
-    return capture_step(module, batch, context=context, device=device, function=call_networks, dims=dims)
+    dims = {"count": 0} if divided else {"count": 0, "calls": None}
+    return capture_step(module, batch, context=context, device=device, function=function, dims=dims)
 
 
 def joint_loss(module: nn.Module, batch: Mapping[str, Any]) -> Tensor:
@@ -260,29 +263,7 @@ def _changeable(tensor: Tensor) -> Tensor:
     return tensor if isinstance(tensor, FakeTensor) or not tensor.requires_grad else tensor.clone()
 
 
-def capture_joint(
-    module: nn.Module, batch: Mapping[str, Any], *, context: Entered, device: torch.device, divided: bool = True
-) -> Capture:
-    """Capture all network calls of a step, from a `joint_batch`, with a loss behind them; see `capture_calls`.
-
-    Raises:
-        CaptureError: a module cannot be captured.
-    """
-    dims = _COUNTED if divided else _UNDIVIDED
-    return capture_step(module, batch, context=context, device=device, function=joint_loss, dims=dims)
-
-
 def joint_batch(arguments: Mapping[str, CallArguments], num_samples: int) -> dict[str, Any]:
     """The batch of all calls of a step, each with the same number of samples, of which some come again."""
 
-    def resized(entry: Any) -> Any:
-        def tensor(sample: Tensor, dim: int) -> Tensor:
-            places = torch.arange(num_samples, device=sample.device) % sample.shape[dim]
-            return sample.detach().index_select(dim, places).requires_grad_(sample.requires_grad)
-
-        def listed(items: Any) -> Any:
-            return type(items)(items[i % len(items)] for i in range(num_samples))
-
-        return map_samples(entry, samples_in(entry), tensor, listed)
-
-    return _batch({path: resized(_entry(given)) for path, given in arguments.items()}, num_samples)
+    return _batch({path: resized(_entry(given), num_samples) for path, given in arguments.items()}, num_samples)

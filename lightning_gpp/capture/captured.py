@@ -3,28 +3,27 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_gpp._compat.lightning_module import trainer_of
 from lightning_gpp.capture.batch import GUESSED, BatchDims, batch_size_of, cut_note, cut_of
-from lightning_gpp.capture.changes import Changes, attempted
 from lightning_gpp.capture.known_values import is_present, uniform_values
-from lightning_gpp.capture.loss import loss_of, trained_loss
 from lightning_gpp.capture.merge import input_specs, merge
 from lightning_gpp.capture.network import Network, extract
 from lightning_gpp.capture.operators import graph_of, mark_mixing
 from lightning_gpp.capture.reads import decisive
 from lightning_gpp.capture.record import RunTime, StepFunction, Subject, record, step_arguments
-from lightning_gpp.errors import CaptureError
+from lightning_gpp.capture.refusal import Changes, attempted
+from lightning_gpp.errors import CaptureError, StepError
 from lightning_gpp.graph import OperatorGraph, TensorSpec
-from lightning_gpp.wording import counted, named, sentence, some
+from lightning_gpp.wording import counted, named, sentence, some, with_article
 
 SIZES = (4, 6)
 """Numbers of samples of the recordings; even, because some losses pair samples."""
@@ -68,31 +67,19 @@ class Capture:
     @property
     def notes(self) -> list[str]:
         """Remarks for people: how mini-batches are cut, and modules that are never cut."""
-        return [
-            *(
-                [f"The mini-batch has {counted(self.batch_size, 'sample')}. {cut_note(*self.cut)}"]
-                if self.function is None
-                else []
-            ),
-            *(
-                f"Module {path!r} is called whole and never cut. {sentence(reason)}"
-                for path, reason in self.uncut.items()
-            ),
-            *(
-                f"The forward of {named(path)} runs as a part of the step. {sentence(reason)}"
-                for path, reason in self.opened.items()
-            ),
-            *self._note_of_rest(),
-        ]
+        return list(self._notes())
 
-    def _note_of_rest(self) -> list[str]:
+    def _notes(self) -> Iterator[str]:
+        if self.function is None:
+            yield f"The mini-batch has {counted(self.batch_size, 'sample')}. {cut_note(*self.cut)}"
+        for path, reason in self.uncut.items():
+            yield f"Module {path!r} is called whole and never cut. {sentence(reason)}"
+        for path, reason in self.opened.items():
+            yield f"The forward of {named(path)} runs as a part of the step. {sentence(reason)}"
         recording = self.network.recording
-        if not recording.left:
-            return []
-        return [
-            f"The step cannot be recorded to its end. The rest runs on its device, with "
-            f"{some(recording.left, most=5)}. {sentence(recording.stopped)}"
-        ]
+        if recording.left:
+            rest = f"The rest runs on its device, with {some(recording.left, most=5)}. {sentence(recording.stopped)}"
+            yield f"The step cannot be recorded to its end. {rest}"
 
     @property
     def fingerprint(self) -> str:
@@ -106,7 +93,6 @@ def capture_step(
     batch: Any,
     *,
     step: str = "training_step",
-    batch_idx: int = 0,
     context: Callable[[], AbstractContextManager[Any]] = nullcontext,
     device: torch.device | str = "cpu",
     function: StepFunction | None = None,
@@ -136,13 +122,12 @@ def capture_step(
     Raises:
         CaptureError: something cannot be captured; names the line, the reason and the ways out.
     """
-    if function is None:
-        _check_module(module, step)
+    if function is None and not callable(getattr(module, step, None)):
+        raise CaptureError(f"{type(module).__name__} has no method {step!r}; a LightningModule must define it.")
     subject = Subject(
         module=module,
         batch=batch,
         step=step,
-        batch_idx=batch_idx,
         context=context,
         device=torch.device(device),
         dims=dims or GUESSED,
@@ -162,17 +147,14 @@ def _captured_for(uniform: Mapping[int, int], captured: Callable[[Mapping[int, i
     `captured`: captures with values that the recordings know.
     """
     special = None
-    if uniform:
-        with suppress(CaptureError):
-            special = captured(uniform)
+    with suppress(CaptureError):
+        special = captured(uniform) if uniform else None
     if special is not None and not special.decided:
         return special
     general = captured({})
-    return special if special is not None and _cut_alike(special, general) else general
-
-
-def _cut_alike(one: Capture, other: Capture) -> bool:
-    return one.uncut.keys() == other.uncut.keys() and one.opened.keys() == other.opened.keys()
+    if special is None or special.uncut.keys() != general.uncut.keys():
+        return general
+    return special if special.opened.keys() == general.opened.keys() else general
 
 
 def _capture(subject: Subject, uniform: Mapping[int, int], changes: Changes) -> Capture:
@@ -191,7 +173,7 @@ def _capture(subject: Subject, uniform: Mapping[int, int], changes: Changes) -> 
     def runs() -> tuple[Network, Network, Network]:
         return run(SIZES[0], now), run(SIZES[0], _other_run_time(module, step)), run(SIZES[1], now)
 
-    now = RunTime(batch_idx=subject.batch_idx)
+    now = RunTime()
     base, other_run, other_size = runs()
     try:
         network, specs = merge(base, other_run, other_size)
@@ -229,6 +211,49 @@ def _other_run_time(module: nn.Module, step: str) -> RunTime:
     return replace(OTHER_RUN_TIME, dataloader_idx=int(several))
 
 
-def _check_module(module: nn.Module, step: str) -> None:
-    if not callable(getattr(module, step, None)):
-        raise CaptureError(f"{type(module).__name__} has no method {step!r}; a LightningModule must define it.")
+# --- the result of a training step: a loss, or a dict with one
+
+
+def loss_of(output: Any, num_samples: int | None = None) -> Tensor:
+    """The loss in the result of a training step; `num_samples` of the step's mini-batch are for messages.
+
+    Raises:
+        CaptureError: the step returned None, which only a step that runs as a whole may.
+        StepError: there is no loss, or it is not a scalar.
+    """
+    loss = output.get("loss") if isinstance(output, Mapping) else output
+    if output is None:
+        raise CaptureError(
+            "training_step returned None instead of a loss. A micro-batch cannot be skipped: return a zero loss (for "
+            "example 0 * loss), or choose strategy.step=whole, with which None skips the mini-batch."
+        )
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        raise StepError(
+            "training_step must return the loss as a scalar tensor, or a dict with it under 'loss'; it returned "
+            f"{_described(output, loss, num_samples)}."
+        )
+    return loss
+
+
+def trained_loss(output: Any, num_samples: int | None = None) -> Tensor:
+    """The loss in the result of a training step, which a backward can start from; see `loss_of`.
+
+    Raises:
+        CaptureError, StepError: see `loss_of`; or the loss has no gradient.
+    """
+    loss = loss_of(output, num_samples)
+    if not loss.requires_grad:
+        raise StepError(
+            "training_step returned a loss without a gradient: it was detached (.detach(), .item(), "
+            "torch.no_grad()), or depends on no parameter that is trained. Return the loss as it was computed."
+        )
+    return loss
+
+
+def _described(output: Any, loss: Any, num_samples: int | None) -> str:
+    if isinstance(loss, Tensor):
+        samples = "" if num_samples is None else f" for {num_samples} samples"
+        return f"a tensor of shape {tuple(loss.shape)}{samples}"
+    if isinstance(output, Mapping) and loss is None:
+        return f"a dict with the keys {list(output)}"
+    return with_article(type(loss).__name__)

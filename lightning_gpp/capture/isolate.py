@@ -12,12 +12,11 @@ from typing import Any
 
 import numpy as np
 import torch
-import torchmetrics
 from torch import nn
 
 from lightning_gpp._compat.torch import FakeTensorMode, replace_call, uncompiled, wraps_compiled
 from lightning_gpp.capture.attributes import FRAMEWORKS, MOST_NUMBERS
-from lightning_gpp.capture.kept import RandomSource, is_plain_object, metrics_of
+from lightning_gpp.capture.kept import RandomSource, is_plain_object
 from lightning_gpp.errors import CaptureError
 from lightning_gpp.graph import OperatorGraph
 
@@ -27,14 +26,11 @@ _DEEPEST = 4
 
 
 def isolated_copy(module: nn.Module, mode: FakeTensorMode, device: torch.device) -> nn.Module:
-    """A `private_copy` in which every parameter and buffer is fake, and metrics keep their states."""
+    """A `private_copy` in which every parameter and buffer is fake."""
     memo: dict[int, Any] = {}
     for tensor in (*module.parameters(), *module.buffers()):
         memo.setdefault(id(tensor), _fake(tensor, mode, device))
-    replica = private_copy(module, memo)
-    for metric in metrics_of(replica).values():
-        _silence(metric, mode)
-    return replica
+    return private_copy(module, memo)
 
 
 def private_copy(module: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
@@ -171,21 +167,6 @@ def _is_copied(value: Any, depth: int) -> bool:
     if isinstance(value, _CONTAINERS):
         return depth == 0 or len(value) <= MOST_NUMBERS
     return isinstance(value, _COPIED) or is_plain_object(value)
-
-
-def _silence(metric: nn.Module, mode: FakeTensorMode) -> None:
-    """Make a metric return a fake scalar and keep its state: metrics read values, which a recording does not have."""
-
-    def scalar() -> torch.Tensor:
-        with mode:
-            return torch.zeros(())
-
-    def answer(*_: Any, **__: Any) -> Any:
-        return {name: scalar() for name in metric} if isinstance(metric, torchmetrics.MetricCollection) else scalar()
-
-    for name in ("forward", "compute"):
-        object.__setattr__(metric, name, answer)
-    object.__setattr__(metric, "update", lambda *_, **__: None)
 
 
 def names_of(module: nn.Module) -> Iterator[tuple[torch.Tensor, str]]:

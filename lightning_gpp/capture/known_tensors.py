@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from lightning_gpp._compat.torch import pytree, storage_id
@@ -16,13 +15,9 @@ from lightning_gpp.capture.recording import ModuleRef, Ref, StateRef
 class KnownTensors:
     """Knows results of calls, parameters, buffers and modules by identity, and keeps them alive: no other tensor gets
     the id or memory of one.
-
-    Attributes:
-        sources: tensors that nothing of the network has gone into, by their memory.
     """
 
     def __init__(self) -> None:
-        self.sources: dict[int, list[Tensor]] = {}
         self._values: dict[int, Ref] = {}
         self._states: dict[int, str] = {}
         self._paths: dict[int, str] = {}
@@ -55,10 +50,8 @@ class KnownTensors:
         storages = map(storage_id, tensors)
         return [self._state_storages[storage] for storage in storages if storage in self._state_storages]
 
-    def add(self, tensor: Tensor, ref: Ref, source: bool) -> None:
-        """Know a result of a call. `source`: nothing of the network has gone into it."""
-        if source:
-            self.sources.setdefault(storage_id(tensor), []).append(tensor)
+    def add(self, tensor: Tensor, ref: Ref) -> None:
+        """Know a result of a call."""
         if id(tensor) in self._states:
             return
         if id(tensor) not in self._values:
@@ -99,17 +92,7 @@ class KnownTensors:
         if isinstance(leaf, Tensor):
             if id(leaf) in self._states:
                 return StateRef(self._states[id(leaf)])
-            return self._values.get(id(leaf)) or self._same_memory(leaf) or leaf
+            return self._values.get(id(leaf), leaf)
         if isinstance(leaf, nn.Module) and id(leaf) in self._paths:
             return ModuleRef(self._paths[id(leaf)])
         return leaf
-
-    def _same_memory(self, tensor: Tensor) -> Ref | None:
-        """The result that a tensor unknown to torch's functions represents, as `nn.Buffer(tensor)` makes them."""
-        if tensor.layout is not torch.strided:
-            return None
-        form = tensor.shape, tensor.dtype, tensor.storage_offset()
-        for known in reversed(self._storages.get(storage_id(tensor), ())):
-            if (known.shape, known.dtype, known.storage_offset()) == form and known.stride() == tensor.stride():
-                return self._values[id(known)]
-        return None

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 import weakref
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -66,37 +64,9 @@ class Meter(TorchDispatchMode):
         call, storage = recorder.current, storage_id(tensor)
         if call is not None and call.checkpoint is None and not recorder.tensors.states_in([tensor]):
             recorder.tensors.keep(tensor)
-            holder = _holder(tensor, recorder.tensors.sources.get(storage, ()))
-            if holder is None:
-                call.saved[storage] = tensor.untyped_storage().nbytes()
-            else:
-                call.saved[id(holder)] = _addressed_bytes(holder)
+            call.saved[storage] = tensor.untyped_storage().nbytes()
         self._packed.append([tensor])
         return self._packed[-1]
-
-
-def _holder(tensor: torch.Tensor, sources: Iterable[torch.Tensor]) -> torch.Tensor | None:
-    """The smallest tensor in front of the network whose memory includes that of this one.
-
-    Stages receive the step's arguments to the network as a copy of a slice of the batch, without the rest of its
-    storage.
-    """
-    first, last = _extent(tensor)
-    holding = [source for source in sources if _extent(source)[0] <= first and last <= _extent(source)[1]]
-    return min(holding, key=_addressed_bytes, default=None)
-
-
-def _extent(tensor: torch.Tensor) -> tuple[int, int]:
-    """The first and last byte of its storage that a tensor uses."""
-    start, size = int(tensor.storage_offset()), tensor.element_size()
-    steps = sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return start * size, (start + steps + 1) * size
-
-
-def _addressed_bytes(tensor: torch.Tensor) -> int:
-    """Bytes of distinct elements in memory: an expanded dimension has one."""
-    lengths = [length for length, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride or not length]
-    return math.prod(lengths) * tensor.element_size()
 
 
 def _flops(func: Any, args: Any, kwargs: Any, result: Any) -> float:

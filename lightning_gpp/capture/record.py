@@ -11,8 +11,7 @@ import logging
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Final
-from weakref import WeakKeyDictionary
+from typing import Any
 
 import torch
 from torch import nn
@@ -27,17 +26,15 @@ from lightning_gpp._compat.torch import (
     version,
 )
 from lightning_gpp.capture.attributes import originals
-from lightning_gpp.capture.batch import BatchDims, map_samples, samples_in
-from lightning_gpp.capture.changes import Changes
+from lightning_gpp.capture.batch import BatchDims, resized
 from lightning_gpp.capture.isolate import isolated_copy, names_of
 from lightning_gpp.capture.items import are_plain, watched
 from lightning_gpp.capture.kept import metrics_of
 from lightning_gpp.capture.meter import Meter
-from lightning_gpp.capture.reads import AttributeReads, buffers_in, observe, refuse_made_buffers
+from lightning_gpp.capture.reads import AttributeReads, Switches, buffers_in, observe, refuse_made_buffers
 from lightning_gpp.capture.recorder import Recorder
 from lightning_gpp.capture.recording import Recording
-from lightning_gpp.capture.refusal import refusal, remedy_for
-from lightning_gpp.capture.switches import Switches
+from lightning_gpp.capture.refusal import Changes, refusal, remedy_for
 from lightning_gpp.capture.uncut import keep_uncut
 from lightning_gpp.errors import CaptureError
 from lightning_gpp.runtime.random import seed_streams, undisturbed
@@ -91,7 +88,6 @@ class Subject:
         module: a LightningModule.
         batch: one example batch.
         step: the name of the method.
-        batch_idx: the number of the batch.
         context: entered around the step, for example autocast.
         device: the device that the step believes it runs on.
         dims: the dimension of parts of the batch that counts samples, see `batch_dims` in the options.
@@ -101,7 +97,6 @@ class Subject:
     module: nn.Module
     batch: Any
     step: str = "training_step"
-    batch_idx: int = 0
     context: Callable[[], AbstractContextManager[Any]] = nullcontext
     device: torch.device = torch.device("cpu")
     dims: BatchDims = field(default_factory=dict)
@@ -151,6 +146,8 @@ def record(
         reads = AttributeReads(recorder, changes.uncut)
         observe(replica, reads)
         _observe(replica, trainer_of(module), run_time, recorder)
+        for place, metric in metrics_of(replica).items():
+            _silence(metric, place, recorder, mode)
         recorder.runs_rest = subject.function is None
         prepare(replica, recorder)
         fake, recorder.examples = _fake_batch(subject, num_samples, mode, recorder.refuse_read_items, uniform)
@@ -219,14 +216,14 @@ def _run(
         if recorder.scope != -1 or refuted is not None or not _ends_here(replica, recorder):
             modules = recording.called(recorder.scope)
             reason = f"{type(error).__name__}: {error}"
-            refused = refusal(line_of(error), reason, remedy_for(error, in_step=recorder.scope == -1), modules)
+            refused = refusal(line_of(error), reason, remedy_for(error), modules)
             refused.refuted = refuted
             raise refused from error
 
 
 def step_arguments(function: Callable[..., Any], batch_idx: int, dataloader_idx: int = 0) -> list[int]:
     """Arguments of a step after the batch, as Lightning gives them: `batch_idx`, `dataloader_idx`."""
-    parameters = _parameters_of(function)
+    parameters = list(inspect.signature(function).parameters.values())[:3]
     known, arguments = {"batch_idx": batch_idx, "dataloader_idx": dataloader_idx}, list[int]()
     for place, parameter in enumerate(parameters):
         if parameter.kind is parameter.VAR_POSITIONAL:
@@ -237,20 +234,6 @@ def step_arguments(function: Callable[..., Any], batch_idx: int, dataloader_idx:
             return arguments
         arguments += [known.get(parameter.name, batch_idx if place == 1 else 0)] if place else []
     return arguments
-
-
-def _parameters_of(function: Callable[..., Any]) -> list[inspect.Parameter]:
-    """The first parameters of a function, looked up once for a method: this is done in every step."""
-    code = getattr(function, "__func__", None)
-    if code in _PARAMETERS:
-        return _PARAMETERS[code]
-    found = list(inspect.signature(function).parameters.values())[:3]
-    if inspect.isfunction(code):
-        _PARAMETERS[code] = found
-    return found
-
-
-_PARAMETERS: Final = WeakKeyDictionary[Any, list[inspect.Parameter]]()
 
 
 def _ends_here(replica: nn.Module, recorder: Recorder) -> bool:
@@ -283,25 +266,31 @@ def _observe(replica: nn.Module, trainer: Any, run_time: RunTime, recorder: Reco
         if recorder.scope == -1:
             recorder.use((args, kwargs))
 
-    for place, metric in metrics_of(replica).items():
-        _note_uses(metric, place, recorder)
     if hasattr(replica, "log_dict"):
         replica.trainer = _ObservedTrainer(trainer, run_time, recorder)  # type: ignore[assignment]
         vars(replica).update(log=log, log_dict=log, print=_Swallow())
 
 
-def _note_uses(metric: nn.Module, place: str, recorder: Recorder) -> None:
-    """Note the values that the step passes to a metric, although the silenced metric computes nothing from them."""
+def _silence(metric: Any, place: str, recorder: Recorder, mode: FakeTensorMode) -> None:
+    """Let a metric keep its state and return fake scalars: it reads values, which a recording does not have.
+
+    The values that the step passes to it are noted.
+    """
     recording = recorder.recording
 
-    def noted(answer: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def answer() -> Any:
+        with mode:
+            names = list(metric) if isinstance(metric, nn.ModuleDict) else None
+            return torch.zeros(()) if names is None else {name: torch.zeros(()) for name in names}
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
         if recorder.scope == -1:
             recording.metric_updates.append((place, len(recording.modules)))
             recorder.use((args, kwargs))
-        return answer(*args, **kwargs)
+        return answer()
 
-    for name in ("forward", "update"):
-        object.__setattr__(metric, name, functools.partial(noted, getattr(metric, name)))
+    for name, method in {"forward": noted, "update": noted, "compute": answer}.items():
+        object.__setattr__(metric, name, method)
 
 
 def _fake_batch(
@@ -318,13 +307,8 @@ def _fake_batch(
     numbers = itertools.count()
     values: dict[int, torch.Tensor] = {}
 
-    def sized(tensor: torch.Tensor, dim: int) -> torch.Tensor:
-        rows = torch.arange(num_samples, device=tensor.device) % max(1, tensor.shape[dim])
-        return tensor.detach().index_select(dim, rows).requires_grad_(tensor.requires_grad)
-
     def listed(items: Any) -> Any:
-        made = type(items)(items[i % len(items)] for i in range(num_samples))
-        return watched(made, on_read) if are_plain(made) else made
+        return watched(items, on_read) if are_plain(items) else items
 
     def fake(leaf: Any) -> Any:
         number = next(numbers)
@@ -338,11 +322,10 @@ def _fake_batch(
         values[id(made)] = leaf
         return made
 
-    total = samples_in(subject.batch, subject.dims)
-    resized = map_samples(subject.batch, total, sized, listed, subject.dims)
-    if len(pytree.tree_leaves(resized)) != len(pytree.tree_leaves(subject.batch)):
+    batch = resized(subject.batch, num_samples, subject.dims, listed)
+    if len(pytree.tree_leaves(batch)) != len(pytree.tree_leaves(subject.batch)):
         uniform = ()  # with another number of samples in lists, leaves have other numbers
-    return pytree.tree_map(fake, resized), values
+    return pytree.tree_map(fake, batch), values
 
 
 @contextmanager

@@ -20,8 +20,6 @@ from torch.overrides import TorchFunctionMode
 from lightning_gpp._compat.torch import FakeTensor, buffers_of, pytree, version
 from lightning_gpp.capture.attributes import OF_EVERY_MODULE
 from lightning_gpp.capture.batch import dataclasses_known_to_pytree
-from lightning_gpp.capture.changes import Changes
-from lightning_gpp.capture.differentiated import differentiates
 from lightning_gpp.capture.items import is_watched
 from lightning_gpp.capture.known_tensors import KnownTensors
 from lightning_gpp.capture.known_values import KnownValues
@@ -33,10 +31,12 @@ from lightning_gpp.capture.recording import (
     Recorded,
     Recording,
     Ref,
+    differentiates,
     target_of,
     target_of_apply,
 )
 from lightning_gpp.capture.refusal import (
+    Changes,
     escaped,
     filled,
     not_a_parameter,
@@ -262,7 +262,7 @@ class Recorder(TorchFunctionMode):
         self.network.append(call.scope != -1 or any(self.network[ref.call] for ref in call.refs()))
         for number, tensor in enumerate([*outputs, *aliases]):
             call.outputs.append((tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), tensor.requires_grad))
-            known.add(tensor, Ref(call.index, number), source=not self.network[-1])
+            known.add(tensor, Ref(call.index, number))
         call.result = self.refs(result)
 
     def batch_tensor(self, tensor: torch.Tensor, uniform: int | None = None) -> None:

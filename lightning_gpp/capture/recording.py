@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -276,3 +276,15 @@ def target_of(func: Callable[..., Any], name: str) -> str:
 def target_of_apply(cls: type) -> str:
     """The target of a call of a custom autograd function."""
     return f"{cls.__name__}.apply"
+
+
+_BACKWARDS: Final[Sequence[Callable[..., Any]]] = (
+    torch.autograd.grad,
+    torch.autograd.backward,
+    torch.Tensor.backward,
+)
+
+
+def differentiates(call: Recorded) -> bool:
+    """True for a call by which a forward runs backwards."""
+    return call.scope != -1 and call.function in _BACKWARDS

@@ -1,13 +1,18 @@
-"""The form of errors of a capture: the line, the reason, and the ways out."""
+"""Errors of a capture: the line, the reason, the ways out; and what a capture does about some of them itself."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from torch import nn
 
 from lightning_gpp.capture.recording import Recording
 from lightning_gpp.errors import CaptureError, NoNetworkError
 from lightning_gpp.wording import named
+
+T = TypeVar("T")
 
 
 def no_network() -> CaptureError:
@@ -89,30 +94,83 @@ def refuse_late_network(recording: Recording, path: str) -> None:
         )
 
 
-_TRANSFORMS: Final = ("BatchedTensor", "torch.func", "functorch", "vmap")
-"""Parts of the messages of torch's function transforms, whose tensors have no storage."""
-
-
-def remedy_for(error: Exception, in_step: bool) -> str:
+def remedy_for(error: Exception) -> str:
     """The way out of an error of a recording."""
     if isinstance(error, AttributeError):
         return (
             "the step is captured at set-up, before hooks such as on_train_start: create the attribute in __init__ or "
             "setup()"
         )
-    if any(name in str(error) for name in _TRANSFORMS):
-        return (
-            "put the transform (torch.vmap, torch.func.grad) and the modules that it calls into the forward of a "
-            "module of their own, which is then never cut"
-        )
     if type(error).__module__ == "builtins":  # and not torch's, for what it cannot do without values
         return "correct this line, if the step fails on one device as well; otherwise write it in another way"
-    if in_step:
-        return (
-            "move this line behind the step's last call of a module, where it runs as plain Python; or put it and the "
-            "modules that read its result into the forward of a module of their own, which is then never cut"
-        )
     return (
-        "put this line and the modules that read its result into the forward of a module of their own, which is then "
-        "never cut"
+        "put this line, the modules that it calls and those that read its result into the forward of a module of their "
+        "own, which is then never cut; in the step, a line behind the last call of a module may do what it likes"
     )
+
+
+# --- changes with which a refused recording goes on
+
+
+def attempted(
+    module: nn.Module, attempt: Callable[[Changes], T], opens: bool = True, uncut: Mapping[str, str] = {}
+) -> T:
+    """The result of `attempt(changes)`, with changes for what cannot be recorded. `opens`, `uncut`: see `Changes`."""
+    changes = Changes(opens, dict(uncut))
+    while True:
+        try:
+            return attempt(changes)
+        except CaptureError as error:
+            if not changes.answer(error, module):
+                raise (changes.opened_for[0] if changes.opened_for else error) from error.__cause__
+
+
+@dataclass(slots=True)
+class Changes:
+    """Parts that are recorded in another way, because they were refused.
+
+    Args:
+        opens: whether forwards may run as parts of the step.
+        uncut: reasons why modules are called whole and never cut, by path.
+        opened: reasons why the forwards of modules run as parts of the step, by path.
+        refuted: numbers of truth values, read by the step, that are false; it cannot go on with others.
+    """
+
+    opens: bool = True
+    uncut: dict[str, str] = field(default_factory=dict)
+    opened: dict[str, str] = field(default_factory=dict)
+    refuted: set[int] = field(default_factory=set)
+    opened_for: list[CaptureError] = field(default_factory=list)
+    """The refusals that modules were opened for; the user's reason if that does not help."""
+    compared: bool = False
+    """True if recordings were compared before."""
+
+    def answer(self, error: CaptureError, module: nn.Module) -> bool:
+        """Note what to do about a refusal; false if nothing can be done."""
+        path = next((path for path in error.modules if path not in self.uncut), None)
+        if error.refuted is not None:
+            self.refuted.add(error.refuted)
+        elif path is None and self._opens_criterion(error, module):
+            self.opened[error.modules[-1]] = self.uncut.pop(error.modules[-1])
+        elif path is None or (_holds_all(module, path) and not self.opens):
+            return False
+        elif _holds_all(module, path):
+            self.refuted.clear()
+            self.opened_for.append(error)
+            self.opened.update(dict.fromkeys(error.modules[error.modules.index(path) :], error.reason))
+        else:
+            for inner in [inner for inner in self.uncut if inner.startswith(f"{path}.")]:
+                del self.uncut[inner]
+            self.uncut[path] = error.reason
+        return True
+
+    def _opens_criterion(self, error: CaptureError, module: nn.Module) -> bool:
+        """True if the step calls a module with buffers alone, such as a loss with weights of classes, in vain."""
+        if not (error.modules and self.opens) or error.modules[-1] not in self.uncut:
+            return False
+        return next(module.get_submodule(error.modules[-1]).parameters(), None) is None
+
+
+def _holds_all(module: nn.Module, path: str) -> bool:
+    """True if a submodule has all parameters: what is in one piece needs no pipeline."""
+    return len({*module.parameters()} - {*module.get_submodule(path).parameters()}) == 0

@@ -19,7 +19,7 @@ from lightning_gpp._compat.torch import pytree, without_saved_hooks
 from lightning_gpp.capture.attributes import CONTAINERS, OF_EVERY_MODULE, Attribute
 from lightning_gpp.capture.batch import dataclasses_known_to_pytree
 from lightning_gpp.capture.isolate import private_copy
-from lightning_gpp.capture.known_values import for_real
+from lightning_gpp.capture.known_values import for_real, is_present
 from lightning_gpp.capture.recorder import Recorder
 from lightning_gpp.capture.refusal import refusal
 from lightning_gpp.errors import CaptureError
@@ -81,9 +81,10 @@ class _Uncut:
         device = devices[0] if devices else torch.device("cpu")
         with for_real():
             seed_streams(0)  # shapes may depend on values, and have to be the same in every capture
-            module = _with_values(self._original, _existing(device)).train(self._part.training)
+            present = device if is_present(device) else torch.device("cpu")
+            module = _with_values(self._original, present).train(self._part.training)
             self._recorder.tensors.add_states(module)
-            real_args, real_kwargs = pytree.tree_map(lambda leaf: self._value(leaf, _existing(device)), (args, kwargs))
+            real_args, real_kwargs = pytree.tree_map(lambda leaf: self._value(leaf, present), (args, kwargs))
             kept = _kept_tensors(module)
             result = _run(lambda: module(*real_args, **real_kwargs))
         dataclasses_known_to_pytree(result)
@@ -146,10 +147,6 @@ def _newly_kept(module: nn.Module, before: Mapping[Attribute, Any]) -> dict[Attr
 
 def _ids(value: Any) -> set[int]:
     return {id(leaf) for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)}
-
-
-def _existing(device: torch.device) -> torch.device:
-    return device if device.type == "cpu" or torch.cuda.is_available() else torch.device("cpu")
 
 
 def _with_values(module: nn.Module, device: torch.device) -> nn.Module:

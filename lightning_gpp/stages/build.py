@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import singledispatch
 from types import FunctionType
 from typing import Any
@@ -13,12 +13,10 @@ from torch import nn
 
 from lightning_gpp.capture.attributes import Attribute
 from lightning_gpp.capture.captured import Capture
-from lightning_gpp.capture.operators import name_of
 from lightning_gpp.capture.recording import Ref
 from lightning_gpp.errors import PlanError
-from lightning_gpp.graph import TensorSpec
 from lightning_gpp.plan import STEP, Plan
-from lightning_gpp.planning.assignment.assign import Assignment, assign, crossing
+from lightning_gpp.planning.assignment.assign import assign, crossing
 from lightning_gpp.runtime.stage import DataSource, MicroBatch, Slot, StageModule
 from lightning_gpp.slices import unsliced
 from lightning_gpp.stages.code import StageCode, variable
@@ -91,125 +89,126 @@ def build(captured: Any, plan: Plan, module: nn.Module) -> Pipeline:
 
 @build.register
 def _build_captured(capture: Capture, plan: Plan, module: nn.Module) -> Pipeline:
-    return _in_slices(capture, plan, module) if plan.is_sliced else _whole(capture, plan, module)
+    return _in_slices(capture, plan, module) if plan.is_sliced else _Builder(capture, plan, module).pipeline()
 
 
 def _in_slices(capture: Capture, plan: Plan, module: nn.Module) -> Pipeline:
     whole = unsliced(plan)
-    built = _whole(capture, whole.plan, module)
+    built = _Builder(capture, whole.plan, module).pipeline()
     uncut = {
         variable(_ref((name, output)))
         for name in capture.graph.whole
         for output in range(len(capture.graph[name].outputs))
     }
     slicer = Slicer(capture.graph, plan, whole, built.slots, uncut)
-    return Pipeline(
+    return replace(
+        built,
         stages=slicer.stages(built.stages),
         slots=slicer.slots(),
         parameters=repeated(built.parameters, whole),
         buffers=repeated(built.buffers, whole),
-        step=built.step,
         source=slicer.source(built.step),
-        frozen=built.frozen,
-        live=built.live,
     )
 
 
-def _whole(capture: Capture, plan: Plan, module: nn.Module) -> Pipeline:
-    assignment = assign(capture.graph, [stage.modules for stage in plan.stages])
-    flows = crossing(capture.graph, assignment)
-    _check_edges(plan, flows)
-    step = _user_step(capture, module)
-    stages = tuple(_stage(capture, plan, module, assignment, flows, i, step) for i in range(len(plan.stages)))
-    _check_changes(capture, plan, stages)
-    slots = tuple(_slots(capture, flows.get((edge.src, edge.dst), [])) for edge in plan.edges)
-    return Pipeline(
-        stages=stages,
-        slots=slots,
-        parameters=tuple(stage.parameters for stage in stages),
-        buffers=tuple(stage.buffers for stage in stages),
-        step=step,
-        source=step,
-        frozen={
-            **capture.network.recording.decisive,
-            **{key: value for stage in stages for key, value in stage.frozen.items()},
-        },
-        live=capture.network.recording.attributes.get(-1, {}),
-    )
+class _Builder:
+    """Builds the stages of a plan without slices."""
 
-
-def _user_step(capture: Capture, module: nn.Module) -> UserStep:
-    keys = slots_of(capture.network.inputs)
-    return UserStep(
-        network=capture.network,
-        module=module,
-        specs=capture.specs,
-        input_keys=keys,
-        input_specs=dict(zip(keys, capture.inputs, strict=True)),
-        returns_loss=capture.step == "training_step",
-        dims=capture.dims,
-        opened=capture.opened,
-    )
-
-
-def _check_edges(plan: Plan, flows: Mapping[tuple[int, int], object]) -> None:
-    planned = {(edge.src, edge.dst) for edge in plan.edges if not edge.artificial}
-    if planned != set(flows):
-        raise PlanError(
-            f"The plan was made for another model: its edges are {sorted(planned)}, the model's {sorted(flows)}. "
-            "Make a new plan with gpp-plan, or remove strategy.plan."
+    def __init__(self, capture: Capture, plan: Plan, module: nn.Module) -> None:
+        self._capture, self._plan, self._module = capture, plan, module
+        self._graph, self._network = capture.graph, capture.network
+        self._assignment = assign(capture.graph, [stage.modules for stage in plan.stages])
+        self._flows = crossing(capture.graph, self._assignment)
+        self._check_edges()
+        keys = slots_of(capture.network.inputs)
+        self._step = UserStep(
+            network=capture.network,
+            module=module,
+            specs=capture.specs,
+            input_keys=keys,
+            input_specs=dict(zip(keys, capture.inputs, strict=True)),
+            returns_loss=capture.step == "training_step",
+            dims=capture.dims,
+            opened=capture.opened,
         )
 
+    def pipeline(self) -> Pipeline:
+        stages = tuple(map(self._stage, range(len(self._plan.stages))))
+        self._check_changes(stages)
+        recording = self._network.recording
+        return Pipeline(
+            stages=stages,
+            slots=tuple(self._slots(edge.src, edge.dst) for edge in self._plan.edges),
+            parameters=tuple(stage.parameters for stage in stages),
+            buffers=tuple(stage.buffers for stage in stages),
+            step=self._step,
+            source=self._step,
+            frozen={**recording.decisive, **{key: value for each in stages for key, value in each.frozen.items()}},
+            live=recording.attributes.get(-1, {}),
+        )
 
-def _check_changes(capture: Capture, plan: Plan, stages: Sequence[CapturedStage]) -> None:
-    """A tensor that changes in place has to be the same one for all stages that use it."""
-    for change in capture.network.recording.state_changes:
-        users = [stage for stage, part in zip(plan.stages, stages, strict=True) if change.name in part.states]
-        if len({stage.devices for stage in users}) > 1:
-            names = " and ".join(repr(stage.name) for stage in users)
+    def _check_edges(self) -> None:
+        planned = {(edge.src, edge.dst) for edge in self._plan.edges if not edge.artificial}
+        if planned != set(self._flows):
             raise PlanError(
-                f"{change.line} changes {change.name!r} in place, and the stages {names} use it on different devices, "
-                "each of which would have a copy of its own. Put the modules that use it into one stage "
-                "(strategy.stages)."
+                f"The plan was made for another model: its edges are {sorted(planned)}, the model's "
+                f"{sorted(self._flows)}. Make a new plan with gpp-plan, or remove strategy.plan."
             )
 
+    def _check_changes(self, stages: Sequence[CapturedStage]) -> None:
+        """A tensor that changes in place has to be the same one for all stages that use it."""
+        for change in self._network.recording.state_changes:
+            users = [stage for stage, part in zip(self._plan.stages, stages, strict=True) if change.name in part.states]
+            if len({stage.devices for stage in users}) > 1:
+                names = " and ".join(repr(stage.name) for stage in users)
+                raise PlanError(
+                    f"{change.line} changes {change.name!r} in place, and the stages {names} use it on different "
+                    "devices, each of which would have a copy of its own. Put the modules that use it into one stage "
+                    "(strategy.stages)."
+                )
 
-def _stage(
-    capture: Capture,
-    plan: Plan,
-    module: nn.Module,
-    assignment: Assignment,
-    flows: Mapping[tuple[int, int], list[tuple[str, int]]],
-    index: int,
-    step: UserStep,
-) -> CapturedStage:
-    operators = {operator.name: operator for operator in capture.graph if index in assignment[operator.name]}
-    mine = {_number(name) for name in operators if name != "step"}
-    received = dict.fromkeys(_ref(v) for pair, values in flows.items() if pair[1] == index for v in values)
-    sent = dict.fromkeys(_ref(v) for pair, values in flows.items() if pair[0] == index for v in values)
-    holds_step = STEP in plan.stages[index].modules
-    answers = [ref for ref in capture.network.needed if ref.call in mine] if holds_step else []
-    wanted = list(dict.fromkeys([*sent, *answers]))
-    specs = lambda ref: _spec(capture, (name_of(ref.call, capture.network), ref.output))  # noqa: E731
-    blocks = plan.stages[index].recomputed_blocks
-    unneeded = _unneeded(capture, assignment)
-    code = StageCode(capture.network, module, mine, list(received), wanted, specs, blocks, unneeded)
-    forward = code.compile()
-    states = code.used_states | {name for op in operators.values() for name in (*op.parameters, *op.buffers)}
-    parameters = tuple(name for name in capture.graph.parameter_sizes if name in states)
-    buffers = tuple(name for name in capture.graph.buffer_bytes if name in states)
-    return CapturedStage(
-        code=forward,
-        source=code.source(),
-        uses_random=any(operator.random for operator in operators.values()),
-        parameters=parameters,
-        buffers=buffers,
-        modules=tuple(code.modules),
-        parts=_parts(module, code.modules, [*parameters, *buffers]),
-        step=step if holds_step else None,
-        sent=tuple(variable(ref) for ref in sent),
-        frozen=code.frozen,
-    )
+    def _stage(self, index: int) -> CapturedStage:
+        operators = {each.name: each for each in self._graph if index in self._assignment[each.name]}
+        mine = {_number(name) for name in operators if name != "step"}
+        received = dict.fromkeys(_ref(v) for (_, dst), values in self._flows.items() if dst == index for v in values)
+        sent = dict.fromkeys(_ref(v) for (src, _), values in self._flows.items() if src == index for v in values)
+        holds_step = STEP in self._plan.stages[index].modules
+        answers = [ref for ref in self._network.needed if ref.call in mine] if holds_step else []
+        code = StageCode(
+            self._network,
+            self._module,
+            mine,
+            list(received),
+            wanted=list(dict.fromkeys([*sent, *answers])),
+            specs=self._step.spec_of,
+            recomputed=self._plan.stages[index].recomputed_blocks,
+            unneeded=self._unneeded(),
+        )
+        forward = code.compile()
+        states = code.used_states | {name for op in operators.values() for name in (*op.parameters, *op.buffers)}
+        parameters = tuple(name for name in self._graph.parameter_sizes if name in states)
+        buffers = tuple(name for name in self._graph.buffer_bytes if name in states)
+        return CapturedStage(
+            code=forward,
+            source=code.source(),
+            uses_random=any(operator.random for operator in operators.values()),
+            parameters=parameters,
+            buffers=buffers,
+            modules=tuple(code.modules),
+            parts=_parts(self._module, code.modules, [*parameters, *buffers]),
+            step=self._step if holds_step else None,
+            sent=tuple(variable(ref) for ref in sent),
+            frozen=code.frozen,
+        )
+
+    def _unneeded(self) -> frozenset[int]:
+        """Numbers of the recorded calls that no stage runs; those that use parameters need a stage that has them."""
+        operators = (self._graph[name] for name, stages in self._assignment.items() if not stages)
+        return frozenset(_number(each.name) for each in operators if not (each.parameters or each.buffers))
+
+    def _slots(self, src: int, dst: int) -> tuple[Slot, ...]:
+        values = self._flows.get((src, dst), [])
+        return tuple(Slot(variable(_ref((name, n))), self._graph[name].outputs[n]) for name, n in values)
 
 
 def _parts(module: nn.Module, paths: Sequence[str], states: Sequence[str]) -> tuple[nn.Module, ...]:
@@ -219,13 +218,6 @@ def _parts(module: nn.Module, paths: Sequence[str], states: Sequence[str]) -> tu
     return tuple(dict.fromkeys([*whole, *owners]))
 
 
-def _unneeded(capture: Capture, assignment: Assignment) -> frozenset[int]:
-    """Numbers of the recorded calls that no stage runs; those that use parameters need a stage that has them."""
-    names = (name for name, stages in assignment.items() if not stages)
-    operators = (capture.graph[name] for name in names)
-    return frozenset(_number(each.name) for each in operators if not (each.parameters or each.buffers))
-
-
 def _number(operator: str) -> int:
     return int(operator.partition("_")[0])
 
@@ -233,11 +225,3 @@ def _number(operator: str) -> int:
 def _ref(value: tuple[str, int]) -> Ref:
     name, output = value
     return Ref(-1 - int(name.removeprefix("input"))) if name.startswith("input") else Ref(_number(name), output)
-
-
-def _slots(capture: Capture, values: list[tuple[str, int]]) -> tuple[Slot, ...]:
-    return tuple(Slot(variable(_ref(value)), _spec(capture, value)) for value in values)
-
-
-def _spec(capture: Capture, value: tuple[str, int]) -> TensorSpec:
-    return capture.graph[value[0]].outputs[value[1]]

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from copy import copy
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, Final
 
@@ -27,6 +27,9 @@ from lightning_gpp.stages.user_step import UserStep, is_frozen
 _LITERAL: Final = re.compile(r"(?<![\w.'\"])\d+(?![\w.'\"])")
 """A whole number in the source of a stage; those in names and texts are none."""
 
+Change = Callable[[float], float]
+"""Another number for a number."""
+
 
 def may_be_resized(pipeline: Pipeline) -> bool:
     """True if all numbers of a pipeline are known."""
@@ -35,27 +38,77 @@ def may_be_resized(pipeline: Pipeline) -> bool:
 
 def numbers_of(pipeline: Pipeline) -> list[float]:
     """The numbers, in the order in which `resized` takes them."""
-    return list(chain(_of_slots(pipeline.slots), _of_step(_step(pipeline)), *map(_of_stage, _stages(pipeline))))
+    found: list[float] = []
+
+    def note(number: float) -> float:
+        found.append(number)
+        return number
+
+    _Numbered.of(pipeline, note)
+    return found
 
 
 def are_alike(one: Pipeline, other: Pipeline) -> bool:
     """True if two pipelines of one module and plan differ in their numbers alone."""
+    here, there = _Numbered.of(one, lambda _: 0), _Numbered.of(other, lambda _: 0)
+    step, others = _step(one), _step(other)
+    pairs = zip(chain(*here.values), chain(*there.values), strict=False)
     return (
-        _forms_of_slots(one.slots) == _forms_of_slots(other.slots)
-        and _steps_alike(_step(one), _step(other))
-        and one.parameters == other.parameters
-        and one.buffers == other.buffers
-        and all(map(_stages_alike, _stages(one), _stages(other)))
+        (here.slots, here.specs, here.sources, here.shaped) == (there.slots, there.specs, there.sources, there.shaped)
+        and (one.parameters, one.buffers) == (other.parameters, other.buffers)
+        and (step.input_keys, step.network.needed) == (others.input_keys, others.network.needed)
+        and [*map(len, here.values)] == [*map(len, there.values)]
+        and all(_same(*pair) or _are_objects(*pair) for pair in pairs)
+        and all(map(_same_constants, _stages(one), _stages(other)))
     )
 
 
 def resized(pipeline: Pipeline, numbers: Iterable[float]) -> Pipeline:
     """The pipeline with other numbers; it shares all else with the first."""
     new = iter(numbers)
-    slots = tuple(tuple(replace(slot, spec=_with(slot.spec, new)) for slot in row) for row in pipeline.slots)
-    step = _resized_step(_step(pipeline), new)
-    stages: tuple[StageModule, ...] = tuple(_resized_stage(stage, step, new) for stage in _stages(pipeline))
-    return replace(pipeline, slots=slots, step=step, source=step, stages=stages)
+    made = _Numbered.of(pipeline, lambda _: next(new))
+    step = _resized_step(_step(pipeline), made)
+    parts = zip(_stages(pipeline), made.sources, made.shaped, strict=True)
+    stages: tuple[StageModule, ...] = tuple(
+        _resized_stage(stage, step, source, shaped) for stage, source, shaped in parts
+    )
+    return replace(pipeline, slots=made.slots, step=step, source=step, stages=stages)
+
+
+@dataclass(frozen=True, slots=True)
+class _Numbered:
+    """The parts of a pipeline that have numbers.
+
+    `slots`: the tensors of each edge. `specs`: what the step passes to modules and gets from them. `values`: what these
+    calls have besides tensors, where something compares it with the capture. `sources`, `shaped`: of each stage.
+    """
+
+    slots: tuple[tuple[Slot, ...], ...]
+    specs: Mapping[str | Ref, TensorSpec]
+    values: list[list[Any]]
+    sources: list[str]
+    shaped: list[dict[str, TensorSpec]]
+
+    @classmethod
+    def of(cls, pipeline: Pipeline, change: Change) -> _Numbered:
+        """These parts with other numbers."""
+
+        def literal(found: re.Match[str]) -> str:
+            """The same text for the same number, because it may stand in a text."""
+            number = int(change(int(found[0])))
+            return found[0] if int(found[0]) == number else str(number)
+
+        def spec(known: TensorSpec) -> TensorSpec:
+            return replace(known, shape=tuple(Affine(change(s.per_sample), change(s.fixed)) for s in known.shape))
+
+        stages = _stages(pipeline)
+        return cls(
+            slots=tuple(tuple(replace(slot, spec=spec(slot.spec)) for slot in row) for row in pipeline.slots),
+            specs={key: spec(known) for key, known in _specs_of_step(_step(pipeline)).items()},
+            values=[[change(each) if type(each) is int else each for each in row] for row in _values(_step(pipeline))],
+            sources=[_LITERAL.sub(literal, stage.source) for stage in stages],
+            shaped=[{name: spec(each.spec) for name, each in _shaped(stage).items()} for stage in stages],
+        )
 
 
 def _step(pipeline: Pipeline) -> UserStep:
@@ -67,40 +120,6 @@ def _stages(pipeline: Pipeline) -> list[CapturedStage]:
     return [stage for stage in pipeline.stages if isinstance(stage, CapturedStage)]
 
 
-# --- shapes
-
-
-def _of_spec(spec: TensorSpec) -> Iterator[float]:
-    for size in spec.shape:
-        yield from (size.per_sample, size.fixed)
-
-
-def _with(spec: TensorSpec, numbers: Iterator[float]) -> TensorSpec:
-    return replace(spec, shape=tuple(Affine(next(numbers), next(numbers)) for _ in spec.shape))
-
-
-def _form(spec: TensorSpec) -> tuple[object, ...]:
-    return len(spec.shape), spec.dtype, spec.requires_grad, spec.mixes_samples
-
-
-def _of_slots(slots: Iterable[Iterable[Slot]]) -> Iterator[float]:
-    return chain.from_iterable(_of_spec(slot.spec) for row in slots for slot in row)
-
-
-def _forms_of_slots(slots: Iterable[Iterable[Slot]]) -> list[list[object]]:
-    return [[(slot.name, _form(slot.spec)) for slot in row] for row in slots]
-
-
-# --- the user's step
-
-
-def _of_step(step: UserStep) -> Iterator[float]:
-    for spec in _specs_of_step(step).values():
-        yield from _of_spec(spec)
-    for values in _values_of_step(step):
-        yield from (value for value in values if _is_number(value))
-
-
 def _specs_of_step(step: UserStep) -> Mapping[str | Ref, TensorSpec]:
     leaves = chain.from_iterable(leaves for leaves, _ in step.results.values())
     results = dict.fromkeys(leaf for leaf in leaves if isinstance(leaf, Ref) and leaf.call >= 0)
@@ -108,23 +127,37 @@ def _specs_of_step(step: UserStep) -> Mapping[str | Ref, TensorSpec]:
     return known | step.input_specs
 
 
-def _values_of_step(step: UserStep) -> Iterator[list[Any]]:
-    """The values that modules get, where the step compares them with the capture, and those that they return."""
-    yield from ([value if is_frozen(value) else ... for value in values] for values in step.arguments.values())
-    yield from (leaves for leaves, _ in step.results.values())
+def _values(step: UserStep) -> list[list[Any]]:
+    arguments = [[each if is_frozen(each) else ... for each in values] for values in step.arguments.values()]
+    return arguments + [leaves for leaves, _ in step.results.values()]
 
 
-def _steps_alike(one: UserStep, other: UserStep) -> bool:
-    here, there = _specs_of_step(one), _specs_of_step(other)
-    pairs = zip(chain(*_values_of_step(one)), chain(*_values_of_step(other)), strict=False)
-    return (
-        [*map(_form, here.values())] == [*map(_form, there.values())]
-        and here.keys() == there.keys()
-        and one.input_keys == other.input_keys
-        and one.network.needed == other.network.needed
-        and [*map(len, _values_of_step(one))] == [*map(len, _values_of_step(other))]
-        and all(_is_number(a) and _is_number(b) or _same(a, b) or _are_objects(a, b) for a, b in pairs)
-    )
+def _shaped(stage: CapturedStage) -> dict[str, Shaped]:
+    return {name: value for name, value in stage.code.__globals__.items() if isinstance(value, Shaped)}
+
+
+def _resized_step(step: UserStep, made: _Numbered) -> UserStep:
+    inputs = {name: made.specs[name] for name in step.input_specs}
+    specs = list(map(list, step.specs))
+    for ref, spec in made.specs.items():
+        if isinstance(ref, Ref):
+            specs[ref.call][ref.output] = spec
+    given, results = made.values[: len(step.arguments)], made.values[len(step.arguments) :]
+    arguments = {
+        key: [old if new is ... else new for old, new in zip(values, row, strict=True)]
+        for (key, values), row in zip(step.arguments.items(), given, strict=True)
+    }
+    answers = {key: (row, form) for (key, (_, form)), row in zip(step.results.items(), results, strict=True)}
+    return step.resized(specs, inputs, arguments, answers)
+
+
+def _resized_stage(stage: CapturedStage, step: UserStep, source: str, shaped: Mapping[str, TensorSpec]) -> Any:
+    other = copy(stage)
+    other.step = None if stage.step is None else step
+    if source != stage.source or shaped:
+        made = {name: Shaped(spec) for name, spec in shaped.items()}
+        other.source, other.code = source, compiled(source, {**stage.code.__globals__, **made})
+    return other
 
 
 def _are_objects(one: Any, other: Any) -> bool:
@@ -132,50 +165,11 @@ def _are_objects(one: Any, other: Any) -> bool:
     return type(one) is type(other) and not any("__eq__" in vars(kind) for kind in type(one).__mro__[:-1])
 
 
-def _resized_step(step: UserStep, numbers: Iterator[float]) -> UserStep:
-    known = {key: _with(spec, numbers) for key, spec in _specs_of_step(step).items()}
-    inputs = {name: known[name] for name in step.input_specs}
-    specs = list(map(list, step.specs))
-    for ref, spec in known.items():
-        if isinstance(ref, Ref):
-            specs[ref.call][ref.output] = spec
-    arguments = {key: _filled(values, numbers) for key, values in step.arguments.items()}
-    results = {key: (_filled(leaves, numbers), structure) for key, (leaves, structure) in step.results.items()}
-    return step.resized(specs, inputs, arguments, results)
-
-
-def _filled(values: list[Any], numbers: Iterator[float]) -> list[Any]:
-    return [next(numbers) if _is_number(value) else value for value in values]
-
-
-def _is_number(value: Any) -> bool:
-    return type(value) is int
-
-
-# --- stages
-
-
-def _of_stage(stage: CapturedStage) -> Iterator[float]:
-    yield from map(int, _LITERAL.findall(stage.source))
-    for made in _shaped(stage).values():
-        yield from _of_spec(made.spec)
-
-
-def _written(literal: str, number: int) -> str:
-    """A literal for a number; the same text for the same number, because it may stand in a text."""
-    return literal if int(literal) == number else str(number)
-
-
-def _shaped(stage: CapturedStage) -> dict[str, Shaped]:
-    return {name: value for name, value in stage.code.__globals__.items() if isinstance(value, Shaped)}
-
-
-def _stages_alike(one: CapturedStage, other: CapturedStage) -> bool:
+def _same_constants(one: CapturedStage, other: CapturedStage) -> bool:
     here, there = one.code.__globals__, other.code.__globals__
-    return (
-        _LITERAL.sub("#", one.source) == _LITERAL.sub("#", other.source)
-        and here.keys() == there.keys()
-        and all(_same(value, there[name]) for name, value in here.items() if name != "__builtins__")
+    constants = ((name, value) for name, value in here.items() if name != "__builtins__")
+    return here.keys() == there.keys() and all(
+        isinstance(value, Shaped) or _same(value, there[name]) for name, value in constants
     )
 
 
@@ -188,21 +182,9 @@ def _same(one: Any, other: Any) -> bool:
     if isinstance(one, functools.partial):
         parts = zip((one.func, *one.args), (other.func, *other.args), strict=False)
         return len(one.args) == len(other.args) and one.keywords == other.keywords and all(_same(*p) for p in parts)
-    if isinstance(one, Shaped):
-        return _form(one.spec) == _form(other.spec)
     if isinstance(one, torch.Tensor):
         return not one.is_meta and not other.is_meta and torch.equal(one, other)
     try:
         return bool(one == other)
     except Exception:  # an object's __eq__ may raise anything
         return False
-
-
-def _resized_stage(stage: CapturedStage, step: UserStep, numbers: Iterator[float]) -> CapturedStage:
-    source = _LITERAL.sub(lambda found: _written(found[0], int(next(numbers))), stage.source)
-    made = {name: Shaped(_with(each.spec, numbers)) for name, each in _shaped(stage).items()}
-    other = copy(stage)
-    other.step = None if stage.step is None else step
-    if source != stage.source or made:
-        other.source, other.code = source, compiled(source, {**stage.code.__globals__, **made})
-    return other

@@ -13,8 +13,8 @@ from torch import nn
 
 from lightning_gpp._compat.torch import pytree
 from lightning_gpp.capture.batch import BatchDims, Samples, device_of, samples_in, sliceable
+from lightning_gpp.capture.captured import loss_of
 from lightning_gpp.capture.items import are_plain
-from lightning_gpp.capture.loss import loss_of
 from lightning_gpp.errors import CaptureError
 from lightning_gpp.runtime.random import seed_streams, undisturbed
 from lightning_gpp.runtime.stage import LOSS, MicroBatch

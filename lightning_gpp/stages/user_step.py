@@ -21,11 +21,13 @@ from lightning_gpp.capture.refusal import refusal
 from lightning_gpp.errors import CaptureError, ShapeError
 from lightning_gpp.graph import TensorSpec
 from lightning_gpp.runtime.stage import MicroBatch
-from lightning_gpp.stages.answers import answered
+from lightning_gpp.stages.answers import Holes, answered
 from lightning_gpp.stages.code import variable
-from lightning_gpp.stages.holes import Holes
 from lightning_gpp.stages.step import Invocation, StepRunner
 from lightning_gpp.wording import named
+
+_WHOLE: Final = "let the step run as a whole (strategy.step=whole), in which calls may differ from step to step"
+_STEADY: Final = "pass values that change as tensors, in every step (a mask that hides nothing instead of None)"
 
 
 class Stopped(BaseException):
@@ -149,24 +151,27 @@ class UserStep(StepRunner):
                 "give the module that is there other values (load_state_dict), or replace it before training (in "
                 "configure_model)",
             )
-        return refusal(
-            call.line,
+        return self._other(
+            call,
             f"the step returned before it called {named(call.path)} for this mini-batch",
-            self._or_whole("call it for each mini-batch, and return a zero loss where one does not count (0 * loss)"),
+            "call it for each mini-batch, and return a zero loss where one does not count (0 * loss)",
         )
 
-    def _or_whole(self, remedy: str) -> str:
-        """A remedy, and the step as a whole where that helps: what a module's forward decides by values it does not."""
-        return remedy if self.opened else f"{remedy}; or {_WHOLE}"
+    def _other(self, call: ModuleCall | Recorded, reason: str, remedy: str = _STEADY) -> CaptureError:
+        """The error of a step that does something else than when it was captured.
+
+        The step as a whole helps, except where a module's forward decides by values that it reads.
+        """
+        return refusal(call.line, reason, remedy if self.opened else f"{remedy}; or {_WHOLE}")
 
     def _expect(self, number: int, module: nn.Module) -> ModuleCall:
         path = self._paths[id(module)]
         if number >= len(self._calls) or self._calls[number].path != path:
             wanted = self._calls[number].path if number < len(self._calls) else "nothing"
-            raise refusal(
-                self._calls[min(number, len(self._calls) - 1)].line,
+            raise self._other(
+                self._calls[min(number, len(self._calls) - 1)],
                 f"the step calls {named(path)} where it called {wanted!r} when it was captured",
-                self._or_whole("let the step call the same modules in the same order for every batch"),
+                "let the step call the same modules in the same order for every batch",
             )
         return self._calls[number]
 
@@ -186,30 +191,21 @@ class UserStep(StepRunner):
     def _compare(self, captured: list[Any], leaves: list[Any], call: ModuleCall | Recorded) -> None:
         """Check that captured Python values are the same now, so that none is frozen silently."""
         if len(captured) != len(leaves):
-            raise refusal(
-                call.line,
-                f"the call has {len(leaves)} values in its arguments, and had {len(captured)} when it was captured",
-                self._or_whole(_STEADY),
-            )
+            reason = f"the call has {len(leaves)} values in its arguments, and had {len(captured)} when it was captured"
+            raise self._other(call, reason)
         for before, now in zip(captured, leaves, strict=True):
             if _is_tensor(before) != isinstance(now, torch.Tensor) or (is_frozen(before) and before != now):
-                raise refusal(
-                    call.line,
-                    f"an argument was {_told(before)} when the step was captured and is {_told(now)} now",
-                    self._or_whole(_STEADY),
-                )
+                reason = f"an argument was {_told(before)} when the step was captured and is {_told(now)} now"
+                raise self._other(call, reason)
 
     def _take_mixed(self, found: dict[str, torch.Tensor], holes: Holes) -> None:
         if holes.targets != self.network.step_targets:
-            raise refusal(
-                self._calls[-1].line,
+            raise self._other(
+                self._calls[-1],
                 f"between its module calls the step called {self.network.step_targets} when it was captured, and "
                 f"{holes.targets} now",
-                self._or_whole(
-                    "let the step compute the same for every batch; let a flag that decides change before the "
-                    "mini-batch is fetched (in on_train_batch_end, not in on_train_batch_start); or decide inside a "
-                    "module's forward"
-                ),
+                "let the step compute the same for every batch; let a flag that decides change before the mini-batch "
+                "is fetched (in on_train_batch_end, not in on_train_batch_start); or decide inside a module's forward",
             )
         for number, call in self._glue.items():
             leaves = holes.calls[number]
@@ -218,19 +214,14 @@ class UserStep(StepRunner):
                 found[name] = leaves[leaf].detach()
 
     def _checked(self, inputs: dict[str, torch.Tensor], micro_batch: MicroBatch) -> dict[str, torch.Tensor]:
-        forms = self._forms_for(micro_batch.num_samples)
-        for name, tensor in inputs.items():
-            if (tensor.shape, tensor.dtype) != forms[name]:
-                raise self._misshapen(name, tensor, micro_batch.num_samples)
-        return inputs
-
-    def _forms_for(self, num_samples: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Shapes and dtypes of the inputs of the network."""
-        if num_samples not in self._forms:
+        number = micro_batch.num_samples
+        if number not in self._forms:
             specs = self.input_specs.items()
-            forms = {name: (spec.sizes(num_samples), getattr(torch, spec.dtype)) for name, spec in specs}
-            self._forms[num_samples] = forms
-        return self._forms[num_samples]
+            self._forms[number] = {name: (spec.sizes(number), getattr(torch, spec.dtype)) for name, spec in specs}
+        for name, tensor in inputs.items():
+            if (tensor.shape, tensor.dtype) != self._forms[number][name]:
+                raise self._misshapen(name, tensor, number)
+        return inputs
 
     def _misshapen(self, name: str, tensor: torch.Tensor, num_samples: int) -> ShapeError:
         spec, (kind, number, leaf) = self.input_specs[name], self.input_keys[name]
@@ -239,7 +230,7 @@ class UserStep(StepRunner):
             f"Input {leaf} of {kind} {number} ({named(self._calls[number].path)}) has shape "
             f"{tuple(tensor.shape)} ({dtype}) for {num_samples} samples; the captured batch had "
             f"{tuple(map(str, spec.shape))} ({spec.dtype}) for b samples, in a mini-batch of the same form. Change "
-            f"{self._or_whole('shapes in the data, where it is noticed')}."
+            f"shapes in the data, where it is noticed{'' if self.opened else f'; or {_WHOLE}'}."
         )
 
     # --- step
@@ -318,10 +309,6 @@ class UserStep(StepRunner):
         if ref.call < 0:
             return self.network.input_outputs[-1 - ref.call][2]
         return self.network.calls[ref.call].outputs[ref.output][2]
-
-
-_WHOLE: Final = "let the step run as a whole (strategy.step=whole), in which calls may differ from step to step"
-_STEADY: Final = "pass values that change as tensors, in every step (a mask that hides nothing instead of None)"
 
 
 def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:

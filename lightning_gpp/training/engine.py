@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_
 from torch.optim import Optimizer
 
-from lightning_gpp.capture.loss import loss_of
+from lightning_gpp.capture.captured import loss_of
 from lightning_gpp.capture.record import step_arguments
 from lightning_gpp.errors import GPPError, ShapeError
 from lightning_gpp.failure.hangs import Wait

@@ -7,9 +7,9 @@ import gc
 import torch
 from torch import Tensor, nn
 
-from lightning_gpp.capture.changes import Changes
 from lightning_gpp.capture.recorder import Recorder
 from lightning_gpp.capture.recording import StateRef
+from lightning_gpp.capture.refusal import Changes
 
 
 def test_replaced_buffers_stay_known() -> None:

@@ -28,11 +28,6 @@ class Branches(Base):
         return self.b(h)
 
 
-class Item(Base):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.b(self.a(x) * x.max().item())
-
-
 class Nonzero(Base):
     def forward(self, x: Tensor) -> Tensor:
         return self.b(self.a(x)[x[:, 0].nonzero()[:, 0]])
@@ -49,13 +44,6 @@ class EpochWindow(Base):
     def forward(self, x: Tensor) -> Tensor:
         h = self.a(x)
         return self.b(h.relu() if 5 < self.current_epoch < 10 else h)
-
-
-class BatchIndex(Base):
-    stages = [["a"], ["b"]]
-
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        return self.b(self.a(batch["x"]) * (batch_idx + 1)).mean()
 
 
 class BatchSize(Base):
@@ -212,11 +200,6 @@ class Penalty(Base):
         return (slope.norm(dim=1) - 1).square().mean()
 
 
-class Broken(Base):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.b(self.a(x)[:, :3])
-
-
 class Fills(Base):
     def forward(self, batch: dict[str, Tensor]) -> Tensor:
         batch["hidden"] = self.a(batch["x"])
@@ -238,11 +221,9 @@ class MadeBuffer(Base):
 REFUSED = [
     (Penalty, "differentiates its network"),
     (Branches, "bool` reads the value of a tensor inside a module"),
-    (Item, "item` reads the value of a tensor inside a module"),
     (Nonzero, "DynamicOutputShapeException|depends on"),
     (Epoch, "depends on `batch_idx`, `current_epoch`, `global_step`, "),
     (EpochWindow, "`current_epoch` is read in a forward that is cut"),
-    (BatchIndex, "depends on `batch_idx`, `current_epoch`, `global_step`, "),
     (BatchSize, "depends on the number of samples in the batch"),
     (GradientHook, "calls `register_hook` on a tensor, and 'b' after it"),
     (LateCall, "reads a value that the network computed, and calls 'b' after it"),
@@ -258,7 +239,6 @@ REFUSED = [
     (NoNetwork, "calls no submodule that has parameters"),
     (Fills, "writes into a dictionary, list or object that it gets"),
     (MadeBuffer, "the buffer 'table' is made, or gets another shape"),
-    (Broken, "same reduction dim|cannot be multiplied"),
     (zoo.LateAttribute, "captured at set-up, before hooks such as on_train_start"),
 ]
 
@@ -319,32 +299,16 @@ class Prior(Scaled):
         return self(batch["x"], self.prior).mean()
 
 
-@pytest.mark.parametrize(("first", "later"), [(None, "a tensor"), ("a tensor", None)])
-def test_an_argument_that_is_sometimes_none_is_noticed(first: str | None, later: str | None) -> None:
-    module, values = Prior().double(), {"a tensor": torch.ones((), dtype=torch.float64), None: None}
+def test_an_argument_that_is_sometimes_none_is_noticed() -> None:
+    module = Prior().double()
     module.log = lambda *_: None
-    module.prior = values[first]
     captured = capture_step(module, zoo.batch())
     plan = chain_of(captured, module.stages)
     split_gradients(module, captured, plan, zoo.batch())
-    module.prior = values[later]
-    with pytest.raises(CaptureError, match=f"was {first} when the step was captured and is {later} now") as raised:
+    module.prior = torch.ones((), dtype=torch.float64)
+    with pytest.raises(CaptureError, match="was None when the step was captured and is a tensor now") as raised:
         split_gradients(module, captured, plan, zoo.batch())
     assert "strategy.step=whole" in str(raised.value)
-
-
-def test_an_argument_that_is_no_part_of_the_batch_is_live() -> None:
-    module = Prior().double()
-    module.log = lambda *_: None
-    module.prior = torch.ones((), dtype=torch.float64)
-    captured = capture_step(module, zoo.batch())
-    plan = chain_of(captured, module.stages)
-    once = split_gradients(module, captured, plan, zoo.batch())
-    module.prior = torch.full((), 2.0, dtype=torch.float64)
-    assert split_gradients(module, captured, plan, zoo.batch()) == pytest.approx(
-        float(module.training_step(zoo.batch(), 0).detach()), rel=1e-12
-    )
-    assert once != pytest.approx(float(module.training_step(zoo.batch(), 0).detach()), rel=1e-3)
 
 
 def test_another_shape_is_noticed() -> None:

@@ -62,17 +62,6 @@ class Tied(nn.Module):
         return (self.embedding(tokens).tanh() @ self.embedding.weight.t()) @ self.embedding.weight[:, :3]
 
 
-class Half(nn.Module):
-    """Only a half of what it is given is kept, but memory is let go as a whole."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x[:, :4])
-
-
 class Model(L.LightningModule):
     """A network and a loss of its result and of the labels."""
 
@@ -109,17 +98,11 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Tensor]]] = {
     "expanded": (Expanded, numbers(5)),
     "in place": (InPlace, numbers(5)),
     "tied": (Tied, classes(11, 4)),
-    "half": (Half, numbers(8)),
 }
-
-
-def token_loss(result: Tensor, labels: Tensor) -> Tensor:
-    return F.cross_entropy(result.flatten(0, 1), labels.flatten())
 
 
 LOSSES: dict[str, tuple[Callable[[], L.LightningModule], Callable[[int], Tensor], Callable[[int], Tensor]]] = {
     "cross entropy": (lambda: Model(nn.Linear(5, 7), F.cross_entropy), numbers(5), classes(7)),
-    "of tokens": (lambda: Model(nn.Linear(5, 7), token_loss), numbers(6, 5), classes(7, 6)),
     "squares": (lambda: Model(nn.Linear(5, 7), F.mse_loss), numbers(5), numbers(7)),
     "of a kept result": (lambda: Model(nn.Sequential(nn.Linear(5, 7), nn.Tanh()), F.mse_loss), numbers(5), numbers(7)),
 }
@@ -189,23 +172,3 @@ def test_evaluation_keeps_nothing() -> None:
     model.validation_step = model.training_step  # type: ignore[method-assign]
     captured = capture_step(model, (numbers(5)(4), classes(7)(4)), step="validation_step")
     assert said_kept(captured, 8) == 0
-
-
-class Towers(L.LightningModule):
-    """Two modules get slices of the batch, one of which it cuts again; the loss looks at the labels of the batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(3, 2), Half()
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        result = self.a(batch[:, :3]).sum(1) + self.b(batch[:, 3:11]).sum(1)
-        return F.mse_loss(result, batch[:, 11])
-
-
-def test_slices_of_the_batch_count_as_they_are_sent() -> None:
-    """Stages get copies of the slices, not the memory of the batch."""
-    graph = capture_step(Towers(), torch.rand(4, 12)).graph
-    kept = [operator.saved_bytes for operator in graph if operator.target == "linear"]
-    assert kept == [Affine(4 * 3), Affine(4 * 8)]
-    assert graph["step"].saved_bytes == Affine(4 + 4)

@@ -61,34 +61,6 @@ class InPlace(Base):
         return out
 
 
-class InPlaceLeaf(Base):
-    """The second stage begins with an in-place activation."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.act = nn.ReLU(inplace=True)
-
-    stages = [["a"], ["act", "b"]]
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.b(self.act(self.a(x)))
-
-
-class Skip(Base):
-    """A value of the first stage that two others read, the last one in two places."""
-
-    stages = [["a"], ["b"], ["c"]]
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.c = linear()
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.a(x)
-        m = self.b(h)
-        return self.c(m + h) * h.mean(dim=1, keepdim=True)
-
-
 class SharedMask(Base):
     """An integer input that every stage reads."""
 
@@ -231,20 +203,6 @@ class ReadsValues(Base):
         return {"loss": loss, "out": out.detach()}
 
 
-class Counts(Base):
-    """The step counts and keeps things in front of its network call."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.samples = 0
-        self.batches: list[int] = []
-
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        self.samples += len(batch["x"])
-        self.batches.append(batch_idx)
-        return F.mse_loss(self(batch["x"]), batch["y"])
-
-
 class LogitScale(Base):
     """A parameter of the LightningModule itself that only the loss reads."""
 
@@ -375,8 +333,6 @@ WORKING = [
     Base,
     Glue,
     InPlace,
-    InPlaceLeaf,
-    Skip,
     SharedMask,
     Tied,
     BatchNorm,

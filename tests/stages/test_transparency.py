@@ -66,15 +66,6 @@ def test_side_effects_happen_once_per_micro_batch() -> None:
     assert module.metric.update_count == 3
 
 
-def test_counters_in_front_of_the_network_count_once() -> None:
-    module = zoo.Counts().double()
-    module.log = lambda *_: None
-    captured = capture_step(module, zoo.batch())
-    split_gradients(module, captured, chain_of(captured, module.stages, 2), zoo.batch())
-    assert module.samples == zoo.B
-    assert module.batches == [0, 0, 0]
-
-
 def test_results_kept_in_a_list_are_there() -> None:
     module = zoo.Keeps().double()
     module.log = lambda *_: None

@@ -25,7 +25,7 @@ from torch.random import fork_rng
 from lightning_gpp._compat.torch import BatchNorm
 from lightning_gpp.capture import Capture, slice_batch
 from lightning_gpp.capture.batch import cut_note, cut_of, loose_rows
-from lightning_gpp.capture.loss import loss_of, trained_loss
+from lightning_gpp.capture.captured import loss_of, trained_loss
 from lightning_gpp.errors import GPPError, IndivisibleError, SelfCheckError
 from lightning_gpp.measure.memory import free_bytes
 from lightning_gpp.plan import Plan

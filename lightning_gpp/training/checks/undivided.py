@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from lightning_gpp._compat.torch import BatchNorm
 from lightning_gpp.capture.batch import GUESSED, BatchDims, slice_batch
-from lightning_gpp.capture.loss import loss_of
+from lightning_gpp.capture.captured import loss_of
 from lightning_gpp.plan import Plan
 from lightning_gpp.plan_parts import even_parts
 from lightning_gpp.runtime.random import Draws, NoShare, python_streams

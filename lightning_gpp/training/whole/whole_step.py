@@ -23,9 +23,10 @@ from lightning_gpp.capture.batch import samples_in
 from lightning_gpp.capture.calls import (
     StepCalls,
     call_batch,
-    capture_joint,
+    capture_calls,
     find_calls,
     joint_batch,
+    joint_loss,
     tied,
 )
 from lightning_gpp.errors import CaptureError, ConfigError, GPPError
@@ -185,7 +186,7 @@ def capture_found(
     module: nn.Module, found: StepCalls, example: Any, options: Options, context: Context, device: torch.device
 ) -> Capture:
     """Capture the network calls that were found in a step, together; see `capture_whole`."""
-    capture = partial(capture_joint, module, context=context, device=device)
+    capture = partial(capture_calls, module, context=context, device=device, function=joint_loss)
     try:
         captured = capture(joint_batch(found.arguments, samples_in(example)))
     except CaptureError:  # perhaps because rows of an argument are no samples
