@@ -7,16 +7,13 @@ import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from functools import cache
-from typing import Any, Literal, TypeVar, get_args, get_type_hints
+from typing import Any, TypeVar, get_args, get_type_hints
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from lightning_gpp.errors import GPPError, did_you_mean
 
 Checked = TypeVar("Checked")
-
-Extra = Literal["forbid", "ignore"]
-"""Treatment of keys that a dataclass does not have: they are refused, or left out."""
 
 _SHOWN = reprlib.Repr()
 _SHOWN.maxstring = _SHOWN.maxother = 80
@@ -34,7 +31,6 @@ def validated(
     error: type[GPPError],
     place: str = "",
     key: str = "",
-    extra: Extra = "forbid",
     remedy: str = "",
 ) -> Checked:
     """The content of a file or setting as a dataclass, all types and keys of which it must have.
@@ -45,14 +41,13 @@ def validated(
         error: type of the error to raise.
         place: the file that the content is from; messages begin with it.
         key: the key whose value the content is; it leads the keys that messages name.
-        extra: treatment of unknown keys.
         remedy: a sentence that ends messages.
 
     Raises:
         GPPError: of the type `error`, with the key, its value and what is allowed.
     """
     try:  # as JSON: with strict types it has lists for tuples and mappings for dataclasses, Python's values do not
-        checked: Checked = _wrapped(kind, extra).validate_json(json.dumps([content], default=repr))[0]
+        checked: Checked = _wrapped(kind).validate_json(json.dumps([content], default=repr))[0]
         return checked
     except ValidationError as failure:
         problem = _problem(kind, content, key, failure)
@@ -62,9 +57,9 @@ def validated(
 
 
 @cache
-def _wrapped(kind: Any, extra: Extra) -> TypeAdapter[Any]:
+def _wrapped(kind: Any) -> TypeAdapter[Any]:
     """The type in a tuple, which passes its configuration on to dataclasses; dataclasses take none themselves."""
-    return TypeAdapter(tuple[kind], config=ConfigDict(strict=True, extra=extra, allow_inf_nan=False))
+    return TypeAdapter(tuple[kind], config=ConfigDict(strict=True, extra="forbid", allow_inf_nan=False))
 
 
 def _problem(kind: Any, content: object, root: str, failure: ValidationError) -> str:

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -68,41 +67,66 @@ def device_of(batch: Any) -> torch.device:
 
 
 def slice_batch(batch: Any, start: int, stop: int, total: int, dims: BatchDims = GUESSED) -> Any:
-    """Samples `[start, stop)` of a batch of `total`; values that are not per sample are unchanged, see `sliceable`."""
-    return sliceable(batch, total, dims)(start, stop)
-
-
-class Samples(Protocol):
-    """Returns samples `[start, stop)` of a batch; `note` is called with the part of each list that has samples."""
-
-    def __call__(self, start: int, stop: int, note: Callable[[Any], None] = ...) -> Any: ...
-
-
-def sliceable(batch: Any, total: int, dims: BatchDims = GUESSED) -> Samples:
-    """A function that returns samples of a batch of `total`, which is looked through only once.
-
-    Per sample are tensors whose first dimension is `total`, and lists and tuples inside the batch with `total` entries:
-    strings and numbers, mappings, sequences of numbers, or tensors of which none has `total` as its first dimension.
-    `dims` comes before all that. Other values are unchanged; containers are new ones in every result.
-    """
-    apply = _mapping(batch, total, dims)
-
-    def samples(start: int, stop: int, note: Callable[[Any], None] = lambda items: None) -> Any:
-        def listed(items: Any) -> Any:
-            part = items[start:stop]
-            note(part)
-            return part
-
-        return apply(lambda tensor, dim: tensor.narrow(dim, start, stop - start), listed)
-
-    return samples
+    """Samples `[start, stop)` of a batch of `total`; values that are not per sample are unchanged, see `Samples`."""
+    return Samples(batch, total, dims).part(start, stop)[0]
 
 
 def map_samples(batch: Any, total: int, on_tensor: OnTensor, on_list: OnList, dims: BatchDims = GUESSED) -> Any:
     """Apply a function to every per-sample tensor and its batch dimension, and one to every per-sample list or tuple,
     of a batch.
     """
-    return _mapping(batch, total, dims)(on_tensor, on_list)
+    return Samples(batch, total, dims).mapped(on_tensor, on_list)
+
+
+class Samples:
+    """The samples of a batch of `total`, which is looked through only once.
+
+    Per sample are tensors whose first dimension is `total`, and lists and tuples inside the batch with `total` entries:
+    strings and numbers, mappings, sequences of numbers, or tensors of which none has `total` as its first dimension.
+    `dims` comes before all that. Other values are unchanged; containers are new ones in every result.
+
+    Attributes:
+        leaves: paths of tensors, lists of samples and other values; these, and the dimension that counts samples.
+    """
+
+    def __init__(self, batch: Any, total: int, dims: BatchDims = GUESSED) -> None:
+        self._batch, self._total, self._dims = batch, total, dims
+        self.leaves = list(self._leaves(batch, ""))
+        lists = {id(node) for _, node, dim in self.leaves if dim is _LIST}
+        self._structure = pytree.tree_flatten(batch, is_leaf=lambda node: id(node) in lists)[1]
+
+    def _leaves(self, node: Any, name: str) -> Iterator[tuple[str, Any, Any]]:
+        if isinstance(node, torch.Tensor):
+            yield name, node, _dim_of(node, name, self._total, self._dims)
+        elif node is not self._batch and _is_list_of_samples(node, name, self._total, self._dims):
+            yield name, node, _LIST
+        elif (children := _children(node)) is None:
+            yield name, node, None
+        else:
+            for key, child in children:
+                yield from self._leaves(child, _join(name, key))
+
+    def mapped(self, on_tensor: OnTensor, on_list: OnList) -> Any:
+        """The batch with other tensors and lists of samples."""
+
+        def other(node: Any, dim: Any) -> Any:
+            return node if dim is None else on_list(node) if dim is _LIST else on_tensor(node, dim)
+
+        return pytree.tree_unflatten([other(node, dim) for _, node, dim in self.leaves], self._structure)
+
+    def part(self, start: int, stop: int) -> tuple[Any, list[Any]]:
+        """The batch with samples `[start, stop)`, and the lists of samples in it."""
+        lists: list[Any] = []
+
+        def listed(items: Any) -> Any:
+            lists.append(items[start:stop])
+            return lists[-1]
+
+        return self.mapped(lambda tensor, dim: tensor.narrow(dim, start, stop - start), listed), lists
+
+
+_LIST: Final = object()
+"""Stands for the dimension of a list of samples."""
 
 
 def resized(batch: Any, num_samples: int, dims: BatchDims = GUESSED, listed: OnList = lambda items: items) -> Any:
@@ -118,44 +142,17 @@ def resized(batch: Any, num_samples: int, dims: BatchDims = GUESSED, listed: OnL
     return map_samples(batch, samples_in(batch, dims), tensor, again, dims)
 
 
-def _mapping(batch: Any, total: int, dims: BatchDims) -> Callable[[OnTensor, OnList], Any]:
-    """`map_samples` for one batch, as a function of the two functions."""
-
-    def mapped(node: Any, name: str) -> Callable[[OnTensor, OnList], Any]:
-        if isinstance(node, torch.Tensor):
-            dim = _dim_of(node, name, total, dims)
-            return (lambda *_: node) if dim is None else lambda on_tensor, _: on_tensor(node, dim)
-        if node is not batch and _is_list_of_samples(node, name, total, dims):
-            return lambda _, on_list: on_list(node)
-        children, put_together = _children(node)
-        if children is None:
-            return lambda *_: node
-        parts = [mapped(child, _join(name, key)) for key, child in children]
-        return lambda *on: put_together([part(*on) for part in parts])
-
-    return mapped(batch, "")
-
-
 def cut_of(batch: Any, dims: BatchDims = GUESSED) -> tuple[list[str], list[str]]:
     """The parts of a batch that are cut into micro-batches, and those that every micro-batch gets, with their sizes."""
     total = batch_size_of(batch, dims)
     cut, passed = list[str](), list[str]()
-
-    def visit(node: Any, name: str) -> None:
-        label = _label(name)
+    for name, node, dim in Samples(batch, total, dims).leaves:
         if isinstance(node, torch.Tensor):
-            dim = _dim_of(node, name, total, dims)
             along = f" along dimension {dim}" if dim else ""
-            (passed if dim is None else cut).append(f"{label} {tuple(node.shape)}{along}")
-        elif node is not batch and _is_list_of_samples(node, name, total, dims):
-            cut.append(f"{label} ({type(node).__name__} of {total})")
-        elif (children := _children(node)[0]) is not None:
-            for key, child in children:
-                visit(child, _join(name, key))
+            (passed if dim is None else cut).append(f"{_label(name)} {tuple(node.shape)}{along}")
         elif node is not None:
-            passed.append(f"{label} ({type(node).__name__})")
-
-    visit(batch, "")
+            about = type(node).__name__ if dim is None else f"{type(node).__name__} of {total}"
+            (passed if dim is None else cut).append(f"{_label(name)} ({about})")
     return cut, passed
 
 
@@ -207,7 +204,7 @@ def loose_rows(batch: Any, dims: BatchDims = GUESSED) -> dict[str, int]:
 def _parts(node: Any, name: str) -> Iterator[tuple[str, Any]]:
     """The nodes of a batch with their paths, outer ones first."""
     yield name, node
-    for key, child in _children(node)[0] or ():
+    for key, child in _children(node) or ():
         yield from _parts(child, _join(name, key))
 
 
@@ -317,18 +314,15 @@ def _join(name: str, key: Any) -> str:
     return f"{name}.{key}" if name else str(key)
 
 
-def _children(node: Any) -> tuple[list[tuple[Any, Any]] | None, Callable[[list[Any]], Any]]:
-    """The children of a node with their keys, None for a leaf; and what puts it together again."""
-    kind = type(node)
-    if kind is tuple or kind is list:  # these and dicts are many times faster without pytree
-        return list(enumerate(node)), kind
-    if kind is dict:
-        keys = list(node)
-        return list(node.items()), lambda values: dict(zip(keys, values, strict=True))
+def _children(node: Any) -> list[tuple[Any, Any]] | None:
+    """The children of a node with their keys, None for a leaf."""
+    if type(node) in (tuple, list):  # these and dicts are many times faster without pytree
+        return list(enumerate(node))
+    if type(node) is dict:
+        return list(node.items())
     _make_known(node)
     paths, structure = pytree.tree_flatten_with_path(node, is_leaf=lambda child: child is not node)
-    put_together = partial(pytree.tree_unflatten, treespec=structure)
-    return None if structure.is_leaf() else [(_key_of(path[0]), child) for path, child in paths], put_together
+    return None if structure.is_leaf() else [(_key_of(path[0]), child) for path, child in paths]
 
 
 def _key_of(entry: Any) -> Any:

@@ -23,7 +23,7 @@ from lightning_gpp.capture.batch import resized, samples_in
 from lightning_gpp.capture.captured import Capture, capture_step
 from lightning_gpp.capture.isolate import tensor_named
 from lightning_gpp.capture.items import are_plain
-from lightning_gpp.capture.network import refuse_cut_graphs
+from lightning_gpp.capture.network import refuse_cut_graphs, without_graph
 from lightning_gpp.capture.record import RunTime, StepFunction, Subject, record
 from lightning_gpp.capture.recorder import Recorder
 from lightning_gpp.capture.recording import CallArguments, ModuleCall, ModuleRef, Recording, Ref, StateRef
@@ -95,7 +95,7 @@ def _check_gradients(recording: Recording) -> None:
     refuse_cut_graphs(recording, within=False)
     for call in recording.calls:
         if call.scope == -1 and call.target == "grad" and call.kwargs.get("create_graph"):
-            raise refusal(call.line, *NO_SECOND_ORDER)
+            raise without_graph(call.line, "the step differentiates a gradient of network calls")
 
 
 def _check_left(recording: Recording, trains: bool) -> None:
@@ -120,13 +120,6 @@ def _check_left(recording: Recording, trains: bool) -> None:
                 "kept, in an attribute or a buffer",
                 "return it from the forward, and pass it to the next call",
             )
-
-
-NO_SECOND_ORDER = (
-    "the step differentiates a gradient (torch.autograd.grad with create_graph=True), and the gradient of a network "
-    "call comes from other devices, without a graph",
-    "compute that gradient (a penalty) in the forward of a module, which is then never cut",
-)
 
 
 def _found(module: nn.Module, recording: Recording) -> StepCalls:

@@ -53,7 +53,7 @@ def merge(base: Network, other_run: Network, other_size: Network) -> tuple[Netwo
         try:
             calls.append(_merge_call(*triple, sizes))
         except CaptureError as error:
-            error.modules = base.called(triple[0].scope)
+            error.modules = base.recording.called(triple[0].scope)
             raise
     modules = [
         _merge_module(*triple, sizes)
@@ -97,7 +97,7 @@ def _same_structure(base: Network, other: Network, what: str) -> None:
         line,
         f"what the modules compute depends on {what}",
         "make it the same for all, or pass it as a tensor",
-        base.called(base.calls[number].scope) if base.calls else (),
+        base.recording.called(base.calls[number].scope) if base.calls else (),
     )
 
 

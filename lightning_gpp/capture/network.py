@@ -14,7 +14,7 @@ import torch
 
 from lightning_gpp._compat.torch import pytree
 from lightning_gpp.capture.recorder import BATCH, Recorder
-from lightning_gpp.capture.recording import ModuleCall, Recorded, Recording, Ref, StateRef, differentiates
+from lightning_gpp.capture.recording import ModuleCall, Recorded, Recording, Ref, StateRef, calls_behind, differentiates
 from lightning_gpp.capture.refusal import escaped, no_network, refusal
 from lightning_gpp.errors import CaptureError
 from lightning_gpp.graph import Affine
@@ -45,10 +45,6 @@ class Network:
 
     def network_calls(self) -> list[ModuleCall]:
         return [call for call in self.modules if call.parent == -1]
-
-    def called(self, scope: int) -> list[str]:
-        """Paths of a module call and of those around it, the innermost first."""
-        return self.recording.called(scope)
 
 
 def extract(recording: Recording, recorder: Recorder) -> Network:
@@ -112,13 +108,8 @@ class _Extraction:
 
     def _glue(self) -> set[int]:
         """Numbers of the step's calls that a later network call depends on."""
-        wanted = {ref.call for top in self.tops for ref in _refs((top.args, top.kwargs))}
-        glue: set[int] = set()
-        for call in reversed(self._step_calls()):
-            if call.index in wanted:
-                glue.add(call.index)
-                wanted.update(ref.call for ref in call.refs())
-        return glue
+        passed = [ref for top in self.tops for ref in _refs((top.args, top.kwargs))]
+        return {call.index for call in calls_behind(passed, self._step_calls())}
 
     def _find_inputs(self) -> None:
         for number, top in enumerate(self.tops):
@@ -168,13 +159,9 @@ class _Extraction:
 
     def _behind_result(self, calls: list[Recorded]) -> list[Recorded]:
         """The calls that the step's result depends on; autograd frees what it keeps for others with the step."""
-        wanted = {ref.call for ref in _refs(self.recording.result)}
-        if not wanted:
-            return calls
-        for call in reversed(self.recording.calls):
-            if call.index in wanted:
-                wanted.update(ref.call for ref in call.refs())
-        return [call for call in calls if call.index in wanted]
+        result = _refs(self.recording.result)
+        behind = {call.index for call in calls_behind(result, self.recording.calls)}
+        return [call for call in calls if call.index in behind] if result else calls
 
     def _renumber_module(self, call: ModuleCall) -> ModuleCall:
         return replace(
@@ -205,14 +192,8 @@ class _Extraction:
 
     def _behind_glue(self, used: list[Ref]) -> list[Ref]:
         """Values from which the step computes again what lies between network calls, because it uses that itself."""
-        wanted = {ref.call for ref in used}
-        found: list[Ref] = []
-        for index in sorted(self.glue, reverse=True):
-            if index in wanted:
-                refs = list(self.recording.calls[index].refs())
-                found += refs
-                wanted.update(ref.call for ref in refs)
-        return found
+        glue = [self.recording.calls[index] for index in sorted(self.glue)]
+        return [ref for call in calls_behind(used, glue) for ref in call.refs()]
 
     def _unread(self) -> list[Ref]:
         """Results that no recorded call reads: the step may keep them in other ways, for example in a list."""
@@ -221,32 +202,24 @@ class _Extraction:
         return [ref for refs in kept for ref in refs]
 
     def _check_source(self, after: list[Recorded]) -> None:
+        reached = {ref.call for ref in self.inputs}
         for call in after:
-            if call.target != BATCH and not self.network[call.index] and any(grad for _, _, grad in call.outputs):
-                reached = any(ref.call == call.index for ref in self.inputs)
-                if reached:
-                    raise refusal(
-                        call.line,
-                        "the step uses a parameter before its first module call",
-                        "use the parameter inside a module's forward",
-                    )
+            needs_gradient = any(grad for _, _, grad in call.outputs) and call.target != BATCH
+            if needs_gradient and call.index in reached and not self.network[call.index]:
+                raise refusal(
+                    call.line,
+                    "the step uses a parameter before its first module call",
+                    "use the parameter inside a module's forward",
+                )
 
     def _check_gradients(self) -> None:
         """Gradients of the network's results with respect to its arguments would need the graphs of other devices."""
         arguments = {ref for top in self.tops for ref in _refs((top.args, top.kwargs))}
         for call in self.recording.calls:
-            if call.scope != -1 or call.function is not torch.autograd.grad:
-                continue
-            inputs = pytree.tree_leaves(call.kwargs.get("inputs", call.args[1:2]))
-            if any(
-                isinstance(leaf, StateRef) or leaf in arguments for leaf in inputs if isinstance(leaf, Ref | StateRef)
-            ):
-                raise refusal(
-                    call.line,
-                    "the step differentiates its network (torch.autograd.grad), which is on other devices, without a "
-                    "graph between them",
-                    "compute this gradient, and the penalty of it, in the forward of a module, which is then never cut",
-                )
+            if call.scope == -1 and call.function is torch.autograd.grad:
+                inputs = pytree.tree_leaves(call.kwargs.get("inputs", call.args[1:2]))
+                if any(isinstance(leaf, StateRef) or (isinstance(leaf, Ref) and leaf in arguments) for leaf in inputs):
+                    raise without_graph(call.line, "the step differentiates its network")
 
     def _check_changes(self) -> None:
         """The step runs once per micro-batch, on one rank, and its beginning twice."""
@@ -277,22 +250,24 @@ def refuse_cut_graphs(recording: Recording, within: bool = True) -> None:
     """
     for call in filter(differentiates, recording.calls):
         modules = list(_modules_around(recording, call))
-        if within or not modules:
-            raise _refused(call, modules)
+        if not modules:
+            raise without_graph(call.line, "a forward differentiates what other modules have computed")
+        if within:
+            raise refusal(
+                call.line,
+                "the forward differentiates what it computes (torch.autograd), so all of that is on one device",
+                "do it in the forward of a submodule, which is then never cut, beside others with parameters",
+                modules,
+            )
 
 
-def _refused(call: Recorded, modules: list[str]) -> CaptureError:
-    if not modules:
-        return refusal(
-            call.line,
-            "a forward differentiates (torch.autograd) what other modules have computed, without a graph between them",
-            "call these modules in the forward of one module, beside others with parameters, and differentiate there",
-        )
+def without_graph(line: str, what: str) -> CaptureError:
+    """The error of a gradient that needs the graph of what other devices compute."""
     return refusal(
-        call.line,
-        "the forward differentiates what it computes (torch.autograd), so all of that is on one device",
-        "do it in the forward of a submodule, which is then never cut, beside others with parameters",
-        modules,
+        line,
+        f"{what} (torch.autograd), which is on other devices, without a graph between them",
+        "compute this gradient, and a penalty of it, in the forward of a module that calls what it differentiates, "
+        "which is then never cut, beside others with parameters",
     )
 
 

@@ -21,12 +21,12 @@ from lightning_gpp._compat.torch import FakeTensor, buffers_of, pytree, version
 from lightning_gpp.capture.attributes import OF_EVERY_MODULE
 from lightning_gpp.capture.batch import dataclasses_known_to_pytree
 from lightning_gpp.capture.items import is_watched
-from lightning_gpp.capture.known_tensors import KnownTensors
 from lightning_gpp.capture.known_values import KnownValues
 from lightning_gpp.capture.recording import (
     CallModes,
     ChangeInPlace,
     FunctionApply,
+    KnownTensors,
     ModuleCall,
     Recorded,
     Recording,

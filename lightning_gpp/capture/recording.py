@@ -1,16 +1,18 @@
-"""The recording: calls of functions and of modules, and references to the values between them."""
+"""The recording: calls of functions and of modules, references to the values between them, and what they refer to."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend
 
-from lightning_gpp._compat.torch import pytree
+from lightning_gpp._compat.torch import pytree, storage_id
 from lightning_gpp.capture.attributes import Attribute
+from lightning_gpp.capture.isolate import names_of
 from lightning_gpp.graph import Affine
 
 CallArguments = tuple[tuple[Any, ...], Mapping[str, Any]]
@@ -122,6 +124,16 @@ class Recorded:
         return [*(leaf.name for leaf in self.leaves if isinstance(leaf, StateRef)), *self.held]
 
 
+def calls_behind(refs: Iterable[Ref], calls: Sequence[Recorded]) -> list[Recorded]:
+    """Those of the calls, the last one first, on whose results these values depend."""
+    wanted, found = {ref.call for ref in refs}, list[Recorded]()
+    for call in reversed(calls):
+        if call.index in wanted:
+            found.append(call)
+            wanted.update(ref.call for ref in call.refs())
+    return found
+
+
 @dataclass(slots=True)
 class ModuleCall:
     """A call of a module. The recorded calls inside are `first` to `last` (exclusive); `parent` is the enclosing call.
@@ -219,11 +231,9 @@ class Recording:
 
     def note_decision(self, scope: int, read: Any) -> None:
         """Note from which uniform tensors of the batch the values come that are being read: a tree with references."""
-        wanted = {ref.call for ref in pytree.tree_leaves(read) if isinstance(ref, Ref)} if self.uniform else set()
-        for call in reversed(self.calls) if wanted else ():
-            if call.index in wanted:
-                wanted.update(ref.call for ref in call.refs())
-        leaves = {leaf for index, leaf in self.uniform.items() if index in wanted}
+        refs = [ref for ref in pytree.tree_leaves(read) if isinstance(ref, Ref)] if self.uniform else []
+        behind = {call.index for call in calls_behind(refs, self.calls)} if refs else set()
+        leaves = {leaf for index, leaf in self.uniform.items() if index in behind}
         self.decisions += [(leaf, scope, len(self.modules)) for leaf in leaves]
 
     def decided_by(self) -> set[int]:
@@ -281,10 +291,96 @@ def target_of_apply(cls: type) -> str:
 _BACKWARDS: Final[Sequence[Callable[..., Any]]] = (
     torch.autograd.grad,
     torch.autograd.backward,
-    torch.Tensor.backward,
+    Tensor.backward,
 )
 
 
 def differentiates(call: Recorded) -> bool:
     """True for a call by which a forward runs backwards."""
     return call.scope != -1 and call.function in _BACKWARDS
+
+
+class KnownTensors:
+    """Knows results of calls, parameters, buffers and modules by identity, and keeps them alive: no other tensor gets
+    the id or memory of one.
+    """
+
+    def __init__(self) -> None:
+        self._values: dict[int, Ref] = {}
+        self._states: dict[int, str] = {}
+        self._paths: dict[int, str] = {}
+        self._alive: list[Tensor] = []
+        self._hidden: set[int] = set()
+        self._storages: dict[int, list[Tensor]] = {}
+        self._state_storages: dict[int, str] = {}
+
+    def watch(self, module: nn.Module) -> None:
+        """Know a module with its parts, parameters and buffers."""
+        for tensor, name in names_of(module):
+            self._states[id(tensor)] = name
+            self.keep(tensor)  # a forward may replace its buffer, and another tensor would get the id of the freed one
+            self._state_storages[storage_id(tensor)] = name
+        self._paths = {id(part): path for path, part in module.named_modules()}
+
+    def add_states(self, module: nn.Module) -> None:
+        """Take the memory of another module's parameters for that of states, which autograd keeps anyway."""
+        for tensor in (*module.parameters(), *module.buffers()):
+            self.keep(tensor)
+            self._state_storages.setdefault(storage_id(tensor), "")
+
+    def states_of(self, module: nn.Module) -> tuple[str, ...]:
+        """Names of the parameters and buffers of a watched module."""
+        tensors = (*module.parameters(), *module.buffers())  # a buffer may be another one than when it was watched
+        return tuple(self._states[id(tensor)] for tensor in tensors if id(tensor) in self._states)
+
+    def states_in(self, tensors: Iterable[Tensor]) -> list[str]:
+        """Names of the parameters and buffers in whose memory tensors are."""
+        storages = map(storage_id, tensors)
+        return [self._state_storages[storage] for storage in storages if storage in self._state_storages]
+
+    def add(self, tensor: Tensor, ref: Ref) -> None:
+        """Know a result of a call."""
+        if id(tensor) in self._states:
+            return
+        if id(tensor) not in self._values:
+            self.keep(tensor)
+            self._storages.setdefault(storage_id(tensor), []).append(tensor)
+        self._values[id(tensor)] = ref
+
+    def keep(self, tensor: Tensor) -> None:
+        """Keep a tensor alive, so that no other tensor gets its id or memory."""
+        self._alive.append(tensor)
+
+    def hide(self, tensors: Iterable[Tensor]) -> None:
+        """Note tensors that a recorded call has computed and not returned."""
+        for tensor in tensors:
+            self.keep(tensor)
+            self._hidden.add(id(tensor))
+
+    def hides(self, tree: Any) -> bool:
+        """True if one of those is in a tree."""
+        return bool(self._hidden) and any(id(leaf) in self._hidden for leaf in pytree.tree_leaves(tree))
+
+    def value(self, tensor: Tensor) -> Ref | None:
+        """The result that a tensor is."""
+        return self._values.get(id(tensor))
+
+    def values(self, tensors: Iterable[Tensor]) -> list[Ref]:
+        """The results among tensors."""
+        return [self._values[id(tensor)] for tensor in tensors if id(tensor) in self._values]
+
+    def aliases(self, changed: Sequence[Tensor], outputs: Sequence[Tensor]) -> list[Tensor]:
+        """Results that share memory with a changed tensor and are not among the outputs."""
+        storages = {storage_id(tensor) for tensor in changed}
+        returned = {id(tensor) for tensor in outputs}
+        return [t for storage in storages for t in self._storages.get(storage, ()) if id(t) not in returned]
+
+    def ref(self, leaf: Any) -> Any:
+        """The reference to a known tensor or module; anything else as it is."""
+        if isinstance(leaf, Tensor):
+            if id(leaf) in self._states:
+                return StateRef(self._states[id(leaf)])
+            return self._values.get(id(leaf), leaf)
+        if isinstance(leaf, nn.Module) and id(leaf) in self._paths:
+            return ModuleRef(self._paths[id(leaf)])
+        return leaf

@@ -53,15 +53,12 @@ def num_calls(graph: OperatorGraph, operator: Operator) -> int:
 
 
 def _part(graph: OperatorGraph, number: int) -> OperatorGraph:
-    def share(sizes: dict[str, int]) -> dict[str, int]:
-        return {name: -(-size // number) if name in graph.divided else size for name, size in sizes.items()}
-
     detail = None if graph.detail is None else _detail(graph.detail, graph, number)
     part = replace(
         graph,
         nx=nx.DiGraph(),
-        parameter_bytes=share(graph.parameter_bytes),
-        parameter_sizes=share(graph.parameter_sizes),
+        parameter_bytes=_shares(graph.parameter_bytes, graph, number),
+        parameter_sizes=_shares(graph.parameter_sizes, graph, number),
         divided={},
         detail=detail,
     )
@@ -69,6 +66,10 @@ def _part(graph: OperatorGraph, number: int) -> OperatorGraph:
         part.add(_operator(graph, part, operator, number))
     part.nx.add_edges_from(graph.nx.edges(data=True))
     return part
+
+
+def _shares(sizes: dict[str, int], graph: OperatorGraph, number: int) -> dict[str, int]:
+    return {name: -(-size // number) if name in graph.divided else size for name, size in sizes.items()}
 
 
 def _operator(graph: OperatorGraph, part: OperatorGraph, operator: Operator, number: int) -> Operator:
@@ -85,10 +86,7 @@ def _operator(graph: OperatorGraph, part: OperatorGraph, operator: Operator, num
 
 def _detail(detail: OperatorGraph, graph: OperatorGraph, number: int) -> OperatorGraph:
     """The part of the detail: inside of regions results are divided, too."""
-    sizes = {
-        name: -(-size // number) if name in graph.divided else size for name, size in detail.parameter_bytes.items()
-    }
-    part = replace(detail, nx=nx.DiGraph(), parameter_bytes=sizes)
+    part = replace(detail, nx=nx.DiGraph(), parameter_bytes=_shares(detail.parameter_bytes, graph, number))
     results: set[str] = set()
     for operator in detail:
         reads = not results.isdisjoint(detail.nx.predecessors(operator.name))

@@ -1,10 +1,14 @@
-"""Builds the modules that run a plan's stages, from a capture."""
+"""Builds the modules that run a plan's stages, from a capture, or from a step that runs as a whole on the first device.
+
+What needs no second device need not be cut, nor captured: with one device per pipeline every step can run, whatever it
+does. With several, an evaluation step can that calls no module with parameters.
+"""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import singledispatch
 from types import FunctionType
 from typing import Any
 
@@ -13,10 +17,12 @@ from torch import nn
 
 from lightning_gpp.capture.attributes import Attribute
 from lightning_gpp.capture.captured import Capture
+from lightning_gpp.capture.isolate import add_sizes
 from lightning_gpp.capture.recording import Ref
 from lightning_gpp.errors import PlanError
-from lightning_gpp.plan import STEP, Plan
-from lightning_gpp.planning.assignment.assign import assign, crossing
+from lightning_gpp.graph import Operator, OperatorGraph
+from lightning_gpp.plan import STEP, WHOLE, Plan, Stage
+from lightning_gpp.planning.assignment.assign import assign, crossing, make_plan
 from lightning_gpp.runtime.stage import DataSource, MicroBatch, Slot, StageModule
 from lightning_gpp.slices import unsliced
 from lightning_gpp.stages.code import StageCode, variable
@@ -34,10 +40,8 @@ class CapturedStage:
     uses_random: bool
     parameters: tuple[str, ...]
     buffers: tuple[str, ...]
-    modules: tuple[str, ...]
     parts: tuple[nn.Module, ...]
     step: UserStep | None
-    sent: tuple[str, ...]
     frozen: Mapping[Attribute, Any]
 
     @property
@@ -71,12 +75,65 @@ class Pipeline:
     live: Mapping[Attribute, Any] = field(default_factory=dict)
 
 
-@singledispatch
-def build(captured: Any, plan: Plan, module: nn.Module) -> Pipeline:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Undivided:
+    """Replaces a `Capture` for a step that runs as a whole.
+
+    Args:
+        graph: one operator, the step, with all parameters and buffers that it may use.
+        step: its name.
+        batch_size: samples of the mini-batch.
+        reason: the reason why it was not captured.
+    """
+
+    graph: OperatorGraph
+    step: str
+    batch_size: int
+    reason: str
+
+    @property
+    def notes(self) -> list[str]:
+        """Remarks for people."""
+        return [f"{self.step} runs as a whole on one device, on undivided mini-batches. {self.reason}"]
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal for equal steps of modules with equal parameters."""
+        return hashlib.sha256(f"{self.step} {sorted(self.graph.parameter_sizes.items())}".encode()).hexdigest()[:16]
+
+    def plan(self, num_devices: int) -> Plan:
+        """One stage on device 0; the others have nothing to do."""
+        stage = Stage(name=STEP, modules=(STEP,), devices=(0,), micro_batch_size=WHOLE)
+        unused = tuple(range(1, num_devices))
+        return make_plan(self.graph, [stage], batch_size=self.batch_size, model=self.fingerprint, unused=unused)
+
+
+Captured = Capture | Undivided
+"""The computation of a step: captured, or as a whole."""
+
+
+def undivided(module: nn.Module, step: str, batch_size: int, reason: str, *, alone: bool) -> Undivided:
+    """The step of a module as a whole.
+
+    Args:
+        module: the LightningModule.
+        step: name of the step.
+        batch_size: samples of the mini-batch.
+        reason: the reason why it is not captured, for people.
+        alone: whether the first device has all parameters; otherwise the step must not use any.
+    """
+    graph = OperatorGraph()
+    add_sizes(graph, module)
+    parameters, buffers = (tuple(graph.parameter_sizes), tuple(graph.buffer_bytes)) if alone else ((), ())
+    graph.add(Operator(name="step", target="step", module=STEP, parameters=parameters, buffers=buffers))
+    return Undivided(graph=graph, step=step, batch_size=batch_size, reason=reason)
+
+
+def build(captured: Captured, plan: Plan, module: nn.Module) -> Pipeline:
     """Build the stages of a plan from the modules of `module`.
 
     Args:
-        captured: the `Capture` or `Undivided` that the plan was made for.
+        captured: what the plan was made for.
         plan: the plan, which names the modules of each stage.
         module: the module that was captured, or a copy of it.
 
@@ -84,12 +141,9 @@ def build(captured: Any, plan: Plan, module: nn.Module) -> Pipeline:
         CaptureError: the plan cuts a module that cannot be cut.
         PlanError: the plan's edges or modules are not those of `captured`.
     """
-    raise TypeError(f"No stages can be built of a {type(captured).__name__}.")
-
-
-@build.register
-def _build_captured(capture: Capture, plan: Plan, module: nn.Module) -> Pipeline:
-    return _in_slices(capture, plan, module) if plan.is_sliced else _Builder(capture, plan, module).pipeline()
+    if isinstance(captured, Undivided):
+        return _alone(captured, module)
+    return _in_slices(captured, plan, module) if plan.is_sliced else _Builder(captured, plan, module).pipeline()
 
 
 def _in_slices(capture: Capture, plan: Plan, module: nn.Module) -> Pipeline:
@@ -194,10 +248,8 @@ class _Builder:
             uses_random=any(operator.random for operator in operators.values()),
             parameters=parameters,
             buffers=buffers,
-            modules=tuple(code.modules),
             parts=_parts(self._module, code.modules, [*parameters, *buffers]),
             step=self._step if holds_step else None,
-            sent=tuple(variable(ref) for ref in sent),
             frozen=code.frozen,
         )
 
@@ -225,3 +277,29 @@ def _number(operator: str) -> int:
 def _ref(value: tuple[str, int]) -> Ref:
     name, output = value
     return Ref(-1 - int(name.removeprefix("input"))) if name.startswith("input") else Ref(_number(name), output)
+
+
+def _alone(captured: Undivided, module: nn.Module) -> Pipeline:
+    operator = captured.graph["step"]
+    step = StepRunner(module=module, returns_loss=captured.step == "training_step")
+    return Pipeline(
+        stages=(StepAlone(step, tuple(module.modules())),),
+        slots=(),
+        parameters=(operator.parameters,),
+        buffers=(operator.buffers,),
+        step=step,
+        source=step,
+    )
+
+
+@dataclass(slots=True)
+class StepAlone:
+    """Runs the user's step with its modules."""
+
+    step: StepRunner
+    parts: tuple[nn.Module, ...]
+    uses_random: bool = True
+
+    def forward(self, values: Mapping[str, torch.Tensor], micro_batch: MicroBatch) -> dict[str, torch.Tensor]:
+        """The loss of a mini-batch, in training."""
+        return self.step.finish(micro_batch, self.step.whole(micro_batch))

@@ -69,7 +69,6 @@ class StageCode:
     names: dict[str, Any] = field(default_factory=dict)
     used_states: set[str] = field(default_factory=set)
     modules: list[str] = field(default_factory=list)
-    whole_calls: list[ModuleCall] = field(default_factory=list)
     defined: set[str] = field(default_factory=set)
     frozen: dict[Attribute, Any] = field(default_factory=dict)
     """Attributes that forwards read which are cut, with their values."""
@@ -175,7 +174,6 @@ class StageCode:
     def _call_module(self, call: ModuleCall, inside: set[int]) -> None:
         target = self._name(call.path or "module", self.module.get_submodule(call.path))
         self.modules.append(call.path)
-        self.whole_calls.append(call)
         self.used_states |= {name for number in inside for name in self.network.calls[number].states()}
         if call.checkpoint is not None and self._region_of(call.parent) != call.checkpoint:
             target = self._name("checkpoint", functools.partial(checkpoint, self.names[target], use_reentrant=False))
@@ -184,16 +182,8 @@ class StageCode:
             target = self._name("again", recomputed(block, block.modules()))
         arguments = pytree.tree_leaves((call.args, call.kwargs))
         self.unread = {leaf for leaf in arguments if _is_ref(leaf)} - self._refs_of(inside)
-        result = self._temporary() if not isinstance(call.result, Ref) else variable(call.result)
-        self._line(f"{result} = {target}({self._arguments(call.args, call.kwargs)})", call.context)
+        self._assign(call, target, sorted(inside), pytree.tree_leaves(call.result))
         self.unread = set()
-        if not isinstance(call.result, Ref):
-            self._unpack(result, call.result)
-        else:
-            self.defined.add(result)
-        self._alias_outputs(sorted(inside))
-        for leaf in pytree.tree_leaves(call.result):
-            self._keep(leaf)
 
     def _is_recomputed(self, path: str) -> bool:
         return any(f"{path}.".startswith(f"{block}.") for block in self.recomputed)
@@ -221,16 +211,20 @@ class StageCode:
             )
         self.used_states |= set(call.states())
         target = self._name(call.target, call.function)
+        self._assign(call, target, [call.index], [Ref(call.index, number) for number in range(len(call.outputs))])
+
+    def _assign(self, call: ModuleCall | Recorded, target: str, numbers: list[int], results: list[Any]) -> None:
+        """Emit a call, and the names of its results. `numbers`: of the recorded calls that it stands for."""
         simple = isinstance(call.result, Ref)
-        result = variable(call.result) if simple else self._temporary()
-        self._line(f"{result} = {target}({self._arguments(call.args, call.kwargs)})", call.context)
+        name = variable(call.result) if simple else self._temporary()
+        self._line(f"{name} = {target}({self._arguments(call.args, call.kwargs)})", call.context)
         if simple:
-            self.defined.add(result)
+            self.defined.add(name)
         else:
-            self._unpack(result, call.result)
-        self._alias_outputs([call.index])
-        for number in range(len(call.outputs)):
-            self._keep(Ref(call.index, number))
+            self._unpack(name, call.result)
+        self._alias_outputs(numbers)
+        for ref in results:
+            self._keep(ref)
 
     def _unpack(self, result: str, tree: Any) -> None:
         refs = [(i, leaf) for i, leaf in enumerate(pytree.tree_leaves(tree)) if isinstance(leaf, Ref)]

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from lightning_gpp._compat.torch import pytree
-from lightning_gpp.capture.batch import BatchDims, Samples, device_of, samples_in, sliceable
+from lightning_gpp.capture.batch import BatchDims, Samples, device_of, samples_in
 from lightning_gpp.capture.captured import loss_of
 from lightning_gpp.capture.items import are_plain
 from lightning_gpp.errors import CaptureError
@@ -60,7 +60,7 @@ def _scaled(output: Any, factor: float) -> Any:
 class OpenBatch:
     """A mini-batch on which the user's step runs.
 
-    `samples`: returns those from one number to another. `counts`: what each counts; None if they count the same.
+    `counts`: what each counts; None if they count the same.
     `outputs`: the step's results for each micro-batch.
     """
 
@@ -106,7 +106,7 @@ class StepRunner:
     def open(self, lane: int, batch: Any, invocation: Invocation, seed: int, total: int | None = None) -> None:
         """Take another mini-batch, besides those that are open; micro-batches name its lane."""
         total = samples_in(batch, self.dims) if total is None else total
-        samples, counts = sliceable(batch, total, self.dims), self._counts(batch, invocation, total)
+        samples, counts = Samples(batch, total, self.dims), self._counts(batch, invocation, total)
         self._open[lane] = OpenBatch(
             samples=samples, device=device_of(batch), invocation=invocation, seed=seed, counts=counts
         )
@@ -159,17 +159,14 @@ class StepRunner:
         """Run the step, on copies of the samples if it may not change them."""
         if micro_batch.lane not in self._open:
             raise CaptureError("The user's step was asked to run without a batch; call begin() first.")
-        entry, self._lists = self._open[micro_batch.lane], {}
-        samples = entry.samples(micro_batch.start, micro_batch.stop, self._note_list)
+        entry = self._open[micro_batch.lane]
+        samples, lists = entry.samples.part(micro_batch.start, micro_batch.stop)
+        self._lists = {id(items): items for items in lists if are_plain(items)}
         if copied:
             samples = pytree.tree_map_only(torch.Tensor, _copy, samples)
         number, counting = micro_batch.num_samples, self.share(micro_batch)
         output = entry.invocation(samples, number, counting)
         return entry.invocation.weighed(output, number, counting) if self.returns_loss else output
-
-    def _note_list(self, items: Any) -> None:
-        if are_plain(items):
-            self._lists[id(items)] = items
 
     def _is_list(self, value: Any) -> bool:
         return id(value) in self._lists

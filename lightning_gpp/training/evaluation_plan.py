@@ -26,7 +26,7 @@ from lightning_gpp.planning.assignment.assign import (
 from lightning_gpp.planning.assignment.complete import separated
 from lightning_gpp.planning.assignment.modules import around
 from lightning_gpp.slices import unsliced
-from lightning_gpp.stages.undivided import Captured, Undivided
+from lightning_gpp.stages.build import Captured, Undivided
 from lightning_gpp.stages.user_step import UserStep
 
 Held = Mapping[str, Sequence[int]]

@@ -26,8 +26,8 @@ from lightning_gpp.planning.request import SEARCHED, STANDARD, SearchOptions
 from lightning_gpp.schedules.registry import method_of
 from lightning_gpp.simulation import WeightCopies, no_copies
 from lightning_gpp.slices import unsliced
+from lightning_gpp.stages.build import Captured, Undivided
 from lightning_gpp.stages.slices import with_whole_inputs
-from lightning_gpp.stages.undivided import Captured, Undivided
 from lightning_gpp.training.data.loaders import mini_batches_of
 from lightning_gpp.training.evaluation_plan import NOWHERE, Held, with_others
 from lightning_gpp.training.host import TRAINING

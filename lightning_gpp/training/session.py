@@ -26,8 +26,8 @@ from lightning_gpp.schedules import Program, compile_program
 from lightning_gpp.schedules.actions import COLLECTIVES
 from lightning_gpp.schedules.continuous import streaming_program
 from lightning_gpp.stages import Pipeline, build
+from lightning_gpp.stages.build import Captured
 from lightning_gpp.stages.step import Invocation, StepRunner
-from lightning_gpp.stages.undivided import Captured
 from lightning_gpp.training.asynchronous import Asynchronous
 from lightning_gpp.training.data.incoming import flushed_if_need_be
 from lightning_gpp.training.host import TRAINING, Job

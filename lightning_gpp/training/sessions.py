@@ -21,7 +21,7 @@ from lightning_gpp.errors import CaptureError, GPPError, NoNetworkError, Schedul
 from lightning_gpp.plan import Plan
 from lightning_gpp.runtime.transport import Transport
 from lightning_gpp.schedules.continuous import check_continuous
-from lightning_gpp.stages.undivided import Captured, Undivided, undivided
+from lightning_gpp.stages.build import Captured, Undivided, undivided
 from lightning_gpp.stages.user_step import UserStep
 from lightning_gpp.training.asynchronous import Asynchronous
 from lightning_gpp.training.data.frozen import FrozenAttributes, adopt

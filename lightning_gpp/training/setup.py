@@ -38,7 +38,7 @@ from lightning_gpp.runtime.transport import DistributedTransport, pairs_of
 from lightning_gpp.runtime.weights import WeightPolicy, Weights, make_policy
 from lightning_gpp.schedules.delayed import plan_on_one_device
 from lightning_gpp.stages import build
-from lightning_gpp.stages.undivided import Captured, Undivided
+from lightning_gpp.stages.build import Captured, Undivided
 from lightning_gpp.training.asynchronous import Asynchronous
 from lightning_gpp.training.checks.copies import comparison
 from lightning_gpp.training.checks.self_check import check_first

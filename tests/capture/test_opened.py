@@ -34,15 +34,6 @@ class Inner(nn.Module):
         return F.mse_loss(out[rows], y[rows])
 
 
-class Checks(Inner):
-    """Validates its targets."""
-
-    def loss(self, out: Tensor, y: Tensor) -> Tensor:
-        if (y > 9).any():
-            raise ValueError("too large")
-        return F.mse_loss(out, y)
-
-
 class ChecksFirst(Inner):
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         if x.abs().max() > 9:
@@ -64,7 +55,7 @@ class Wrapped(Base):
         return self.net(batch["x"], batch["y"])
 
 
-@pytest.mark.parametrize("kind", [Inner, Checks, ChecksFirst])
+@pytest.mark.parametrize("kind", [Inner, ChecksFirst])
 def test_a_forward_around_all_parameters_runs_as_a_part_of_the_step(kind: type[Inner]) -> None:
     torch.manual_seed(0)
     module = Wrapped(kind()).double()
@@ -147,14 +138,6 @@ class Ends(Base):
         return self.head(h[rows]).square().mean()
 
 
-class EndsEarly(Ends):
-    stages = [["a"], ["head"]]
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        h = self.a(batch["x"])
-        return self.head(self.b(h[h[:, 0].nonzero()[:, 0]])).square().mean()
-
-
 def test_modules_behind_the_end_of_the_recording_run_with_the_step() -> None:
     torch.manual_seed(0)
     module = Ends().double()
@@ -162,11 +145,6 @@ def test_modules_behind_the_end_of_the_recording_run_with_the_step() -> None:
     assert set(captured.graph["step"].parameters) == {"head.weight", "head.bias"}
     assert any("The rest runs on its device, with head.bias, head.weight" in note for note in captured.notes)
     assert_transparent(module, captured, chain_of(captured, module.stages), zoo.batch())
-
-
-def test_a_network_without_most_parameters_is_none() -> None:
-    with pytest.raises(CaptureError, match="DynamicOutputShapeException"):
-        capture_step(EndsEarly().double(), zoo.batch())
 
 
 class ByShape(nn.Module):
@@ -206,19 +184,7 @@ class Written(Base):
         return F.mse_loss(self.b(h + torch.ones(1, 8, device=h.device, dtype=h.dtype)), batch["y"])
 
 
-class RequiresGrad(Base):
-    """Makes its input require a gradient, as models do for checkpointing."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x[:, None]
-        x.requires_grad = True
-        return self.b(self.a(x).tanh())[:, 0]
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return F.mse_loss(self(batch["x"]), batch["x"])
-
-
-@pytest.mark.parametrize("kind", [Unread, Written, RequiresGrad])
+@pytest.mark.parametrize("kind", [Unread, Written])
 def test_what_happens_between_modules(kind: type[Base]) -> None:
     torch.manual_seed(0)
     module = kind().double()

@@ -29,17 +29,6 @@ class Attention(nn.Module):
         return x + self.out(mixed.transpose(1, 2).flatten(2))
 
 
-class Expanded(nn.Module):
-    """What is kept has as many elements as the batch, and the memory of a few."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.scale = nn.Linear(5, 6), nn.Linear(5, 6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x) * self.scale(x.new_ones(5)).expand(len(x), 6)
-
-
 class InPlace(nn.Module):
     """A linear layer keeps the memory that the activation in front of it keeps."""
 
@@ -95,7 +84,6 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Tensor]]] = {
     "mlp": (mlp, numbers(5)),
     "convolutions": (convolutions, numbers(3, 8, 8)),
     "embedding": (lambda: nn.Sequential(nn.Embedding(11, 6), nn.Flatten(), nn.Linear(24, 2)), classes(11, 4)),
-    "expanded": (Expanded, numbers(5)),
     "in place": (InPlace, numbers(5)),
     "tied": (Tied, classes(11, 4)),
 }

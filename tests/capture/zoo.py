@@ -237,14 +237,6 @@ class Keeps(Base):
         return F.mse_loss(out, batch["y"])
 
 
-class Penalty(Base):
-    """The step reads all parameters."""
-
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        loss = F.mse_loss(self(batch["x"]), batch["y"])
-        return loss + 0.01 * sum(p.pow(2).sum() for p in self.parameters())
-
-
 @dataclasses.dataclass
 class Output:
     """Not known to pytree."""
@@ -342,7 +334,6 @@ WORKING = [
     Hooks,
     SeveralCalls,
     ReadsValues,
-    Penalty,
     LogitScale,
     Structures,
     Frozen,

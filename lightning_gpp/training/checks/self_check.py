@@ -33,9 +33,9 @@ from lightning_gpp.runtime.random import Neutral, RandomStreams, undisturbed
 from lightning_gpp.runtime.stage import MicroBatch
 from lightning_gpp.runtime.transport import Transport
 from lightning_gpp.stages import build
+from lightning_gpp.stages.build import Captured, Undivided
 from lightning_gpp.stages.counts import counted
 from lightning_gpp.stages.step import Invocation, StepRunner
-from lightning_gpp.stages.undivided import Captured, Undivided
 from lightning_gpp.training.checks.copies import given_arguments, silent_copy
 from lightning_gpp.training.checks.results import differing, forget_vectors, norms, projections
 from lightning_gpp.training.checks.undivided import OFF, CutComparison, difference, few_samples, normalises, tried

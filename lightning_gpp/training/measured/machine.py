@@ -29,7 +29,7 @@ from lightning_gpp.planning import estimate
 from lightning_gpp.planning.assignment.complete import resolve_size
 from lightning_gpp.schedules import compile_program
 from lightning_gpp.simulation import Period, StageCosts, Timeline, simulate, simulate_period
-from lightning_gpp.stages.undivided import Captured
+from lightning_gpp.stages.build import Captured
 from lightning_gpp.training.host import TRAINING, Job
 from lightning_gpp.training.option_values import weight_copies_of
 from lightning_gpp.training.options import Context, Options
