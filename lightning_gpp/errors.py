@@ -4,11 +4,16 @@ from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from typing import Final
 
+from lightning_gpp.wording import spoken
+
 _ELSEWHERE: Final = "_gpp_shown_elsewhere"
 
 
 class GPPError(Exception):
     """Base class of all errors of this library. The message says what is wrong, where, which values, and what to do."""
+
+    def __str__(self) -> str:
+        return spoken(super().__str__())
 
 
 def is_shown_elsewhere(error: BaseException | None) -> bool:

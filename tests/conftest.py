@@ -1,4 +1,5 @@
-"""What holds for every test: it runs on one thread, with wide lines, can be interrupted, and leaves no process group.
+"""What holds for every test: it runs on one thread, with wide lines and messages as the
+commands show them, can be interrupted, and leaves no process group.
 
 Several tests fit on a small machine that way; processes that tests start inherit the number of threads.
 """
@@ -10,6 +11,7 @@ import signal
 from collections.abc import Iterator
 
 os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["LIGHTNING_GPP_WORDS"] = "hydra"  # messages name settings one way, see tests/test_wording.py
 os.environ["COLUMNS"] = "300"  # tables are printed whole, wherever the tests run
 
 import pytest  # noqa: E402

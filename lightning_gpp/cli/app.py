@@ -25,6 +25,7 @@ from lightning_gpp.cli.help import ASKED, VERSION, help_text
 from lightning_gpp.cli.told import place_of_traceback, told
 from lightning_gpp.config_files import config_folder
 from lightning_gpp.errors import GPPError, is_shown_elsewhere
+from lightning_gpp.wording import WORDS
 
 log = logging.getLogger(__name__)
 
@@ -87,6 +88,7 @@ def end_with_reader() -> None:
 
 
 def _prepare() -> None:
+    os.environ[WORDS] = "hydra"
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # makes Hydra raise instead of printing a shortened traceback
     # a warning of Lightning 2.6 on newer torch that users cannot change, from every process
     warnings.filterwarnings("ignore", message=".*treespec, LeafSpec.*", category=FutureWarning)

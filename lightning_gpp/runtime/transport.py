@@ -15,7 +15,6 @@ from __future__ import annotations
 import copy
 import itertools
 import os
-import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,6 +27,7 @@ from torch import Tensor
 from lightning_gpp.errors import ConfigError
 from lightning_gpp.plan import Plan
 from lightning_gpp.runtime.mesh import Mesh
+from lightning_gpp.wording import warn
 
 QUEUES: Final = "CUDA_DEVICE_MAX_CONNECTIONS"
 MOST_QUEUES: Final = 32
@@ -281,9 +281,8 @@ def check_queues(links: Iterable[tuple[int, int]], environment: Mapping[str, str
             f"Set the variable to {MOST_QUEUES} before the process uses a GPU."
         )
     if needed > MOST_QUEUES:
-        warnings.warn(
+        warn(
             f"A process of the plan has {needed} streams, but a GPU has at most {MOST_QUEUES} hardware queues for "
             "them. Streams that share a queue wait for each other, so ranks could wait for ever. Give its device fewer "
             "neighbours: fewer replicas (strategy.max_replicas), or fewer branches that join (strategy.stages).",
-            stacklevel=2,
         )

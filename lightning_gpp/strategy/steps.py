@@ -33,7 +33,7 @@ from lightning_gpp.training.measured.trace import TraceFile
 from lightning_gpp.training.mirrored_state import MirroredState
 from lightning_gpp.training.options import Context
 from lightning_gpp.training.updates.gradients import LossScale
-from lightning_gpp.wording import some
+from lightning_gpp.wording import some, spoken
 
 CONTEXTS: Final = {
     TRAINING: "train_step_context",
@@ -119,7 +119,7 @@ class LightningHost(Host):
             self.placeholder.samples = torch.empty(extract_batch_size(batch), 0)
 
     def inform(self, text: str) -> None:
-        rank_zero_info(text)
+        rank_zero_info(spoken(text))
 
 
 class Steps:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import pickle
 import random
-import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,6 +22,7 @@ from lightning_gpp._compat.torch import pytree
 from lightning_gpp.failure.hangs import Wait
 from lightning_gpp.runtime.mesh import Mesh
 from lightning_gpp.runtime.transport import as_sent
+from lightning_gpp.wording import warn
 
 UNDERWAY: Final = 256
 """The most outstanding messages from the step's rank to each other rank. Ranks of a pipeline that does not flush are a
@@ -217,7 +217,7 @@ class Control:
     def warn(self, text: str) -> None:
         """Warn once for all processes, on the first one."""
         if self.first:
-            warnings.warn(text, stacklevel=3)
+            warn(text, stacklevel=3)
 
     def another_world(self) -> dist.ProcessGroup:
         """Another group of all processes, in which a thread can communicate. All of them call this together."""

@@ -16,6 +16,7 @@ from lightning_gpp.plan import Plan
 from lightning_gpp.training.control import Control, Mirror
 from lightning_gpp.training.divided.tensor_parallel import TensorParallel
 from lightning_gpp.training.options import Context, Options
+from lightning_gpp.wording import spoken
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +73,7 @@ class Host:
 
     def inform(self, text: str) -> None:
         """Show the user a message that is not a warning. Called on global rank 0."""
-        log.info(text)
+        log.info(spoken(text))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -34,6 +33,7 @@ from lightning_gpp.training.host import TRAINING
 from lightning_gpp.training.measured.machine import Machine, first, resolved
 from lightning_gpp.training.option_values import AUTO, weight_copies_of
 from lightning_gpp.training.options import DEFAULT, Context, Options, StageSpec, schedules_of
+from lightning_gpp.wording import warn
 
 
 def captured_step(
@@ -259,10 +259,9 @@ def _from_file(plan: Plan, captured: Subject, options: Options) -> Plan:
     check_model(plan, captured.graph, captured.fingerprint)
     unused = ", ".join(contradicted(plan, options))
     if unused:
-        warnings.warn(
+        warn(
             f"{unused} is not used: strategy.plan says otherwise, and the plan takes precedence. Edit the plan's "
             "file, or make a new one with these settings.",
-            stacklevel=2,
         )
     return refitted(captured, plan).with_members(options.tensor_parallel_size)
 

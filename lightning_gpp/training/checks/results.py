@@ -1,4 +1,4 @@
-"""What is compared of runs of a step: projections of gradients, and logged values.
+"""Results of steps that checks compare: projections of gradients, and logged values.
 
 Ranks compare gradients that none of them has as a whole by random projections. A projection is linear, so those of a
 gradient's parts add up to that of the gradient. One random vector serves all chunks of all parameters, with random

@@ -66,8 +66,10 @@ def refuses_check(job: Job, plan: Plan) -> str:
 
 
 class Findings(NamedTuple):
-    """How logged values follow from those of micro-batches, if not as those of batches do, by name; and whether the
-    network calls of a step as a whole have other results in micro-batches.
+    """Results of the self-check.
+
+    `combined`: how logged values follow from those of micro-batches, if not as those of batches do, by name.
+    `calls_differ`: whether the network calls of a step as a whole have other results in micro-batches.
     """
 
     combined: Mapping[str, str] = {}

@@ -171,7 +171,8 @@ class CutComparison:
 
     def _cause(self, whole: Result, parts: Result) -> str:
         if self._near(parts.mean if self.sums else parts.sum, whole.sum):
-            return f"This loss is a {'mean' if self.sums else 'sum'} over samples: set strategy.loss_reduction."
+            kind = "mean" if self.sums else "sum"
+            return f"This loss is a {kind} over samples: set strategy.loss_reduction={kind}."
         if found := [str(by) for by in self._counting()]:
             return _is_mean_over(found)
         return f"{_NORMALISES} {_DEPENDENT}" if normalises(self.module) else _DEPENDENT

@@ -14,7 +14,6 @@ import copy
 import itertools
 import os
 import sys
-import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final
@@ -27,7 +26,7 @@ from lightning_gpp.replaced import Replaced
 from lightning_gpp.runtime.mesh import Mesh
 from lightning_gpp.training.options import Options
 from lightning_gpp.user_code import is_user_code, own_attributes
-from lightning_gpp.wording import counted
+from lightning_gpp.wording import counted, warn
 
 
 def mini_batches_of(options: Options, num_pipelines: int) -> int:
@@ -38,11 +37,10 @@ def mini_batches_of(options: Options, num_pipelines: int) -> int:
 def warn_of_others(before: int, now: int) -> None:
     """Tell the user that a resumed run has larger or smaller mini-batches than before: see `mini_batches_of`."""
     if before != now:
-        warnings.warn(
+        warn(
             f"The checkpoint was trained with {before} pipelines, each with mini-batches of its own, and this run has "
             f"{now}: the mini-batch of a step is {now / before:g} times as large. strategy.mini_batch=shared, from the "
             "beginning, keeps it on any number of processes.",
-            stacklevel=2,
         )
 
 
@@ -203,9 +201,8 @@ def divide_samples(loader: Any, mesh: Mesh, wanted: Mapping[str, int]) -> None:
             raise ConfigError(f"{_divides(sampler, mesh)} Samples would be lost, or used twice. {_REMEDY}")
         _construct_anew(sampler, wanted)
         if mesh.own_process == 0:
-            warnings.warn(
+            warn(
                 f"{_divides(sampler, mesh, found['num_replicas'])} It divides them among pipelines now. {_REMEDY}",
-                stacklevel=2,
             )
 
 
@@ -286,7 +283,7 @@ class WorldSizeReads:
             return
         self._mesh = None
         if mesh.own_process == 0:
-            warnings.warn(_told(name, mesh, f"{frame.f_code.co_filename}:{frame.f_lineno}"), stacklevel=3)
+            warn(_told(name, mesh, f"{frame.f_code.co_filename}:{frame.f_lineno}"), stacklevel=3)
 
 
 def _told(name: str, mesh: Mesh, line: str) -> str:

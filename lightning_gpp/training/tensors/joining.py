@@ -1,4 +1,4 @@
-"""How the processes of a job come together: they agree on what all must have alike, and are divided into pipelines,
+"""The processes of a job come together: they agree on what all must have alike, and are divided into pipelines,
 devices and their members, which are connected.
 
 Ranks that disagree wait for each other until the timeout, or train on unnoticed. Digests are compared first; the facts
