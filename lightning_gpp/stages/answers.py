@@ -1,4 +1,4 @@
-"""What the step gets instead of what stages compute: answers to its calls of modules, and holes.
+"""The step gets this instead of what stages compute: answers to its calls of modules, and holes.
 
 Holes are tensors without memory, in place of values of other devices while the step looks for its stages' inputs.
 """
