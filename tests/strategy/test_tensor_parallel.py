@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -44,6 +45,7 @@ def outcome(module: Tower, used: Any, rank: int) -> Result:
 def fit(rank: int, world: int, kind: type[Tower], options: dict[str, Any], settings: dict[str, Any]) -> Result:
     module = make(kind)
     used = trainer(strategy(tensor_parallel_size=2, num_micro_batches=2, **options), devices=world, **settings)
+    warnings.filterwarnings("error", message=".*captured anew")
     used.fit(module, loader(), loader())
     return outcome(module, used, rank)
 

@@ -14,6 +14,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Set
 from enum import Enum
+from types import MethodType
 from typing import Any, Final, TypeVar
 
 import numpy as np
@@ -179,7 +180,7 @@ class FrozenAttributes:
         most = MOST_ITEMS if isinstance(self._values[key], CONTAINERS) else _MOST_KNOWN
         seen = self._known.setdefault(key, deque(maxlen=most))
         for number, known in seen:
-            if known is value:
+            if known is value or (isinstance(value, MethodType) and value == known):  # made anew by every access
                 return number
         number = 1 + seen[-1][0] if seen else 0
         seen.append((number, value))
