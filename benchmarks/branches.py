@@ -11,14 +11,12 @@ output also compared with the model with swapped towers.
 
 from __future__ import annotations
 
-import socket
-import warnings
 from collections.abc import Mapping
 
 import lightning as L
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as multiprocessing
+from processes import run
 from torch import Tensor, nn
 from torch.distributed.pipelining import ScheduleGPipe, SplitPoint, pipeline
 
@@ -163,10 +161,7 @@ def report_swapped(result: Result | None) -> None:
         print(f"\ntorch.distributed.pipelining against the model with swapped towers: {distance:.1e}")
 
 
-def run(rank: int, port: int) -> None:
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=len(PARTS))
+def compare(rank: int) -> None:
     results = {"torch.distributed.pipelining": with_torch(rank), "lightning_gpp": with_ours(rank)}
     if rank == 0:
         print("| relative error of | output |" + "".join(f" gradients of {part} |" for part in PARTS))
@@ -175,19 +170,7 @@ def run(rank: int, port: int) -> None:
             if result is not None:
                 print(row(library, result, eager()))
         report_swapped(results["torch.distributed.pipelining"])
-    dist.destroy_process_group()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
-def main() -> None:
-    multiprocessing.spawn(run, (free_port(),), nprocs=len(PARTS))
 
 
 if __name__ == "__main__":
-    main()
+    run(len(PARTS), compare)

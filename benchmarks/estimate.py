@@ -2,9 +2,8 @@
 
     python benchmarks/estimate.py [--rounds 20]
 
-First table: step time (all forwards and backwards of a mini-batch, without the optimizer), simulated and executed by
-real processes. Second table: actions of the fastest traced step, means over the micro-batches, to separate errors of
-the costs from errors of the simulation.
+The table has the step time (all forwards and backwards of a mini-batch, without the optimizer), simulated and executed
+by real processes.
 
 "roofline, preset" knows only that this machine has CPUs; "roofline, calibrated" measured its arithmetic, memory and
 cost of calling an operator; "measured" timed every block of the model, alone in one process.
@@ -15,10 +14,8 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import lightning as L
 import torch
@@ -34,8 +31,8 @@ from lightning_gpp.measure.costs import measure_costs
 from lightning_gpp.plan import Plan
 from lightning_gpp.planning import estimate, manual
 from lightning_gpp.runtime import DistributedTransport, Executor, Mesh, RandomStreams, pairs_of
-from lightning_gpp.schedules import Kind, compile_program
-from lightning_gpp.simulation import StageCosts, simulate
+from lightning_gpp.schedules import compile_program
+from lightning_gpp.simulation import simulate
 from lightning_gpp.stages import Pipeline, build
 
 NUM_MICRO_BATCHES = 4
@@ -45,34 +42,15 @@ PLACEMENTS = {
     "feature_towers": [["mean_tower", "error_tower"], ["worst_tower", "trunk"]],
     "gpt_text": [["embedding", "blocks.0", "blocks.1"], ["blocks.2", "blocks.3", "norm", "head"]],
 }
-Actions = dict[tuple[int, Kind], list[float]]
-"""Seconds of all actions, by stage and kind."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prediction:
-    """The prediction of a cost model for a plan."""
-
-    costs: str
-    seconds: float
-    actions: dict[tuple[int, Kind], float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """An example's plan, and the predictions for it."""
+    """An example's plan, and the seconds of a step that cost models predict for it."""
 
     name: str
     plan: Plan
-    predictions: tuple[Prediction, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
-    """Measurements: seconds of steps, and of actions in the fastest step."""
-
-    steps: list[float]
-    actions: dict[tuple[int, Kind], float]
+    predictions: dict[str, float]
 
 
 # -- predictions ------------------------------------------------------------------------------------------------------
@@ -92,7 +70,7 @@ def case_of(name: str, machine: Device) -> Case:
         ("roofline, calibrated", roofline, here),
         ("measured", measured, here),
     )
-    predictions = tuple(predicted(label, captured, plan, cluster, costs) for label, costs, cluster in sources)
+    predictions = {label: predicted(captured, plan, cluster, costs) for label, costs, cluster in sources}
     return Case(name=name, plan=plan, predictions=predictions)
 
 
@@ -101,18 +79,8 @@ def plan_of(name: str, captured: Capture) -> Plan:
     return manual(captured.graph, placement, batch_size=captured.batch_size, num_micro_batches=NUM_MICRO_BATCHES)
 
 
-def predicted(label: str, captured: Capture, plan: Plan, cluster: Cluster, costs: CostModel) -> Prediction:
-    stage_costs = estimate(captured.graph, plan, cluster, costs)
-    timeline = simulate(compile_program(plan), stage_costs)
-    return Prediction(costs=label, seconds=timeline.makespan, actions=actions_of(plan, stage_costs))
-
-
-def actions_of(plan: Plan, costs: StageCosts) -> dict[tuple[int, Kind], float]:
-    seconds = {}
-    for index, (stage, cost) in enumerate(zip(plan.stages, costs.stages, strict=True)):
-        seconds[index, Kind.FORWARD] = cost.forward.at(stage.micro_batch_size)
-        seconds[index, Kind.BACKWARD] = cost.backward.at(stage.micro_batch_size)
-    return seconds
+def predicted(captured: Capture, plan: Plan, cluster: Cluster, costs: CostModel) -> float:
+    return simulate(compile_program(plan), estimate(captured.graph, plan, cluster, costs)).makespan
 
 
 # -- reality ----------------------------------------------------------------------------------------------------------
@@ -126,11 +94,11 @@ class Runner:
         self.model, self.batch = model_and_batch(name)
         captured = capture_step(self.model, self.batch)
         self.plan, self.batch_size = plan_of(name, captured), captured.batch_size
-        silence(self.model)
+        vars(self.model).update(log=lambda *_, **__: None)  # there is no trainer
         self.pipeline: Pipeline = build(captured, self.plan, self.model)
         self.transport = DistributedTransport(Mesh(self.plan.num_devices, 1, rank), pairs_of(self.plan))
 
-    def executor(self, trace: bool = False) -> Executor:
+    def executor(self) -> Executor:
         return Executor(
             compile_program(self.plan),
             self.rank,
@@ -139,7 +107,6 @@ class Runner:
             transport=self.transport,
             source=self.pipeline.source if self.rank == 0 else None,
             streams=RandomStreams(0),
-            trace=trace,
         )
 
     def step(self, executor: Executor) -> float:
@@ -156,78 +123,36 @@ class Runner:
         return float(bounds.sum())
 
 
-def silence(model: L.LightningModule) -> None:
-    """Replace logging, because there is no trainer."""
-    vars(model).update(log=lambda *_, **__: None)
-
-
 def measure(rank: int, cases: Sequence[Case], rounds: int) -> None:
     """Measure all cases in turn, so that other work on the machine affects them equally."""
     runners = [Runner(rank, case.name) for case in cases]
-    plain = [runner.executor() for runner in runners]
-    traced = [runner.executor(trace=True) for runner in runners]
+    executors = [runner.executor() for runner in runners]
     steps: list[list[float]] = [[] for _ in cases]
-    best: list[tuple[float, Actions]] = [(float("inf"), {}) for _ in cases]
     for number in range(1 + rounds):
         for index, runner in enumerate(runners):
-            seconds = [runner.step(plain[index]) for _ in range(STEPS_PER_ROUND)]
+            seconds = [runner.step(executors[index]) for _ in range(STEPS_PER_ROUND)]
             steps[index] += seconds if number else []  # the first round warms up
-            best[index] = min(best[index], traced_step(runner, traced[index]), key=lambda pair: pair[0])
-    measured = [Measured(steps=steps[index], actions=gathered(best[index][1])) for index in range(len(cases))]
     if rank == 0:
-        report(cases, measured)
-
-
-def traced_step(runner: Runner, executor: Executor) -> tuple[float, Actions]:
-    """Seconds of a step, and of its actions on this rank, without waiting for messages."""
-    seconds, actions = runner.step(executor), defaultdict(list)
-    for action, start, stop in executor.timings:
-        if action.kind is not Kind.DATA:
-            actions[action.stage, action.kind].append(stop - start)
-    return seconds, dict(actions)
-
-
-def gathered(mine: Actions) -> dict[tuple[int, Kind], float]:
-    """Means over the micro-batches of all ranks."""
-    everybody: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everybody, mine)
-    return {key: statistics.mean(values) for actions in everybody for key, values in actions.items()}
+        report(cases, steps)
 
 
 # -- tables -----------------------------------------------------------------------------------------------------------
 
 
-def report(cases: Sequence[Case], measured: Sequence[Measured]) -> None:
+def report(cases: Sequence[Case], steps: Sequence[Sequence[float]]) -> None:
     print_table(
         "model | micro-batches | costs | step predicted, ms | executed: best, ms | error | median, ms | error",
-        [row for pair in zip(cases, measured, strict=True) for row in step_rows(*pair)],
-    )
-    labels = [prediction.costs for prediction in cases[0].predictions]
-    print_table(
-        "model | stage | action | executed, ms | " + " | ".join(f"{label}, ms | error" for label in labels),
-        [row for pair in zip(cases, measured, strict=True) for row in action_rows(*pair)],
+        [row for pair in zip(cases, steps, strict=True) for row in step_rows(*pair)],
     )
 
 
-def step_rows(case: Case, measured: Measured) -> list[list[str]]:
-    best, median = min(measured.steps), statistics.median(measured.steps)
+def step_rows(case: Case, steps: Sequence[float]) -> list[list[str]]:
+    best, median = min(steps), statistics.median(steps)
     sizes = f"{NUM_MICRO_BATCHES} of {case.plan.stages[0].micro_batch_size}"
     return [
-        [case.name, sizes, prediction.costs, ms(prediction.seconds)]
-        + [ms(best), error(prediction.seconds, best), ms(median), error(prediction.seconds, median)]
-        for prediction in case.predictions
+        [case.name, sizes, label, ms(seconds), ms(best), error(seconds, best), ms(median), error(seconds, median)]
+        for label, seconds in case.predictions.items()
     ]
-
-
-def action_rows(case: Case, measured: Measured) -> list[list[str]]:
-    rows = []
-    for stage, kind in sorted(measured.actions, key=lambda key: (key[0], key[1] is Kind.BACKWARD)):
-        seconds = measured.actions[stage, kind]
-        cells = [case.name, case.plan.stages[stage].name, kind.name.lower(), ms(seconds)]
-        for prediction in case.predictions:
-            cells += [ms(prediction.actions[stage, kind]), error(prediction.actions[stage, kind], seconds)]
-        rows.append(cells)
-    return rows
 
 
 def ms(seconds: float) -> str:

@@ -18,13 +18,10 @@ EXAMPLES: dict[str, tuple[type[L.LightningModule], type[L.LightningDataModule]]]
 }
 
 
-def model_and_batch(name: str, batch_size: int | None = None, **settings: Any) -> tuple[L.LightningModule, Any]:
-    """An example's model and mini-batch, the same in every process. Default: the example's own number of samples.
-
-    `settings`: arguments of the model that are not the default.
-    """
+def model_and_batch(name: str) -> tuple[L.LightningModule, Any]:
+    """An example's model and mini-batch, the same in every process."""
     torch.manual_seed(0)
     model_class, data_class = EXAMPLES[name]
-    data = data_class() if batch_size is None else data_class(batch_size=batch_size)
+    data = data_class()
     data.setup("fit")
-    return model_class(**settings), next(iter(data.train_dataloader()))
+    return model_class(), next(iter(data.train_dataloader()))

@@ -1,6 +1,6 @@
 """Counts the files that a reader passes through in a training step, and in making a plan.
 
-    python -m benchmarks.journey [step | plan]
+    python -m benchmarks.journey
 
 The step is that of rank 0 of three, in a steady state, from the hook before the mini-batch to the one after it: four
 micro-batches of the two-tower example, with each tower on a device of its own. The plan is found by the partitioner
@@ -12,7 +12,6 @@ follows one in another file.
 
 from __future__ import annotations
 
-import argparse
 import logging
 import os
 import sys
@@ -128,14 +127,9 @@ def plan() -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("journey", choices=("step", "plan", "both"), nargs="?", default="both")
-    arguments = parser.parse_args()
     print("| | files | changes of file |\n|---|---|---|", flush=True)
-    if arguments.journey != "plan":
-        multiprocessing.spawn(step, (find_free_network_port(),), nprocs=NUM_RANKS)
-    if arguments.journey != "step":
-        plan()
+    multiprocessing.spawn(step, (find_free_network_port(),), nprocs=NUM_RANKS)
+    plan()
 
 
 if __name__ == "__main__":

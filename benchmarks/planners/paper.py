@@ -4,8 +4,8 @@
 micro-batch sizes are powers of two; mmt has 128 samples on 8 devices (section 7.3); mini-batches grow with the devices.
 
 **Not stated, calibrated:** the speed of a V100, the cost of calling an operator, the speed and sharing of the network,
-whether the samples are in place, and all other mini-batches. `python -m benchmarks.planners.calibrate` chooses them
-from a coarse grid by the throughputs of PipeDream alone. All other figures that the commands print for this machine
+whether the samples are in place, and all other mini-batches. They were chosen from a coarse grid by the throughputs of
+PipeDream alone (benchmarks/results/planners.md). All other figures that the commands print for this machine
 follow from them.
 """
 
