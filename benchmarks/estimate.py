@@ -17,7 +17,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import lightning as L
 import torch
 import torch.distributed as dist
 from examples_by_name import EXAMPLES, model_and_batch
