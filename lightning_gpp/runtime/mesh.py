@@ -73,7 +73,6 @@ class Mesh:
         self.backend = dist.get_backend()
         self.everyone = dist.group.WORLD
         self._timeout = timeout
-        self._background: dist.ProcessGroup | None = None
         self._alone: dist.ProcessGroup | None = None
         self.stand_in: dist.ProcessGroup | None = None
         self._device_meshes: dict[str, DeviceMesh] = {}
@@ -239,9 +238,7 @@ class Mesh:
 
     def another_world(self) -> dist.ProcessGroup:
         """Another group of all processes, for a thread; made once. All processes call this together."""
-        if self._background is None:
-            self._background = self._new(range(self.num_processes), CONTROL_BACKEND)
-        return self._background
+        return self._own("another world", [range(self.num_processes)], CONTROL_BACKEND)
 
     def _own(
         self, purpose: str, process_sets: Sequence[Sequence[int]], backend: str | None = None
