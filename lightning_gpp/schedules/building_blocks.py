@@ -20,7 +20,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import product
 from math import inf
 from typing import Final
 
@@ -67,8 +66,7 @@ def compacted(work: Work, rows: DeviceOrders, limits: Sequence[float]) -> Iterat
         rows: for every device its forwards and input gradients, in an order that cannot deadlock.
         limits: memory limit of every device; the order must fit.
     """
-    patience = (False, True) if work.timed else (False,)
-    return (compact(work, rows, limits, window, patient) for window, patient in product(WINDOWS, patience))
+    return (compact(work, rows, limits, window) for window in WINDOWS)
 
 
 def compaction_limits(work: Work, peaks: Sequence[float]) -> list[float]:
@@ -80,9 +78,7 @@ def compaction_limits(work: Work, peaks: Sequence[float]) -> list[float]:
     return [max(peak, min(limit, max(peaks))) for peak, limit in zip(peaks, limits, strict=True)]
 
 
-def compact(
-    work: Work, rows: DeviceOrders, limits: Sequence[float], window: int = 0, patient: bool = False
-) -> Compacted:
+def compact(work: Work, rows: DeviceOrders, limits: Sequence[float], window: int = 0) -> Compacted:
     """Compact an order.
 
     Args:
@@ -90,10 +86,9 @@ def compact(
         rows: for every device its actions. Weight gradients that are listed keep their place.
         limits: memory limit of every device.
         window: number of actions that one may overtake.
-        patient: whether a device idles until a message arrives if weight gradients would delay its reader.
     """
     clock = Clock(len(rows), work.tasks)
-    list_schedule(clock, Compaction(clock, rows, limits, window, patient))
+    list_schedule(clock, Compaction(clock, rows, limits, window))
     busy = max(stop - start for start, stop in zip(clock.begins(), clock.free, strict=True) if start < inf)
     return Compacted(rows=clock.rows, busy=busy, makespan=max(clock.free))
 
@@ -106,7 +101,6 @@ class Compaction:
     rows: DeviceOrders
     limits: Sequence[float]
     window: int
-    patient: bool
     takes: Sequence[float] = field(init=False)
     rest: list[list[int]] = field(init=False)
     held: list[float] = field(init=False)
@@ -130,9 +124,7 @@ class Compaction:
         place, weights = self._place(device), self.weights[device]
         if place is not None and not (weights and self._is_full(device, self.rest[device][place])):
             return self._started(device, self.rest[device].pop(place))
-        if weights and (place is not None or not self.patient or self._has_time(device)):
-            return self._started(device, weights.popleft())
-        return None
+        return self._started(device, weights.popleft()) if weights else None
 
     def force(self) -> int | None:
         """Never force a task: the given order fits the memory."""
@@ -157,13 +149,6 @@ class Compaction:
 
     def _is_full(self, device: int, task: int) -> bool:
         return self.held[device] + self._kept(task) > self.limits[device] * SLACK
-
-    def _has_time(self, device: int) -> bool:
-        """True if the next weight gradients end before anything else is known to arrive."""
-        now = self.clock.time
-        end = now + self.clock.tasks.seconds[self.weights[device][0]]
-        expected = (self.clock.arrival[task] for task in self.rest[device][: self.window + 1])
-        return all(not now < arrival < end for arrival in expected)
 
     def _started(self, device: int, task: int) -> int:
         self.held[device] += self.takes[task]
