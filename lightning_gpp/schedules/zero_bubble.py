@@ -14,15 +14,14 @@ from itertools import product
 from typing import Final
 
 from lightning_gpp.plan import Plan
-from lightning_gpp.schedules.actions import Kind, Schedule
+from lightning_gpp.schedules.actions import Schedule
 from lightning_gpp.schedules.bubble_filling import Preference, fill, forwards_ahead
 from lightning_gpp.schedules.device_orders import device_orders
-from lightning_gpp.schedules.list_scheduling import Task
 from lightning_gpp.schedules.one_f_one_b import lanes, one_f_one_b
 from lightning_gpp.schedules.registry import register_schedule
 from lightning_gpp.schedules.work import Work, halved, work_of
 
-LEADS: Final = (1, 1.25, 1.5, 1.75, 2, 2.1, 2.25, 2.5, 3)
+LEADS: Final = (1, 1.25, 1.5, 1.75, 2, 2.06, 2.1, 2.25, 2.5, 3)
 """Factors on the warm-up of 1F1B beyond its first micro-batch: 1 is ZB-H1's warm-up, 2 is ZB-H2's."""
 
 CHOICES: Final = ((False, True), (False, False), (True, False))
@@ -59,35 +58,10 @@ def zero_bubble(plan: Plan, batch_size: int) -> Schedule:
 def _leads(plan: Plan, work: Work) -> Iterable[Sequence[int]]:
     """The forwards by which each stage may be ahead, over all its slices, for every run; without duplicates."""
     numbers = [len(parts) * len(plan.intervals(stage, work.batch_size)) for stage, parts in enumerate(_slices(plan))]
-    leads = (*(forwards_ahead(plan, lead) for lead in LEADS), _until_first_return(work))
+    leads = (forwards_ahead(plan, lead) for lead in LEADS)
     return dict.fromkeys(tuple(map(min, lead, numbers)) for lead in leads)
 
 
 def _slices(plan: Plan) -> list[list[int]]:
     """All slices of the same unsliced stage, for every stage."""
     return [parts for _, parts in sorted((part, parts) for parts in lanes(plan).values() for part in parts)]
-
-
-def _until_first_return(work: Work) -> list[int]:
-    """Number of forwards that a replica of every stage can run until the first gradients come back to it."""
-    trips, longest = [0.0 for _ in work.plan.stages], [0.0 for _ in work.plan.stages]
-    for task in reversed(list(work.seconds)):
-        stage = task[1].stage
-        if task[1].kind is Kind.FORWARD:
-            longest[stage] = max(longest[stage], work.seconds[task])
-            trips[stage] = max([trips[stage], *(_trip(work, trips, *reader) for reader in work.readers[task])])
-    ahead = []
-    for stage, parts in enumerate(_slices(work.plan)):
-        most, trip = max(longest[part] for part in parts), trips[parts[-1]]
-        more = int(trip / most + 1e-9) if most else len(work.plan.intervals(stage, work.batch_size)) * len(parts)
-        ahead.append(len(parts) + more)
-    return ahead
-
-
-def _trip(work: Work, trips: Sequence[float], reader: Task, travel: float) -> float:
-    """Seconds until the gradients come back from a stage that waits for a forward's message."""
-    device, action = reader
-    if action.kind is not Kind.FORWARD:
-        return 0.0
-    own = work.seconds[reader] + work.seconds[device, action.of_kind(Kind.INPUT)]
-    return trips[action.stage] + own + 2 * travel
