@@ -1,4 +1,4 @@
-"""Adaptive: the best order of all schedules for the times and memory of the plan, improved by local search.
+"""Adaptive: the best order of all schedules for the times and memory of the plan.
 
 Every schedule of this package can order any plan, also in a layout that was made for another schedule. Orders that fit
 the memory come first, then the step time decides. The times are the plan's (`Figures`, `Edge.seconds`), so uneven and
@@ -8,7 +8,7 @@ from.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Final
 
@@ -16,27 +16,16 @@ from lightning_gpp.errors import ScheduleError
 from lightning_gpp.plan import Plan
 from lightning_gpp.schedules.actions import Schedule
 from lightning_gpp.schedules.device_orders import device_orders
-from lightning_gpp.schedules.list_scheduling import (
-    NOTHING,
-    SLACK,
-    FixedOrder,
-    NumberRows,
-    TaskGraph,
-    in_order,
-    run_order,
-)
+from lightning_gpp.schedules.list_scheduling import SLACK, FixedOrder, in_order
 from lightning_gpp.schedules.one_f_one_b import limits_of
 from lightning_gpp.schedules.registry import orders_of, register_schedule
-from lightning_gpp.schedules.work import Work, halved, peak, work_of
+from lightning_gpp.schedules.work import Work, halved, work_of
 
 STARTS: Final = ("1f1b", "zb_h1", "zb_h2", "zero_bubble", "layerpipe", "interleaved", "breadth_first")
 MORE_STARTS: Final = ("zbv", "v_half", "v_min", "dualpipe_v", "gpipe", "hanayo")
 """Schedules that the search starts from; the second ones only if there are at most `LARGE` actions."""
 
 LARGE: Final = 1500
-
-SEARCHED_ACTIONS: Final = 30_000
-"""Limit on the actions simulated by the search, over all orders; they take a fraction of a second."""
 
 # Two branches, 0 and 1, that join in 2. A forward of stage 1 takes two units, every other action one; the branches have
 # full backwards, as nobody waits for their input gradients. Four micro-batches; memory for two.
@@ -59,8 +48,7 @@ def adaptive(plan: Plan, batch_size: int) -> Schedule:
         excess = any(peak > limit for peak, limit in zip(work.peaks(order.rows), limits, strict=True))
         return excess, order.makespan
 
-    best = improved(min(orders, key=rank), limits, tries=SEARCHED_ACTIONS // max(1, len(work.seconds)))
-    return work.order(best.rows)
+    return work.order(min(orders, key=rank).rows)
 
 
 def _orders(work: Work, names: tuple[str, ...]) -> Iterator[FixedOrder]:
@@ -79,63 +67,3 @@ def _schedule(plan: Plan, batch_size: int) -> Schedule:
     """The order of every device. Schedules that order stages are interleaved first."""
     orders = orders_of(plan, batch_size)
     return orders if isinstance(orders, Schedule) else device_orders(plan, orders, batch_size)[0]
-
-
-def improved(order: FixedOrder, limits: Sequence[float], tries: int) -> FixedOrder:
-    """The shortest order that swaps lead to; none lengthens the step or exceeds the memory limit of its device.
-
-    A swap that changes nothing may enable one that does; no order is visited twice.
-
-    Args:
-        order: the order to start from.
-        limits: memory limit of every device.
-        tries: maximum number of orders to run.
-    """
-    known = {_key(order.order)}
-    better: FixedOrder | None = order
-    while better is not None:
-        order, better = better, None
-        for rows in _swapped(order, limits):
-            key = _key(rows)
-            if key in known:
-                continue
-            if not tries:
-                return order
-            tries -= 1
-            known.add(key)
-            other = run_order(order.tasks, rows)
-            if not other.deadlocks and other.makespan <= order.makespan * SLACK:
-                better = other
-                break
-    return order
-
-
-def _key(order: NumberRows) -> int:
-    return hash(tuple(map(tuple, order)))
-
-
-def _swapped(order: FixedOrder, limits: Sequence[float]) -> Iterator[NumberRows]:
-    """Orders with two neighbours on the critical path swapped."""
-    actions, rows = order.tasks.actions, order.order
-    for device, index in _neighbours(order):
-        row = list(rows[device])
-        first, second = actions[row[index]], actions[row[index + 1]]
-        if (first.stage, first.micro_batch) == (second.stage, second.micro_batch):
-            continue
-        row[index], row[index + 1] = row[index + 1], row[index]
-        if _peak(order.tasks, row) <= max(limits[device], _peak(order.tasks, rows[device])):
-            yield [*rows[:device], row, *rows[device + 1 :]]
-
-
-def _peak(tasks: TaskGraph, row: Sequence[int]) -> float:
-    return peak(tasks.takes[task] for task in row)
-
-
-def _neighbours(order: FixedOrder) -> Iterator[tuple[int, int]]:
-    """Device, and index of the first task, of neighbours on the critical path."""
-    devices = order.tasks.devices
-    place = {task: index for row in order.order for index, task in enumerate(row)}
-    for task in order.critical_path():
-        before = order.cause[task]
-        if before != NOTHING and devices[before] == devices[task] and place[before] + 1 == place[task]:
-            yield devices[task], place[before]

@@ -8,7 +8,7 @@ comes from here; the policies are
     BubbleFilling   input gradients and forwards; weight gradients where the device would idle (`bubble_filling`)
     Compaction      a given order, whose actions may move up into gaps (`building_blocks`)
 
-`run_order` runs a given order without choosing: start times, step time and the critical path.
+`in_order` runs a given order without choosing: start times and step time.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import heapq
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from math import inf
 from typing import Final, Protocol
 
@@ -243,39 +244,23 @@ class Priorities:
         return task
 
 
-NOTHING: Final = -1
-"""Represents no task."""
-
-NumberRows = Sequence[Sequence[int]]
-"""The numbers of every device's tasks, in order."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FixedOrder:
     """An order and its times.
 
     Args:
         tasks: the task graph.
-        order: the numbers of every device's tasks.
+        rows: the actions of every device.
         start: start of every task, in seconds.
         missing: number of every task's inputs, and predecessors on its device, that never ran.
         makespan: end of the last task, in seconds.
-        last: number of the task that ends last; `NOTHING` without tasks.
-        cause: the task whose end decided the start of each task; `NOTHING` if it started at once.
     """
 
     tasks: TaskGraph
-    order: NumberRows
+    rows: DeviceOrders
     start: Sequence[float]
     missing: Sequence[int]
     makespan: float
-    last: int
-    cause: Sequence[int]
-
-    @property
-    def rows(self) -> DeviceOrders:
-        """The actions of every device."""
-        return [[self.tasks.actions[task] for task in row] for row in self.order]
 
     @property
     def deadlocks(self) -> bool:
@@ -285,44 +270,27 @@ class FixedOrder:
     @property
     def busy(self) -> float:
         """The longest time of a device from its first start to its last end, in seconds."""
-        ends = ((row[0], row[-1]) for row in self.order if row)
-        return max(self.start[last] + self.tasks.seconds[last] - self.start[first] for first, last in ends)
-
-    def critical_path(self) -> Iterator[int]:
-        """The tasks that decide the step time, from the last one back."""
-        task = self.last
-        while task != NOTHING:
-            yield task
-            task = self.cause[task]
+        numbers, seconds = self.tasks.numbers, self.tasks.seconds
+        ends = ((numbers[device, row[0]], numbers[device, row[-1]]) for device, row in enumerate(self.rows) if row)
+        return max(self.start[last] + seconds[last] - self.start[first] for first, last in ends)
 
 
 def in_order(tasks: TaskGraph, rows: DeviceOrders) -> FixedOrder:
     """Run every device's actions in their order."""
-    return run_order(tasks, [[tasks.numbers[device, action] for action in row] for device, row in enumerate(rows)])
-
-
-def run_order(tasks: TaskGraph, order: NumberRows) -> FixedOrder:
-    """Run tasks by their numbers."""
-    follower, missing = [NOTHING for _ in tasks.missing], list(tasks.missing)
-    for row in order:
-        for task, following in zip(row, row[1:], strict=False):
-            follower[task] = following
-            missing[following] += 1
-    start, cause = [0.0 for _ in missing], [NOTHING for _ in missing]
+    order = [[tasks.numbers[device, action] for action in row] for device, row in enumerate(rows)]
+    follower, missing = dict(pair for row in order for pair in pairwise(row)), list(tasks.missing)
+    for following in follower.values():
+        missing[following] += 1
+    start, makespan = [0.0 for _ in missing], 0.0
     ready = deque(task for row in order for task in row if not missing[task])
-    makespan, last = 0.0, NOTHING
     while ready:
         task = ready.popleft()
         end = start[task] + tasks.seconds[task]
-        if end > makespan or last == NOTHING:
-            makespan, last = end, task
-        readers = tasks.readers[task]
-        if follower[task] != NOTHING:
-            readers = [(follower[task], 0.0), *readers]
-        for reader, travel in readers:
-            if end + travel > start[reader] or cause[reader] == NOTHING:
-                start[reader], cause[reader] = end + travel, task
+        makespan = max(makespan, end)
+        own = ((follower[task], 0.0),) if task in follower else ()
+        for reader, travel in (*own, *tasks.readers[task]):
+            start[reader] = max(start[reader], end + travel)
             missing[reader] -= 1
             if not missing[reader]:
                 ready.append(reader)
-    return FixedOrder(tasks=tasks, order=order, start=start, missing=missing, makespan=makespan, last=last, cause=cause)
+    return FixedOrder(tasks=tasks, rows=rows, start=start, missing=missing, makespan=makespan)

@@ -7,11 +7,8 @@ from dataclasses import replace
 from lightning_gpp.graph import Affine
 from lightning_gpp.plan import Plan
 from lightning_gpp.planning.assignment.estimate import timed
-from lightning_gpp.schedules import Action, Kind, compile_program, schedule_names
-from lightning_gpp.schedules.adaptive import improved
-from lightning_gpp.schedules.list_scheduling import in_order
+from lightning_gpp.schedules import compile_program, schedule_names
 from lightning_gpp.schedules.registry import method_of
-from lightning_gpp.schedules.work import work_of
 from lightning_gpp.simulation import StageCost, StageCosts, Timeline, simulate
 from tests.strategies import chain, plan_of, towers
 
@@ -31,24 +28,6 @@ def test_it_is_as_drawn() -> None:
     starts = {str(span.action): span.start for spans in timeline.devices for span in spans}
     assert [starts[f"2I{number}"] for number in range(4)] == [3, 6, 9, 13]
     assert timeline.makespan == 16
-
-
-def test_swaps_shorten_an_order() -> None:
-    """From one micro-batch after the other to forwards that run ahead."""
-    plan = chain((1, 1, 1), 4)
-    work = work_of(plan, 4)
-    kinds = (Kind.FORWARD, Kind.INPUT, Kind.WEIGHT)
-    rows = [
-        [Action(stage, kind, number) for stage in plan.stages_on(device) for number in range(4) for kind in kinds]
-        for device in range(3)
-    ]
-    order = in_order(work.tasks, rows)
-    assert not order.deadlocks
-    better = improved(order, limits=(3.0,) * 3, tries=5000)
-    assert better.makespan < order.makespan
-    assert max(work.peaks(better.rows)) <= 3
-    narrow = improved(order, limits=(1.0,) * 3, tries=5000)
-    assert max(work.peaks(narrow.rows)) == 1
 
 
 def test_it_keeps_to_the_memory() -> None:
