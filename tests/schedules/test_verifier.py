@@ -21,7 +21,8 @@ from lightning_gpp.schedules import (
 from tests.strategies import action_of, chain, plan_of, schedule_of
 
 PLAN = chain((1, 1), 2)
-PROGRAM = compile_program(PLAN)  # 0: +0<1 +1<1 ?0 1F0 1B0 2>1 ?1 1F1 1B1 3>1;  1: +2<0 0F0 0>0 +3<0 0F1 ...
+PROGRAM = compile_program(PLAN)
+"""Device 0 posts messages 0 and 1, waits for 0, computes 1F0, 1B0, sends 2, waits for 1, computes 1F1, 1B1, sends 3."""
 
 
 def edited(program: Program, device: int, edit: Callable[[list[Instruction]], None]) -> Program:
@@ -35,10 +36,6 @@ def edited(program: Program, device: int, edit: Callable[[list[Instruction]], No
 
 def without(program: Program, device: int, op: Op, message: int) -> Program:
     return edited(program, device, lambda rows: rows.remove(Instruction(op, message=message)))
-
-
-def test_the_edited_program_is_the_pictured_one() -> None:
-    assert str(PROGRAM).splitlines()[0] == "0: +0<1 +1<1 ?0 1F0 1B0 2>1 ?1 1F1 1B1 3>1"
 
 
 @pytest.mark.parametrize(
