@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import ProcessRaisedException, start_processes
 
-from lightning_gpp.runtime.transport import open_queues
+from lightning_gpp.runtime.mesh import open_queues
 
 Outcome = tuple[list[Any], ProcessRaisedException | None]
 """The results of a call by rank, or the error that ended it."""

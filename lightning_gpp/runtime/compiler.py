@@ -9,17 +9,7 @@ from typing import Any, Final
 
 from lightning_gpp.errors import ScheduleError
 from lightning_gpp.plan import SOURCE
-from lightning_gpp.runtime.boundary import (
-    EdgeTensors,
-    Receive,
-    Send,
-    TransferLink,
-    borders,
-    carried,
-    hand_out_zeros,
-    promises,
-    releasing,
-)
+from lightning_gpp.runtime.boundary import EdgeTensors, borders, carried, hand_out_zeros, promises
 from lightning_gpp.runtime.offload import HostLink, Offloaded, offloading
 from lightning_gpp.runtime.operations import (
     ComputeBackward,
@@ -39,6 +29,7 @@ from lightning_gpp.runtime.receipts import receipts
 from lightning_gpp.runtime.recompute import ModuleState, RecomputedForward
 from lightning_gpp.runtime.split import SplitBackward, Splitter
 from lightning_gpp.runtime.stage import DataSource, MicroBatch, Slot, StageForward, StageModule, StageSync
+from lightning_gpp.runtime.transport import Receive, Send, TransferLink, releasing
 from lightning_gpp.runtime.weights.derived import Derived, Derives
 from lightning_gpp.runtime.weights.policy import WeightPolicy
 from lightning_gpp.schedules.actions import COLLECTIVES, COMPUTING, RELEASES, Action, Kind

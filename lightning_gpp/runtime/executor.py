@@ -19,12 +19,12 @@ import torch
 
 from lightning_gpp.errors import add_note
 from lightning_gpp.failure.hangs import Wait
-from lightning_gpp.runtime.boundary import DeviceState, Routes, Send, TransferLink, carried, describe_edge
+from lightning_gpp.runtime.boundary import DeviceState, carried, describe_edge
 from lightning_gpp.runtime.compiler import Compiler, Lane, action_of
 from lightning_gpp.runtime.operations import Operation, State
 from lightning_gpp.runtime.random import RandomStreams
 from lightning_gpp.runtime.stage import DataSource, Slot, StageModule, StageSync
-from lightning_gpp.runtime.transport import Transport
+from lightning_gpp.runtime.transport import Routes, Send, TransferLink, Transport
 from lightning_gpp.runtime.weights.policy import WeightPolicy
 from lightning_gpp.schedules.actions import COLLECTIVES, Action
 from lightning_gpp.schedules.program import Op, Program

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+import os
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Final
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_gpp._compat.torch import default_group, without_splits
 from lightning_gpp.errors import ConfigError
+from lightning_gpp.wording import warn
 
 CONTROL_BACKEND: Final = "gloo"
 """Backend for plain Python values, which never go through a GPU."""
@@ -276,3 +280,54 @@ def _check_world_size(members: Sequence[int], num_pipelines: int) -> None:
         f"{needed} processes, but there are {processes} (trainer.devices x trainer.num_nodes). Start a multiple of "
         "the plan's devices, or make a plan for fewer."
     )
+
+
+# -- hardware queues --------------------------------------------------------------------------------------------------
+# A receive is posted before its message is sent, and occupies its stream until then. A GPU serves all streams of a
+# process through a few hardware queues, and streams that share one wait for each other, although nothing in the program
+# says so. So a device might wait in front of a send for a message that its receiver can send only after it has got that
+# one, and no proof about the program would exclude it. CUDA opens 8 queues by default; as many as
+# `CUDA_DEVICE_MAX_CONNECTIONS` says when a process uses its first GPU, at most 32. (NVIDIA, CUDA C++ Programming Guide,
+# "Environment Variables"; that streams of several communicators need not progress independently:
+# github.com/NVIDIA/nccl/issues/522 and 783.)
+
+QUEUES: Final = "CUDA_DEVICE_MAX_CONNECTIONS"
+MOST_QUEUES: Final = 32
+USUAL_QUEUES: Final = 8
+"""Hardware queues of a GPU without the variable."""
+
+OTHERS: Final = 3
+"""Streams besides those of messages between devices: computing, sums of gradients, and members of the device."""
+
+
+def open_queues() -> None:
+    """Ask CUDA for as many queues as there are, unless the user has decided, or this process uses a GPU already."""
+    if not torch.cuda.is_initialized():
+        os.environ.setdefault(QUEUES, str(MOST_QUEUES))
+
+
+def check_queues(links: Iterable[tuple[int, int]], environment: Mapping[str, str]) -> None:
+    """Refuse fewer queues than a process has streams.
+
+    Args:
+        links: sender and receiver of all messages over NCCL; each process has a stream for each of its links.
+        environment: the process's environment.
+
+    Raises:
+        ConfigError: CUDA_DEVICE_MAX_CONNECTIONS is too small, or no number.
+    """
+    text = environment.get(QUEUES, f"{USUAL_QUEUES}")
+    ends = Counter(process for link in links for process in link)
+    needed = OTHERS + max(ends.values(), default=0)
+    if not text.isdecimal() or int(text) < min(needed, MOST_QUEUES):
+        raise ConfigError(
+            f"{QUEUES}={text}, but a process of the plan has {needed} streams: one for each neighbour and direction, "
+            f"and {OTHERS} others. With fewer hardware queues than streams, ranks could wait for each other for ever. "
+            f"Set the variable to {MOST_QUEUES} before the process uses a GPU."
+        )
+    if needed > MOST_QUEUES:
+        warn(
+            f"A process of the plan has {needed} streams, but a GPU has at most {MOST_QUEUES} hardware queues for "
+            "them. Streams that share a queue wait for each other, so ranks could wait for ever. Give its device fewer "
+            "neighbours: fewer replicas (strategy.max_replicas), or fewer branches that join (strategy.stages).",
+        )

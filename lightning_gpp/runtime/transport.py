@@ -1,13 +1,6 @@
-"""Transports move tensors between the devices of a pipeline. Messages of a directed pair match by order alone, as NCCL
-requires.
+"""Transports move tensors between the devices of a pipeline; transfers are the sends and receives of a program.
 
-A receive is posted before its message is sent, and occupies its stream until then. A GPU serves all streams of a
-process through a few hardware queues, and streams that share one wait for each other, although nothing in the program
-says so. So a device might wait in front of a send for a message that its receiver can send only after it has got that
-one, and no proof about the program would exclude it (`check_queues`). CUDA opens 8 queues by default; as many as
-`CUDA_DEVICE_MAX_CONNECTIONS` says when a process uses its first GPU, at most 32. (NVIDIA, CUDA C++ Programming Guide,
-"Environment Variables"; that streams of several communicators need not progress independently:
-github.com/NVIDIA/nccl/issues/522 and 783.)
+Messages of a directed pair match by order alone, as NCCL requires.
 """
 
 from __future__ import annotations
@@ -15,27 +8,20 @@ from __future__ import annotations
 import copy
 import itertools
 import os
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Final, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_gpp.errors import ConfigError
 from lightning_gpp.plan import Plan
-from lightning_gpp.runtime.mesh import Mesh
-from lightning_gpp.wording import warn
-
-QUEUES: Final = "CUDA_DEVICE_MAX_CONNECTIONS"
-MOST_QUEUES: Final = 32
-USUAL_QUEUES: Final = 8
-"""Hardware queues of a GPU without the variable."""
-
-OTHERS: Final = 3
-"""Streams besides those of messages between devices: computing, sums of gradients, and members of the device."""
+from lightning_gpp.runtime.boundary import DTYPES, DeviceState, MessageTensors
+from lightning_gpp.runtime.mesh import Mesh, check_queues
+from lightning_gpp.runtime.stage import Slot
+from lightning_gpp.schedules.program import Message
 
 _ADVICE: Final = "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING"
 """Torch's switch for its advice to give each direction a group of its own, which is followed here."""
@@ -255,34 +241,102 @@ class _Staged:
         return False
 
 
-def open_queues() -> None:
-    """Ask CUDA for as many queues as there are, unless the user has decided, or this process uses a GPU already."""
-    if not torch.cuda.is_initialized():
-        os.environ.setdefault(QUEUES, str(MOST_QUEUES))
+@dataclass(slots=True, eq=False)
+class TransferLink:
+    """State that all transfers of a device share.
 
-
-def check_queues(links: Iterable[tuple[int, int]], environment: Mapping[str, str]) -> None:
-    """Refuse fewer queues than a process has streams.
-
-    Args:
-        links: sender and receiver of all messages over NCCL; each process has a stream for each of its links.
-        environment: the process's environment.
-
-    Raises:
-        ConfigError: CUDA_DEVICE_MAX_CONNECTIONS is too small, or no number.
+    `values` are the tensors of all messages, `device` is where received tensors are allocated, `unfinished` are the
+    sends whose arrival is not known yet, oldest first.
     """
-    text = environment.get(QUEUES, f"{USUAL_QUEUES}")
-    ends = Counter(process for link in links for process in link)
-    needed = OTHERS + max(ends.values(), default=0)
-    if not text.isdecimal() or int(text) < min(needed, MOST_QUEUES):
-        raise ConfigError(
-            f"{QUEUES}={text}, but a process of the plan has {needed} streams: one for each neighbour and direction, "
-            f"and {OTHERS} others. With fewer hardware queues than streams, ranks could wait for each other for ever. "
-            f"Set the variable to {MOST_QUEUES} before the process uses a GPU."
-        )
-    if needed > MOST_QUEUES:
-        warn(
-            f"A process of the plan has {needed} streams, but a GPU has at most {MOST_QUEUES} hardware queues for "
-            "them. Streams that share a queue wait for each other, so ranks could wait for ever. Give its device fewer "
-            "neighbours: fewer replicas (strategy.max_replicas), or fewer branches that join (strategy.stages).",
-        )
+
+    transport: Transport
+    values: MessageTensors
+    device: torch.device
+    unfinished: deque[Send] = field(default_factory=deque)
+
+
+@dataclass(slots=True, eq=False)
+class Routes:
+    """The transports of runs: by way of host memory while kernels may have to be loaded (see `DistributedTransport`).
+
+    `transport` is that of later runs, `loading` the number of runs before.
+    """
+
+    transport: Transport
+    loading: int = 1
+
+    def next(self) -> Transport:
+        """The transport of the next run."""
+        if not self.loading:
+            return self.transport
+        self.loading -= 1
+        return self.transport.through_host
+
+
+class Send:
+    """Start sending a message, whose id is `message`; keep its tensors until they have arrived."""
+
+    def __init__(self, link: TransferLink, message: Message) -> None:
+        self._link = link
+        self.message, self._peer = message.id, message.dst
+        self._tensors: Sequence[Tensor] = ()
+        self._works: Sequence[Work] = ()
+
+    def run(self) -> None:
+        send, peer, unfinished = self._link.transport.send, self._peer, self._link.unfinished
+        if self._works:
+            self.release()
+        self._tensors = self._packed()
+        self._works = [send(tensor, peer) for tensor in self._tensors]
+        while unfinished and unfinished[0].is_completed():
+            unfinished.popleft().release()
+        unfinished.append(self)
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+    def release(self) -> None:
+        """Wait for the arrival and drop the tensors; the second call does nothing."""
+        for work in self._works:
+            work.wait()
+        self._works = self._tensors = ()
+
+    def _packed(self) -> list[Tensor]:
+        values, message = self._link.values, self.message
+        tensors, values[message] = values[message], None
+        return [tensor.detach().contiguous() for tensor in tensors or () if tensor is not None]
+
+
+class Receive:
+    """Receive a message: `start` allocates buffers and starts, `wait` returns when the tensors have arrived."""
+
+    def __init__(self, link: TransferLink, message: Message, slots: Sequence[Slot]) -> None:
+        self._link = link
+        self._message, self._peer = message.id, message.src
+        self._works: Sequence[Work] = ()
+        samples = message.stop - message.start
+        self._forms = [(slot.spec.sizes(samples), DTYPES[slot.spec.dtype]) for slot in slots]
+
+    def start(self) -> None:
+        receive, peer, device = self._link.transport.receive, self._peer, self._link.device
+        buffers = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in self._forms]
+        self._works = [receive(buffer, peer) for buffer in buffers]
+        self._link.values[self._message] = buffers
+
+    def wait(self) -> None:
+        """Wait until the tensors have arrived."""
+        for work in self._works:
+            work.wait()
+        self._works = ()
+
+
+def releasing(wait: Callable[[], None], sends: Sequence[Send], device: DeviceState) -> Callable[[], None]:
+    """A wait that proves the arrival of sends and releases them; while the pipeline fills, it proves nothing."""
+
+    def run() -> None:
+        wait()
+        if device.steady:
+            for send in sends:
+                send.release()
+
+    return run

@@ -24,7 +24,7 @@ from lightning_gpp.errors import ConfigError
 from lightning_gpp.failure.hangs import Activity, Wait
 from lightning_gpp.failure.limits import Limits
 from lightning_gpp.failure.monitor import FailureMonitor
-from lightning_gpp.runtime.transport import open_queues
+from lightning_gpp.runtime.mesh import open_queues
 from lightning_gpp.strategy.meeting import meeting_point
 from lightning_gpp.training.control import Control
 from lightning_gpp.training.data.loaders import WorldSizeReads

@@ -5,7 +5,7 @@ import os
 import pytest
 
 from lightning_gpp.errors import ConfigError
-from lightning_gpp.runtime.transport import MOST_QUEUES, QUEUES, check_queues, open_queues
+from lightning_gpp.runtime.mesh import MOST_QUEUES, QUEUES, check_queues, open_queues
 
 TOWERS = [link for tower in range(1, 5) for link in ((0, tower), (tower, 0))]
 """Four towers whose results join on process 0: eight links there, two elsewhere."""
