@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks.planners.case_study import draft_of
+from benchmarks.planners.common import simulated
 from benchmarks.workloads.layers import Block, Trained
 from lightning_gpp.capture import capture_step
 from lightning_gpp.cluster.presets import preset_cluster
 from lightning_gpp.graph import Affine
 from lightning_gpp.plan import SOURCE, STEP, Edge, Plan, Stage
 from lightning_gpp.planning import Prediction, Request
-from lightning_gpp.planning.problem.prediction import simulated
 from lightning_gpp.reports import svg
 from lightning_gpp.reports.graph import GraphPicture
 from lightning_gpp.reports.timeline import Chart, summary

@@ -13,14 +13,13 @@ from itertools import product
 import torch
 from torch import nn
 
-from benchmarks.planners.common import run, table, verdict
+from benchmarks.planners.common import run, simulated, table, verdict
 from benchmarks.planners.paper import BATCH_SIZES, HARDWARE, NUM_DEVICES
 from benchmarks.workloads import graph
 from benchmarks.workloads.recommendation import WIDTH, candle_uno
 from benchmarks.workloads.workload import Built
 from lightning_gpp.capture import capture_step
 from lightning_gpp.planning import Draft, DraftStage, Evaluator, Prediction, Problem
-from lightning_gpp.planning.problem.prediction import simulated
 from lightning_gpp.schedules.one_f_one_b import in_flight_samples
 
 MINI_BATCH = 64

@@ -11,9 +11,28 @@ from benchmarks.workloads import graph
 from lightning_gpp.cluster import Cluster, preset_cluster
 from lightning_gpp.costs.model import Footprint, Roofline
 from lightning_gpp.graph import Affine, OperatorGraph
-from lightning_gpp.planning import Answer, Prediction, Problem, Request, SearchControl
+from lightning_gpp.planning import Answer, Draft, Evaluator, Prediction, Problem, Request, SearchControl
+from lightning_gpp.planning.problem.draft import realise
 from lightning_gpp.planning.problem.partitioner import partitioner_of
-from lightning_gpp.planning.problem.prediction import best_trial, simulated
+from lightning_gpp.planning.problem.prediction import best_trial, predicted
+
+
+def simulated(problem: Problem, draft: Draft) -> Prediction:
+    """The prediction for the plan that a draft becomes.
+
+    Raises:
+        PlanError: the stages form a cycle.
+    """
+    plan, number = realise(problem, Evaluator(problem).fitted(draft))
+    return predicted(
+        plan,
+        problem.graph,
+        problem.cluster,
+        problem.costs,
+        problem.footprint,
+        number,
+        weight_copies=problem.weight_copies,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

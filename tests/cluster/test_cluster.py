@@ -129,15 +129,6 @@ def test_clusters_travel_and_are_keys() -> None:
     assert replace(MIXED, links={}) != MIXED
 
 
-def test_nothing_given_is_refused() -> None:
-    with pytest.raises(ConfigError, match="'empty' has no devices"):
-        Cluster(name="empty", devices=(), levels=())
-    with pytest.raises(ConfigError, match="'empty' has no nodes"):
-        Cluster.of_nodes("empty", [])
-    with pytest.raises(ConfigError, match="Node of 'fast': count=0 must be 1 or more"):
-        Node(device=FAST, count=0)
-
-
 def test_levels_and_links_fit_the_devices() -> None:
     with pytest.raises(ConfigError, match=r"levels\[0\]\.groups has 2 numbers for 3 devices"):
         Cluster(name="c", devices=(FAST,) * 3, levels=(Level(link=INSIDE, groups=(0, 0)),))

@@ -38,22 +38,6 @@ def test_peaks_go_by_the_name_of_the_data_type(dtype: torch.dtype) -> None:
     assert list(calibrate(CPU, dtype).peak_flops) == [str(dtype).split(".")[1]]
 
 
-def test_flops_are_those_of_the_product_that_took_long_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes: list[int] = []
-
-    def multiply(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> None:
-        sizes.append(len(left))
-
-    def seconds(call: object, at_most: float = 0.5) -> float:
-        call()
-        return 0.02 if sizes[-1] == 512 else 0.001
-
-    monkeypatch.setattr(torch, "mm", multiply)
-    monkeypatch.setattr(module, "_seconds", seconds)
-    assert module._flops_per_second(CPU, torch.float32) == 2 * 512**3 / 0.02
-    assert sizes == [128, 256, 512, 512]
-
-
 def test_a_copy_reads_and_writes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "COPIED_BYTES", 1000)
     monkeypatch.setattr(module, "_seconds", lambda call: 0.5)

@@ -15,11 +15,11 @@ from random import Random
 
 import networkx as nx
 
+from benchmarks.planners.common import simulated
 from lightning_gpp.cluster import Cluster, Device, Link, Node
 from lightning_gpp.errors import GPPError
 from lightning_gpp.graph import OperatorGraph
 from lightning_gpp.planning import Draft, DraftStage, Evaluation, Evaluator, Problem, Request
-from lightning_gpp.planning.problem.prediction import simulated
 from tests.planning.graphs import Builder
 
 DEVICE = Device(name="test", memory_bytes=1e9, peak_flops={"float32": 1e9}, peak_bytes_per_second=1e10)

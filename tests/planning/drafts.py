@@ -6,11 +6,8 @@ from random import Random
 
 from lightning_gpp.cluster import Cluster, Device, Link
 from lightning_gpp.graph import OperatorGraph
-from lightning_gpp.plan import Plan
-from lightning_gpp.planning import Draft, DraftStage, Problem, Request, estimate
-from lightning_gpp.planning.problem.draft import layouts, realise
-from lightning_gpp.schedules import compile_program
-from lightning_gpp.simulation import Timeline, simulate
+from lightning_gpp.planning import Draft, DraftStage, Problem, Request
+from lightning_gpp.planning.problem.draft import layouts
 
 DEVICE = Device(
     name="test", memory_bytes=1e9, peak_flops={"float32": 1e9}, peak_bytes_per_second=1e9, seconds_per_operator=1e-4
@@ -49,12 +46,3 @@ def random_draft(problem: Problem, num_stages: int, random: Random) -> Draft:
         for group, devices in zip(groups, random.choice(layouts(replicas)), strict=True)
     )
     return Draft(stages=stages, schedule=problem.schedules[0], chained=random.random() < 0.2)
-
-
-def simulated(problem: Problem, draft: Draft) -> tuple[Timeline, Plan, int]:
-    """The program of the draft's plan against a clock."""
-    plan, copies = realise(problem, draft)
-    costs = estimate(
-        problem.graph, plan, problem.cluster, problem.costs, footprint=problem.footprint, num_pipelines=copies
-    )
-    return simulate(compile_program(plan, copies=copies), costs), plan, copies

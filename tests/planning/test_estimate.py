@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks.planners.common import simulated
 from lightning_gpp.cluster import Cluster, Device, Link
 from lightning_gpp.costs.model import Roofline
 from lightning_gpp.graph import Affine, OperatorGraph
 from lightning_gpp.plan import Plan
 from lightning_gpp.planning import Draft, DraftStage, Evaluator, Request, estimate, manual
-from lightning_gpp.planning.problem.prediction import simulated
 from lightning_gpp.simulation import StageCosts
 from tests.planning import graphs
 

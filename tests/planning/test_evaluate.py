@@ -9,6 +9,7 @@ from math import inf
 
 import pytest
 
+from benchmarks.planners.common import simulated
 from lightning_gpp.cluster import Cluster, Link
 from lightning_gpp.graph import OperatorGraph
 from lightning_gpp.planning import Draft, DraftStage, Evaluator, Problem, Request
@@ -16,7 +17,7 @@ from lightning_gpp.planning.problem import pipeline_clock
 from lightning_gpp.planning.problem.pipeline_clock import ClockedStages, end_times
 from tests.planning import graphs
 from tests.planning.brute_force import drafts as drafts_of
-from tests.planning.drafts import DEVICE, random_case, simulated
+from tests.planning.drafts import DEVICE, random_case
 from tests.planning.problems import random_problem
 
 FAMILIES = {
@@ -37,7 +38,7 @@ def test_data_and_gradients_do_not_hold_each_other_up(family: Callable[[], Opera
     graph, exact = family(), 0
     for seed in range(25):
         problem, draft = random_case(graph, seed, replicated=False)
-        evaluation, (timeline, *_) = Evaluator(problem)(draft), simulated(problem, draft)
+        evaluation, timeline = Evaluator(problem)(draft), simulated(problem, draft).timeline
         assert evaluation.seconds == pytest.approx(timeline.makespan, rel=0.025), (seed, str(draft))
         exact += evaluation.seconds == pytest.approx(timeline.makespan, rel=1e-6)
         peaks = [timeline.peak_bytes[stage.devices[0]] for stage in draft.stages]
@@ -53,7 +54,8 @@ def test_replicated_stages_take_as_long_as_their_program(family: Callable[[], Op
     seen = set()
     for seed in range(30):
         problem, draft = random_case(graph, seed, replicated=True)
-        timeline, plan, copies = simulated(problem, draft)
+        prediction = simulated(problem, draft)
+        timeline, plan, copies = prediction.timeline, prediction.plan, prediction.num_pipelines
         even = all(stage.micro_batch_size % len(stage.devices) == 0 for stage in draft.stages)
         divided = len(plan.stages) > len(draft.stages)
         tolerance = 0.1 if divided else 1e-6 if even else 0.01

@@ -7,11 +7,11 @@ from random import Random
 
 import pytest
 
+from benchmarks.planners.common import simulated
 from lightning_gpp.cluster import Cluster
 from lightning_gpp.graph import OperatorGraph
 from lightning_gpp.planning import Draft, DraftStage, Problem, Request, best_plan
 from lightning_gpp.planning.problem.evaluate import Evaluator
-from lightning_gpp.planning.problem.prediction import simulated
 from tests.planning.problems import DEVICE
 from tests.planning.test_recomputation import LINK, layered
 

@@ -8,11 +8,11 @@ from math import isinf
 
 import pytest
 
+from benchmarks.planners.common import simulated
 from lightning_gpp.cluster import Cluster, Link
 from lightning_gpp.errors import ScheduleError
 from lightning_gpp.planning import Request, best_plan, estimate, manual
 from lightning_gpp.planning.problem.evaluate import Evaluator
-from lightning_gpp.planning.problem.prediction import simulated
 from lightning_gpp.reports import period_text
 from lightning_gpp.runtime.weights import copies_of
 from lightning_gpp.simulation import StageCosts, simulate_period

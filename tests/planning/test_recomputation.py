@@ -8,11 +8,11 @@ from random import Random
 
 import pytest
 
+from benchmarks.planners.common import simulated
 from lightning_gpp.cluster import Cluster, Link
 from lightning_gpp.graph import OperatorGraph
 from lightning_gpp.planning import Draft, DraftStage, Problem, Request, best_plan
 from lightning_gpp.planning.problem.evaluate import Evaluator
-from lightning_gpp.planning.problem.prediction import simulated
 from tests.planning.graphs import Builder
 from tests.planning.problems import DEVICE
 

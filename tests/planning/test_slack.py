@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from benchmarks.planners.common import simulated
 from lightning_gpp.cluster import Cluster, Device, Link
 from lightning_gpp.planning import Draft, Evaluator, Problem, Request, SearchControl
 from lightning_gpp.planning.partitioners.auto.search import auto
-from lightning_gpp.planning.problem.prediction import simulated
 from tests.planning import graphs
 
 DEVICE = Device(name="test", memory_bytes=1e9, peak_flops={"float32": 1e9}, peak_bytes_per_second=1e9)

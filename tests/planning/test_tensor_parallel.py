@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
+from benchmarks.planners.common import simulated
 from lightning_gpp.cluster import Cluster, Device, Link
 from lightning_gpp.cluster.groups import grouped
 from lightning_gpp.graph import OperatorGraph
 from lightning_gpp.graph.parts import part_of
 from lightning_gpp.planning import Draft, DraftStage, Evaluator, Request
-from lightning_gpp.planning.problem.prediction import simulated
 from tests.planning.graphs import Builder
 
 DEVICE = Device(name="test", memory_bytes=1e9, peak_flops={"float32": 1e9}, peak_bytes_per_second=1e10)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from benchmarks.planners.common import simulated
 from lightning_gpp.cluster import Cluster, Link
 from lightning_gpp.planning import Alternative, Answer, Draft, DraftStage, Prediction, Problem, Request, SearchControl
-from lightning_gpp.planning.problem.prediction import best_trial, simulated
+from lightning_gpp.planning.problem.prediction import best_trial
 from tests.planning import graphs
 from tests.planning.drafts import DEVICE
 

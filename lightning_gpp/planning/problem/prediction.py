@@ -20,8 +20,7 @@ from lightning_gpp.errors import GPPError, ScheduleError
 from lightning_gpp.graph import OperatorGraph
 from lightning_gpp.plan import Plan
 from lightning_gpp.planning.assignment.estimate import estimate, timed
-from lightning_gpp.planning.problem.draft import Draft, complexity, other_orders, realise, unreplicated
-from lightning_gpp.planning.problem.evaluate import Evaluator
+from lightning_gpp.planning.problem.draft import Draft, complexity, other_orders, unreplicated
 from lightning_gpp.planning.problem.partitioner import Alternative, Answer, SearchControl
 from lightning_gpp.planning.problem.problem import Problem
 from lightning_gpp.schedules import compile_program, in_flight
@@ -196,24 +195,6 @@ def memory_limits(plan: Plan, cluster: Cluster) -> tuple[float, ...]:
     pipelines = max(1, num_processes(cluster) // plan.num_processes)
     limits = [float(device.memory_bytes) for device in grouped(cluster, plan.members * pipelines).devices]
     return tuple(min(limits[device :: plan.num_devices]) for device in range(plan.num_devices))
-
-
-def simulated(problem: Problem, draft: Draft) -> Prediction:
-    """The prediction for the plan that a draft becomes.
-
-    Raises:
-        PlanError: the stages form a cycle.
-    """
-    plan, number = realise(problem, Evaluator(problem).fitted(draft))
-    return predicted(
-        plan,
-        problem.graph,
-        problem.cluster,
-        problem.costs,
-        problem.footprint,
-        number,
-        weight_copies=problem.weight_copies,
-    )
 
 
 def best_trial(
