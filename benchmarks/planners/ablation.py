@@ -47,7 +47,6 @@ PARTS: Final[Mapping[str, Patches]] = {
     "simplicity": ((search.Search, "simplify", lambda self: None),),
     "runners-up": ((prediction, "NUM_RUNNERS_UP", 0),),
     "climb on programs": ((prediction, "NUM_STARTS", 0),),
-    "orders of stages": ((prediction, "ORDERS_SHARE", 0.0),),
 }
 
 _ORDERS: Final = search.orders

@@ -14,7 +14,6 @@ from lightning_gpp.planning.problem.draft import (
     copies,
     in_topological_order,
     layouts,
-    other_orders,
     realise,
     side_by_side,
     unreplicated,
@@ -75,17 +74,6 @@ def test_stages_come_in_topological_order() -> None:
     assert [stage.modules for stage in plan.stages] == [("text_tower",), ("image_tower",), ("head", STEP)]
     assert [stage.devices for stage in plan.stages] == [(1,), (2,), (0,)]
     assert in_topological_order(problem, draft).stages[-1].units == (8,)
-
-
-def test_parallel_stages_in_other_orders() -> None:
-    """The second stage of the one tower, or the other tower, comes first, with all that it needs."""
-    problem = _problem(graphs.two_towers(2), 4)
-    draft = _draft([(0, 1), (2, 3), (4, 5, 6, 7), (8,)], [(3,), (2,), (1,), (0,)])
-    (found,) = other_orders(problem, draft)
-    assert [stage.units for stage in found.stages] == [(4, 5, 6, 7), (0, 1), (2, 3), (8,)]
-    (again,) = other_orders(problem, found)
-    assert again == draft
-    assert not list(other_orders(_problem(graphs.chain(8), 2), _draft(HALVES, [(1,), (0,)])))
 
 
 def test_equal_replicas_one_pipeline_apart_are_copies() -> None:

@@ -48,21 +48,6 @@ def test_neighbours_improve_a_draft_until_none_is_faster() -> None:
     assert trial.alternatives[0].draft == cut(1)
 
 
-def test_the_slower_tower_gets_its_gradients_first() -> None:
-    """Both towers get them from one device, whose messages follow each other in the order of the stages."""
-    cluster = Cluster.uniform(DEVICE, 3, Link(bytes_per_second=1e6, shared="device"))
-    request = Request(cluster=cluster, batch_size=16, micro_batch_size=16, num_pipelines=1)
-    problem = request.problem(graphs.two_towers(1, 8))
-    *blocks, head = range(problem.num_units)
-    groups = zip(((0, 1), (*blocks[2:],), (head,)), ((2,), (1,), (0,)), strict=True)
-    stages = tuple(DraftStage(units=units, devices=devices, micro_batch_size=16) for units, devices in groups)
-    first = Draft(stages=stages)
-    given = Answer(draft=first, objective_name="seconds", states=1, neighbours=lambda draft: iter(()))
-    trial = best_trial(problem, given, lambda draft: simulated(problem, draft), SearchControl())
-    assert [stage.devices for stage in trial.draft.stages] == [(1,), (2,), (0,)]
-    assert trial.prediction.seconds < simulated(problem, first).seconds
-
-
 def test_only_the_best_draft_is_tried_if_the_search_is_over() -> None:
     problem, tried = problem_of(), list[Draft]()
 

@@ -160,24 +160,6 @@ def in_topological_order(problem: Problem, draft: Draft) -> Draft:
     return replace(draft, stages=tuple(draft.stages[index] for index in order))
 
 
-def other_orders(problem: Problem, draft: Draft) -> Iterator[Draft]:
-    """The draft with one of several parallel stages, and all that it needs, before the others.
-
-    The order of stages is that in which a device sends messages that are ready at the same time.
-    """
-    draft = in_topological_order(problem, draft)
-    owner = stage_of_units(problem.num_units, [stage.units for stage in draft.stages])
-    graph = nx.DiGraph(list(flows(problem, owner)))
-    for stage in sorted(graph):
-        first = sorted({stage, *nx.ancestors(graph, stage)})
-        parallel = any(graph.in_degree(after) > 1 for after in graph.successors(stage)) or any(
-            graph.out_degree(before) > 1 for before in graph.predecessors(stage)
-        )
-        if parallel and first != list(range(len(first))):
-            order = [*first, *(index for index in range(len(draft.stages)) if index not in first)]
-            yield replace(draft, stages=tuple(draft.stages[index] for index in order))
-
-
 Devices = list[tuple[int, ...]]
 """Devices of every stage, in topological order."""
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
 from heapq import nsmallest
 from math import inf
 from typing import Final
@@ -20,7 +19,7 @@ from lightning_gpp.errors import GPPError, ScheduleError
 from lightning_gpp.graph import OperatorGraph
 from lightning_gpp.plan import Plan
 from lightning_gpp.planning.assignment.estimate import estimate, timed
-from lightning_gpp.planning.problem.draft import Draft, complexity, other_orders, unreplicated
+from lightning_gpp.planning.problem.draft import Draft, complexity, unreplicated
 from lightning_gpp.planning.problem.partitioner import Alternative, Answer, SearchControl
 from lightning_gpp.planning.problem.problem import Problem
 from lightning_gpp.schedules import compile_program, in_flight
@@ -129,8 +128,8 @@ NUM_RUNNERS_UP: Final = 9
 NUM_STARTS: Final = 3
 """Drafts, of different numbers of stages, whose neighbours are simulated."""
 
-RUNNERS_UP_SHARE, CLIMB_SHARE, ORDERS_SHARE = 0.3, 0.2, 0.1
-"""Shares of the evaluations for the runners-up, for the neighbours of one start, and for the orders of its stages."""
+RUNNERS_UP_SHARE, CLIMB_SHARE = 0.3, 0.2
+"""Shares of the evaluations for the runners-up, and for the neighbours of one start."""
 
 EVALUATIONS_PER_OPERATOR, EVALUATIONS_PER_ACTION = 0.2, 0.8
 """The number of evaluations that take as long as making the program of a plan, and simulating it."""
@@ -265,11 +264,8 @@ class _Trials:
         starts: dict[int, Draft] = {}
         for draft in sorted(self.known, key=self._rank):
             starts.setdefault(len(draft.stages), draft)
-        first = list(starts.values())[:NUM_STARTS]
-        for start in first:
+        for start in list(starts.values())[:NUM_STARTS]:
             self._climb(self.answer.neighbours, start, control.part(CLIMB_SHARE))
-        for start in dict.fromkeys([*first, min(self.known, key=self._rank)]):
-            self._climb(partial(other_orders, self.problem), start, control.part(ORDERS_SHARE))
 
     @property
     def enough(self) -> bool:
