@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, Final
 
 import torch
@@ -31,7 +31,7 @@ from lightning_gpp.training.tensors.gathered import Door, install, remove
 from lightning_gpp.training.tensors.parameters import move
 from lightning_gpp.training.tensors.replicas import Replicas
 from lightning_gpp.training.updates.gradients import FiniteCheck, StageGradients
-from lightning_gpp.training.updates.optimizers import OptimizerIndex, all_divided, all_undivided
+from lightning_gpp.training.updates.optimizers import OptimizerIndex
 from lightning_gpp.training.whole.whole_step import WholeStep
 
 CPU: Final = torch.device("cpu")
@@ -342,11 +342,14 @@ class Engine(DividedStates):
 
     def undivided_optimizers(self) -> AbstractContextManager[None]:
         """A context in which the groups of the optimizers have the parameters of all ranks."""
-        return nullcontext() if self.control.num_processes == 1 else all_undivided(self._indices, self.module)
+        if self.control.num_processes == 1:
+            return nullcontext()
+        tensors = dict(self.module.named_parameters())
+        return _all(index.undivided(tensors) for index in self._indices)
 
     def divided_optimizers(self) -> AbstractContextManager[None]:
         """A context in which they have those of this rank, wherever it is entered."""
-        return all_divided(self._indices)
+        return _all(index.divided() for index in self._indices if index.own is not None)
 
     def release(self) -> None:
         """Move everything to the CPU, unsharded, and the undivided module to global rank 0, after the last step."""
@@ -394,3 +397,12 @@ class Engine(DividedStates):
         """The ranks that this one waits for; None if it waits for none."""
         running = None if self.current is None or self.current.latest is None else self.current.latest.wait()
         return running or self.control.wait
+
+
+@contextmanager
+def _all(contexts: Iterable[AbstractContextManager[Any]]) -> Iterator[None]:
+    """Inside of all these contexts."""
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        yield

@@ -9,7 +9,7 @@ from contextlib import contextmanager, nullcontext
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -18,6 +18,7 @@ from lightning_gpp.errors import PlanError
 from lightning_gpp.plan import Plan
 from lightning_gpp.runtime.executor import Executor
 from lightning_gpp.runtime.random import RandomStreams, undisturbed
+from lightning_gpp.runtime.sharding import StageSync
 from lightning_gpp.runtime.stage import MicroBatch, StageModule, StageWrapper
 from lightning_gpp.runtime.transport import Transport
 from lightning_gpp.runtime.weights import Weights
@@ -137,7 +138,7 @@ class Session:
             torch_device=self._job.device,
             streams=self._streams,
             pipeline=control.pipeline,
-            sharding=Forwarded(replicas, self._numbers or {}) if together and replicas is not None else None,
+            sharding=cast(StageSync, Forwarded(replicas, self._numbers or {})) if together and replicas else None,
             weights=None if self.asynchronous is None else self.asynchronous.policy,
             trace=self._job.options.trace,
             process=control.mesh.process,
@@ -301,24 +302,11 @@ class Forwarded:
 
     def __init__(self, replicas: Replicas, numbers: Mapping[int, int]) -> None:
         self._replicas, self._numbers = replicas, dict(numbers)
-        self.gathers = replicas.sync.gathers
 
-    def unshard(self, stage: int) -> None:
-        self._of(stage, "unshard")
+    def __getattr__(self, name: str) -> Any:
+        return partial(self._of, name)
 
-    def ready(self, stage: int) -> None:
-        self._of(stage, "ready")
-
-    def reshard(self, stage: int) -> None:
-        self._of(stage, "reshard")
-
-    def arm(self, stage: int) -> None:
-        self._of(stage, "arm")
-
-    def reduce(self, stage: int) -> None:
-        self._of(stage, "reduce")
-
-    def _of(self, stage: int, collective: str) -> None:
+    def _of(self, collective: str, stage: int) -> None:
         if stage in self._numbers:
             getattr(self._replicas.sync, collective)(self._numbers[stage])
 

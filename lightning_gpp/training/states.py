@@ -30,9 +30,10 @@ from lightning_gpp.training.tensors.parameters import (
     succeed,
     tensors_of,
     with_values,
+    without_memory,
 )
 from lightning_gpp.training.tensors.replicas import Layout, Replicas
-from lightning_gpp.training.tensors.shards import is_shard, loadable, outline, state_shard, whole_states, whole_values
+from lightning_gpp.training.tensors.shards import is_shard, loadable, state_shard, whole_states, whole_values
 from lightning_gpp.training.updates.gradients import StageGradients
 from lightning_gpp.training.updates.optimizers import OptimizerIndex
 from lightning_gpp.wording import some
@@ -163,8 +164,8 @@ def whole_state(module: nn.Module, placement: Placement, control: Control) -> di
     received = merge({**made, **whole_values(tensors, saved_here(placement, control))}, control)
     for key, value in state.items():
         if isinstance(value, Tensor):
-            value = outline(value) if is_shard(value) else value
-            state[key] = received.get(names.get(id(state[key]), ""), value.detach())
+            own = without_memory(value) if is_shard(value) else value
+            state[key] = received.get(names.get(id(value), ""), own.detach())
     return state | {name: value for name, value in received.items() if name not in tensors}
 
 
@@ -207,7 +208,7 @@ def own_state(module: nn.Module, placement: Placement, control: Control) -> dict
     for key, value in state.items():
         if isinstance(value, Tensor):
             here = key in made or _is_saved(names.get(id(value), ""), value, placement, control)
-            state[key] = value.detach() if here else torch.empty(value.shape, dtype=value.dtype, device="meta")
+            state[key] = (value if here else without_memory(value)).detach()
     return state
 
 
@@ -366,11 +367,9 @@ def make_whole(module: nn.Module, placement: Placement, control: Control) -> Non
     received = merge(mine if control.pipeline == 0 else {}, control)
     if not control.first:
         return
-    swaps = {}
-    for name, tensor in tensors.items():
-        if tensor.is_meta and name in received:  # hooks make buffers from values of others, which have no values here
-            swaps[id(tensor)] = (tensor, with_values(tensor, received[name]))
-    succeed(module, swaps)
+    lacking = [name for name, tensor in tensors.items() if tensor.is_meta]
+    found = [name for name in lacking if name in received]  # not in buffers that hooks made from values of others
+    succeed(module, [(tensors[name], with_values(tensors[name], received[name])) for name in found])
 
 
 def fill(tree: Any, control: Control) -> Any:

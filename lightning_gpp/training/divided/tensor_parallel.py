@@ -11,7 +11,7 @@ So whatever looks at parameters elsewhere (optimizers, reductions and norms of g
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,7 +27,14 @@ from lightning_gpp.errors import ConfigError
 from lightning_gpp.runtime.stage import MicroBatch, StageModule, StageWrapper
 from lightning_gpp.training.control import Control
 from lightning_gpp.training.tensors.foreign import Foreign
-from lightning_gpp.training.tensors.parameters import replace_tensors, succeed, tensors_of, with_values
+from lightning_gpp.training.tensors.parameters import (
+    replace_tensors,
+    replaced_tensors,
+    succeed,
+    tensors_of,
+    with_values,
+    without_memory,
+)
 from lightning_gpp.wording import named
 
 _HOOKS_OF = "torch.distributed.tensor"
@@ -86,33 +93,27 @@ class TensorParallel:
     def divide(self, module: nn.Module) -> None:
         """Leave this member its parts of the tensors that have values."""
         number = self.mesh.get_local_rank()
-        swaps = {}
+        swaps = list[tuple[Tensor, Tensor]]()
         for name, tensor in self._of(module, divided=False):
             part = self.divisions[name].part(tensor.detach(), number, self.degree)
-            swaps[id(tensor)] = tensor, with_values(tensor, part)
+            swaps.append((tensor, with_values(tensor, part)))
         replace_tensors(module, swaps)
 
     def undivide(self, module: nn.Module) -> None:
         """Give every member undivided tensors on the CPU, with their gradients. All members call this together."""
-        swaps = {}
+        swaps = list[tuple[Tensor, Tensor]]()
         for name, tensor in self._of(module, divided=True):
             whole = with_values(tensor, self._whole(name, tensor.detach()))
             if tensor.grad is not None:
                 whole.grad = self._whole(name, tensor.grad)
-            swaps[id(tensor)] = tensor, whole
+            swaps.append((tensor, whole))
         replace_tensors(module, swaps)
 
-    @contextmanager
-    def shown(self, module: nn.Module) -> Iterator[None]:
-        """Inside, the module has DTensors, with the memory of the parts, for checkpoints and for what reads shapes."""
-        swaps = {}
-        for name, tensor in self._of(module, divided=True):
-            swaps[id(tensor)] = tensor, with_values(tensor, self.joined(name, tensor.detach()))
-        replace_tensors(module, swaps)
-        try:
-            yield
-        finally:
-            replace_tensors(module, {id(new): (new, old) for old, new in swaps.values()})
+    def shown(self, module: nn.Module) -> AbstractContextManager[None]:
+        """A context in which the module has DTensors, with the memory of the parts, for what saves or reads shapes."""
+        parts = self._of(module, divided=True)
+        swaps = [(tensor, with_values(tensor, self.joined(name, tensor.detach()))) for name, tensor in parts]
+        return replaced_tensors(module, swaps)
 
     def joined(self, name: str, part: Tensor) -> DTensor:
         """The tensor with this name, of this member's part; a backward through it ends at the part."""
@@ -150,10 +151,11 @@ class TensorParallel:
         """A copy without memory. `applied`: with DTensors and hooks for good."""
         number, memo = self.mesh.get_local_rank(), dict[int, Any]()
         for name, tensor in tensors_of(module).items():
-            empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+            empty = without_memory(tensor)
             if applied and name in self.divisions:
-                empty = self.joined(name, self.divisions[name].part(empty, number, self.degree))
-            memo[id(tensor)] = with_values(tensor, empty)
+                part = self.divisions[name].part(empty.detach(), number, self.degree)
+                empty = with_values(tensor, self.joined(name, part))
+            memo[id(tensor)] = empty
         copied = private_copy(module, memo)
         for path, tables in self.hooks.items() if applied else ():
             _add(copied.get_submodule(path), tables)
@@ -223,16 +225,11 @@ def _places(module: nn.Module, names: Collection[str]) -> Iterator[tuple[str, di
 @contextmanager
 def dividing(module: nn.Module, processes: Sequence[int]) -> Iterator[list[TensorParallel | None]]:
     """Inside, a module's configure_model runs; afterwards the list has what was lifted. `processes`: see `lifted`."""
-    succeed(module, {id(t): (t, _without_memory(t)) for t in tensors_of(module).values() if t.is_meta})
+    succeed(module, [(t, without_memory(t)) for t in tensors_of(module).values() if t.is_meta])
     ties, found = ties_of(module), list[TensorParallel | None]()
     yield found
     found.append(lifted(module, processes))
     check_ties(ties, module)
-
-
-def _without_memory(tensor: Tensor) -> Tensor:
-    """A tensor of the same kind that belongs to no rank, in place of a foreign one of an earlier run."""
-    return with_values(tensor, torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"))
 
 
 # -- what parallelize_module did --------------------------------------------------------------------------------------
@@ -258,8 +255,7 @@ def lifted(module: nn.Module, processes: Sequence[int]) -> TensorParallel | None
     if not tensors:
         return None
     divisions = {name: _division(name, tensor, processes) for name, tensor in tensors.items()}
-    swaps = {id(tensor): (tensor, with_values(tensor, _undivided(tensor))) for tensor in tensors.values()}
-    succeed(module, swaps)
+    succeed(module, [(tensor, with_values(tensor, _undivided(tensor))) for tensor in tensors.values()])
     hooks = {path: _taken(part) for path, part in module.named_modules()}
     mesh = next(iter(tensors.values())).device_mesh
     return TensorParallel(mesh, divisions, {path: tables for path, tables in hooks.items() if any(tables)})

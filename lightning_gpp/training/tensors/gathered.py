@@ -22,7 +22,7 @@ from lightning_gpp.training.control import Mirror
 from lightning_gpp.training.host import Job
 from lightning_gpp.training.option_values import SYNCHRONOUS
 from lightning_gpp.training.tensors.foreign import Foreign, alone
-from lightning_gpp.training.tensors.parameters import digest, replace_tensors, tensors_of, with_values
+from lightning_gpp.training.tensors.parameters import digest, replaced_tensors, tensors_of, with_values
 from lightning_gpp.training.tensors.replicas import Layout
 from lightning_gpp.wording import some
 
@@ -100,18 +100,16 @@ class Door:
 
     @contextmanager
     def _values_of(self, names: Collection[str], *, keep: bool = True) -> Iterator[None]:
-        lacking = list[tuple[Tensor, Tensor]]()
-        tensors = self._tensors()
+        lacking, tensors = list[tuple[Tensor, Tensor]](), self._tensors()
         for name in sorted(names):
             values = self._broadcast(tensors[name], self._holders[name][0])
             if keep and isinstance(tensors[name], Foreign):
                 lacking.append((tensors[name], _borrowed(tensors[name], values)))
         self._gathered.update(names)
-        replace_tensors(self.module, {id(foreign): (foreign, values) for foreign, values in lacking})
         try:
-            yield
+            with replaced_tensors(self.module, lacking):
+                yield
         finally:
-            replace_tensors(self.module, {id(values): (values, foreign) for foreign, values in lacking})
             self._gathered.difference_update(names)
 
     def _broadcast(self, tensor: Tensor, source: int) -> Tensor:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -94,30 +95,40 @@ def drop(module: nn.Module, elsewhere: Mapping[str, Whereabouts], device: torch.
 
     Tied ones stay tied.
     """
-    foreign = {
-        name: tensor
-        for name, tensor in tensors_of(module).items()
-        if name in elsewhere and not isinstance(tensor, Foreign)
-    }
-    swaps = {id(tensor): (tensor, foreign_like(tensor, device, [elsewhere[n]])) for n, tensor in foreign.items()}
-    succeed(module, swaps)
+    dropped = {name: t for name, t in tensors_of(module).items() if name in elsewhere and not isinstance(t, Foreign)}
+    succeed(module, [(tensor, foreign_like(tensor, device, [elsewhere[name]])) for name, tensor in dropped.items()])
 
 
-def replace_tensors(module: nn.Module, swaps: Mapping[int, tuple[Tensor, Tensor]]) -> None:
-    """Replace parameters and buffers by other tensors. `swaps`: id of the old one -> (old, new)."""
+Swaps = Sequence[tuple[Tensor, Tensor]]
+"""Tensors of a module, each with the one that replaces it."""
+
+
+def replace_tensors(module: nn.Module, swaps: Swaps) -> None:
+    """Replace parameters and buffers by other tensors."""
+    known = {id(before): after for before, after in swaps}
     for part in module.modules():
         named = [
             *part.named_parameters(recurse=False, remove_duplicate=False),
             *part.named_buffers(recurse=False, remove_duplicate=False),
         ]
         for name, tensor in named:
-            if id(tensor) in swaps:
-                setattr(part, name, swaps[id(tensor)][1])
+            if id(tensor) in known:
+                setattr(part, name, known[id(tensor)])
 
 
-def succeed(module: nn.Module, swaps: Mapping[int, tuple[Tensor, Tensor]]) -> None:
-    """The same for good: users' hooks on gradients go over to the new tensors."""
-    for before, after in swaps.values():
+@contextmanager
+def replaced_tensors(module: nn.Module, swaps: Swaps) -> Iterator[None]:
+    """Inside, parameters and buffers are replaced by other tensors."""
+    replace_tensors(module, swaps)
+    try:
+        yield
+    finally:
+        replace_tensors(module, [(after, before) for before, after in swaps])
+
+
+def succeed(module: nn.Module, swaps: Swaps) -> None:
+    """Replace parameters and buffers for good: users' hooks on gradients go over to the new tensors."""
+    for before, after in swaps:
         hand_over_gradient_hooks(before, after)
     replace_tensors(module, swaps)
 
@@ -131,6 +142,11 @@ def with_values(tensor: Tensor, values: Tensor) -> Tensor:
     return parameter
 
 
+def without_memory(tensor: Tensor) -> Tensor:
+    """A tensor of the same kind without memory, which belongs to no rank."""
+    return with_values(tensor, torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"))
+
+
 def _empty(tensor: Tensor) -> Tensor:
     """A tensor of the same kind on the CPU; its values are undefined."""
     empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
@@ -140,8 +156,7 @@ def _empty(tensor: Tensor) -> Tensor:
 def materialise(module: nn.Module, names: Iterable[str]) -> None:
     """Allocate CPU memory for those of these tensors that have none. Values are undefined."""
     tensors = tensors_of(module)
-    empty = [tensors[name] for name in names if tensors[name].is_meta]
-    succeed(module, {id(tensor): (tensor, _empty(tensor)) for tensor in empty})
+    succeed(module, [(tensors[name], _empty(tensors[name])) for name in names if tensors[name].is_meta])
 
 
 def settle(
@@ -275,7 +290,7 @@ def move(module: nn.Module, device: torch.device) -> None:
             if parameter.grad is not None:
                 parameter.grad = parameter.grad.to(device)
     buffers = [buffer for buffer in module.buffers() if not buffer.is_meta and buffer.device != device]
-    replace_tensors(module, {id(buffer): (buffer, buffer.to(device)) for buffer in buffers})
+    replace_tensors(module, [(buffer, buffer.to(device)) for buffer in buffers])
     flatten(module)
     set_device(module, device)
 

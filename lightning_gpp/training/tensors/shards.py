@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.nn import Parameter
 
 from lightning_gpp.checkpoints.stored import StoredValues
-from lightning_gpp.training.tensors.parameters import replace_tensors
+from lightning_gpp.training.tensors.parameters import replaced_tensors, without_memory
 
 
 def is_shard(tensor: Any) -> bool:
@@ -109,21 +108,6 @@ def loadable(values: Mapping[str, Any], name: str, own: Any) -> Any:
     return own.detach()
 
 
-def outline(tensor: Tensor) -> Parameter:
-    """A parameter of the same shape without memory."""
-    empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-    return Parameter(empty, requires_grad=tensor.requires_grad)
-
-
-@contextmanager
-def without_shards(module: nn.Module) -> Iterator[None]:
-    """Inside, parameters without memory replace shards, for code that only reads shapes."""
-    swaps: dict[int, tuple[Tensor, Tensor]] = {}
-    for parameter in module.parameters():
-        if is_shard(parameter):
-            swaps[id(parameter)] = parameter, outline(parameter)
-    replace_tensors(module, swaps)
-    try:
-        yield
-    finally:
-        replace_tensors(module, {id(new): (new, old) for old, new in swaps.values()})
+def without_shards(module: nn.Module) -> AbstractContextManager[None]:
+    """A context in which parameters without memory replace shards, for code that only reads shapes."""
+    return replaced_tensors(module, [(each, without_memory(each)) for each in module.parameters() if is_shard(each)])

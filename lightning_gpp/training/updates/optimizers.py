@@ -23,6 +23,9 @@ class OptimizerIndex:
 
     This indexes the optimizer's state in a checkpoint. Build it before parameters are dropped.
 
+    Attributes:
+        own: the parameters of this rank by group, while the groups have all.
+
     Raises:
         ConfigError: a parameter is not one of the module's.
     """
@@ -32,8 +35,7 @@ class OptimizerIndex:
         self.groups: list[list[str]] = []
         self.labels: list[list[str] | None] = []
         self._kept: list[list[str]] = []
-        self._own: list[list[Tensor]] | None = None
-        """The parameters of this rank by group, while the groups have all."""
+        self.own: list[list[Tensor]] | None = None
         self._reading = False
         self._index(range(len(optimizer.param_groups)), module)
 
@@ -72,25 +74,43 @@ class OptimizerIndex:
 
         A step of the optimizer, and code inside of `divided`, have those of this rank.
         """
-        groups = self.optimizer.param_groups[: len(self.groups)]
-        before = self._own
-        self._own = own = before or _lists(groups)
+        groups, before = self.optimizer.param_groups[: len(self.groups)], self.own
+        self.own = before or [group["params"] for group in groups]
         whole = [[tensors[name] for name in names] for names in self.groups]
         try:
-            with _with_lists(groups, whole), _stepping(self.optimizer, groups, own):
+            with _with_lists(groups, whole), self._divided_steps():
                 yield
         finally:
-            self._own = before
+            self.own = before
+
+    @contextmanager
+    def _divided_steps(self) -> Iterator[None]:
+        """Inside, steps of the optimizer are those of this rank's parameters."""
+        step = ExitStack()
+
+        def begin(*_: Any) -> None:
+            step.enter_context(self.divided())
+
+        def end(*_: Any) -> None:
+            step.close()
+
+        hooks = self.optimizer.register_step_pre_hook(begin), self.optimizer.register_step_post_hook(end)
+        try:
+            with step:
+                yield
+        finally:
+            for hook in hooks:
+                hook.remove()
 
     @contextmanager
     def divided(self) -> Iterator[None]:
         """Inside, the optimizer's groups have the parameters of this rank, also where they are `undivided`."""
-        own, self._own = self._own, None
+        own, self.own = self.own, None
         try:
             with nullcontext() if own is None else _with_lists(self.optimizer.param_groups[: len(own)], own):
                 yield
         finally:
-            self._own = own
+            self.own = own
 
     def keep(self, names: set[str], tensors: Mapping[str, Tensor], shards: Mapping[str, Tensor] | None = None) -> None:
         """Drop all other parameters from the optimizer, with their state.
@@ -164,8 +184,7 @@ class OptimizerIndex:
 
     def state(self) -> dict[str, Any]:
         """This rank's state by parameter name."""
-        names = [name for group in self._kept for name in group]
-        state = self.own_state_dict()["state"]
+        names, state = [name for group in self._kept for name in group], self.own_state_dict()["state"]
         return {name: state[place] for place, name in enumerate(names) if place in state}
 
     def move(self, device: torch.device) -> None:
@@ -190,9 +209,8 @@ class OptimizerIndex:
 
     def merged(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """The optimizer's state dict as on one device, from states by name."""
-        names = [name for group in self.groups for name in group]
         return {
-            "state": {place: state[name] for place, name in enumerate(names) if name in state},
+            "state": {place: state[name] for place, name in enumerate(self.names) if name in state},
             "param_groups": self._merged_groups(),
         }
 
@@ -257,63 +275,17 @@ class OptimizerIndex:
             )
 
 
-def _lists(groups: Iterable[dict[str, Any]]) -> list[list[Tensor]]:
-    return [group["params"] for group in groups]
-
-
-def _put(groups: Iterable[dict[str, Any]], lists: Iterable[list[Tensor]]) -> None:
-    for group, parameters in zip(groups, lists, strict=True):
-        group["params"] = parameters
-
-
 @contextmanager
 def _with_lists(groups: Sequence[dict[str, Any]], lists: Sequence[list[Tensor]]) -> Iterator[None]:
     """Inside, groups have other parameters."""
-    before = _lists(groups)
-    _put(groups, lists)
+    before = [group["params"] for group in groups]
     try:
+        for group, parameters in zip(groups, lists, strict=True):
+            group["params"] = parameters
         yield
     finally:
-        _put(groups, before)
-
-
-@contextmanager
-def _stepping(optimizer: Optimizer, groups: Sequence[dict[str, Any]], own: Sequence[list[Tensor]]) -> Iterator[None]:
-    """Inside, steps of an optimizer are those of this rank's parameters."""
-    before: list[list[list[Tensor]]] = []
-
-    def divide(*_: Any) -> None:
-        before.append(_lists(groups))
-        _put(groups, own)
-
-    def join(*_: Any) -> None:
-        _put(groups, before.pop())
-
-    hooks = optimizer.register_step_pre_hook(divide), optimizer.register_step_post_hook(join)
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-@contextmanager
-def all_undivided(indices: Iterable[OptimizerIndex], module: nn.Module) -> Iterator[None]:
-    """Inside, the groups of several optimizers have the parameters of all ranks, in the user's order."""
-    tensors = dict(module.named_parameters())
-    with ExitStack() as stack:
-        for index in indices:
-            stack.enter_context(index.undivided(tensors))
-        yield
-
-
-@contextmanager
-def all_divided(indices: Iterable[OptimizerIndex]) -> Iterator[None]:
-    """Inside, the groups of several optimizers have the parameters of this rank."""
-    with ExitStack() as stack:
-        for index in indices:
-            stack.enter_context(index.divided())
-        yield
+        for group, parameters in zip(groups, before, strict=True):
+            group["params"] = parameters
 
 
 def _name(parameter: Tensor, names: Mapping[int, str]) -> str:
