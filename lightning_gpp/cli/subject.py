@@ -39,7 +39,7 @@ from lightning_gpp.training.divided.tensor_parallel import TensorParallel, check
 from lightning_gpp.training.host import TRAINING
 from lightning_gpp.training.measured.machine import footprint_of, measured_costs, present
 from lightning_gpp.training.options import Context, Options
-from lightning_gpp.training.planner import Subject, captured_step
+from lightning_gpp.training.planner import captured_step
 from lightning_gpp.training.updates.optimizers import OptimizerIndex
 from lightning_gpp.training.whole.whole_step import capture_found, check_whole, left_open, why_whole
 
@@ -56,7 +56,7 @@ class Step:
     """
 
     captured: Capture
-    step: Subject
+    step: Capture
     model: L.LightningModule
     batch: Any
     precision: Precision

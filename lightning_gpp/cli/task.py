@@ -49,7 +49,7 @@ def predict(task: Task) -> Prediction:
         PlanError: nothing fits the devices.
     """
     with search_progress() as progress:
-        result = planned(
+        plan, prediction = planned(
             task.subject.step,
             task.options,
             lambda: task.machine,
@@ -57,10 +57,10 @@ def predict(task: Task) -> Prediction:
             num_pipelines=task.num_pipelines,
             progress=progress,
         )
-    if result.prediction is not None:
-        return replace(result.prediction, plan=noted_whole(result.prediction.plan, task.subject.whole))
-    check_devices(result.plan, task.num_devices)
-    return applied(task, result.plan)
+    if prediction is not None:
+        return replace(prediction, plan=noted_whole(plan, task.subject.whole))
+    check_devices(plan, task.num_devices)
+    return applied(task, plan)
 
 
 def applied(task: Task, plan: Plan) -> Prediction:

@@ -229,9 +229,8 @@ class Control:
 
     def send_tree(self, tree: Any, dst: int) -> None:
         """Send a structure that contains tensors to a process: its outline as an object, then the tensors."""
-        leaves, spec = pytree.tree_flatten(tree)
-        outline = [_Shape(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        dist.send_object_list([(outline, spec)], group_dst=dst, group=self.everyone)
+        leaves, outline = _outlined(tree)
+        dist.send_object_list([outline], group_dst=dst, group=self.everyone)
         for leaf in leaves:
             if isinstance(leaf, Tensor):
                 dist.send(leaf.detach().cpu().contiguous(), group_dst=dst, group=self.everyone)
@@ -241,7 +240,7 @@ class Control:
         received: list[Any] = [None]
         dist.recv_object_list(received, group_src=src, group=self.everyone)
         outline, spec = received[0]
-        leaves = [self._receive(leaf, src) if isinstance(leaf, _Shape) else leaf for leaf in outline]
+        leaves = [self._receive(leaf, src) if isinstance(leaf, _Outline) else leaf for leaf in outline]
         return pytree.tree_unflatten(leaves, spec)
 
     def pass_on(self, tensor: Tensor, source: int, ranks: Sequence[int]) -> None:
@@ -255,17 +254,23 @@ class Control:
             with torch.no_grad():
                 tensor.copy_(received)
 
-    def _receive(self, shape: _Shape, src: int) -> Tensor:
-        tensor = torch.empty(shape.size, dtype=shape.dtype)
+    def _receive(self, outline: _Outline, src: int) -> Tensor:
+        tensor = torch.empty(outline.shape, dtype=outline.dtype)
         dist.recv(tensor, group_src=src, group=self.everyone)
         return tensor
 
 
-class _Shape:
-    """The shape and type of a tensor that follows."""
+class _Outline:
+    """The form of a tensor that follows."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self.size, self.dtype = tuple(tensor.shape), tensor.dtype
+        self.shape, self.dtype, self.on_cpu = tuple(tensor.shape), tensor.dtype, tensor.device.type == "cpu"
+
+
+def _outlined(tree: Any) -> tuple[list[Any], tuple[list[Any], Any]]:
+    """The leaves of a structure; and the same with forms of tensors, with the structure."""
+    leaves, structure = pytree.tree_flatten(tree)
+    return leaves, ([_Outline(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves], structure)
 
 
 class Mirror:
@@ -294,11 +299,9 @@ class Mirror:
         return self._shared(tree, control.member == 0, control.share_object_in_device, self._tensor_in_device)
 
     def _shared(self, tree: Any, mine: bool, share: Callable[[Any], Any], fill: Callable[[Tensor], Tensor]) -> Any:
-        leaves, structure = pytree.tree_flatten(tree)
-        outline = [_Outline(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        outline, structure = share((outline, structure) if mine else None)
-        known = leaves if mine else outline
-        pairs = zip(known, outline, strict=True)
+        leaves, described = _outlined(tree)
+        outline, structure = share(described if mine else None)
+        pairs = zip(leaves if mine else outline, outline, strict=True)
         return pytree.tree_unflatten([self._leaf(*pair, mine, fill) for pair in pairs], structure)
 
     def tensor(self, tensor: Tensor) -> Tensor:
@@ -355,10 +358,3 @@ class Mirror:
             return leaf
         device = torch.device("cpu") if outline.on_cpu else self._device
         return fill(torch.empty(outline.shape, dtype=outline.dtype, device=device))
-
-
-class _Outline:
-    """The form of a tensor that follows."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.shape, self.dtype, self.on_cpu = tuple(tensor.shape), tensor.dtype, tensor.device.type == "cpu"

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from functools import partial
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -13,7 +13,6 @@ from torch import nn
 from lightning_gpp.capture import Capture, capture_step
 from lightning_gpp.capture.refusal import refusal
 from lightning_gpp.errors import ConfigError, PlanError
-from lightning_gpp.graph import OperatorGraph
 from lightning_gpp.plan import STEP, Plan
 from lightning_gpp.planning import Prediction, Request, best_order, best_plan, check_model, manual
 from lightning_gpp.planning.assignment.complete import check_blocks, completed, rebuilt, slice_again, slicing_of
@@ -84,14 +83,6 @@ def _refuse_early_metrics(captured: Capture) -> None:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Planned:
-    """The plan of one pipeline, and the prediction for it if a partitioner found it."""
-
-    plan: Plan
-    prediction: Prediction | None = None
-
-
 def plan_for(
     captured: Captured,
     options: Options,
@@ -122,7 +113,9 @@ def plan_for(
         known = known or options.plan
     if known is None:
         machine = machine or partial(_default, options, num_devices)
-        plan = _new_plan(captured, options, machine, num_devices, progress)
+        if captured.step != TRAINING:
+            captured, options, machine = evaluated(captured, options, machine)
+        plan, _ = planned(captured, options, machine, num_devices, progress=progress)
     else:
         plan = refitted(captured, known)
         check_step_device(plan)
@@ -130,72 +123,37 @@ def plan_for(
     return plan
 
 
-def part_of_member(captured: Captured, machine: Machine) -> Captured:
+def part_of_member(captured: Capture, machine: Machine) -> Capture:
     """The part of a step that one process of a device computes, as the subject of a plan."""
-    return captured if isinstance(captured, Undivided) else replace(captured, graph=machine.part(captured.graph))
-
-
-def _new_plan(
-    captured: Captured,
-    options: Options,
-    machine: Callable[[], Machine],
-    num_devices: int,
-    progress: Progress | None,
-) -> Plan:
-    if captured.step == TRAINING:
-        return planned(captured, options, machine, num_devices, progress=progress).plan
-    subject, options, there = evaluated(captured, options, machine)
-    return planned(subject, options, there, num_devices, progress=progress).plan
+    return replace(captured, graph=machine.part(captured.graph))
 
 
 def _default(options: Options, num_devices: int) -> Machine:
     return Machine(cluster=resolved(options.cluster, num_devices).with_headroom(options.memory_headroom))
 
 
-class Subject(Protocol):
-    """The subject of a plan: a captured step."""
-
-    @property
-    def graph(self) -> OperatorGraph: ...
-
-    @property
-    def batch_size(self) -> int: ...
-
-    @property
-    def fingerprint(self) -> str: ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Inference:
-    """An evaluation step as the subject of a plan for a run that does not train."""
-
-    graph: OperatorGraph
-    batch_size: int
-    fingerprint: str
-
-
 def evaluated(
-    captured: Subject, options: Options, machine: Callable[[], Machine]
-) -> tuple[Inference, Options, Callable[[], Machine]]:
+    captured: Capture, options: Options, machine: Callable[[], Machine]
+) -> tuple[Capture, Options, Callable[[], Machine]]:
     """A step without a backward, for a run that only evaluates, with the options and the machine that apply to it."""
     graph = captured.graph.for_inference()
-    subject = Inference(graph=graph, batch_size=captured.batch_size, fingerprint=captured.fingerprint)
-    return subject, replace(options, recompute=False, offload=False, slices=1), lambda: machine().for_inference(graph)
+    options = replace(options, recompute=False, offload=False, slices=1)
+    return replace(captured, graph=graph), options, lambda: machine().for_inference(graph)
 
 
 def planned(
-    captured: Subject,
+    captured: Capture,
     options: Options,
     machine: Callable[[], Machine],
     num_devices: int,
     *,
     num_pipelines: int | None = 1,
     progress: Progress | None = None,
-) -> Planned:
-    """A new plan: from a file, by hand, or by a partitioner.
+) -> tuple[Plan, Prediction | None]:
+    """A new plan, from a file, by hand, or by a partitioner, of which it has the prediction.
 
     Args:
-        captured: the step, or another subject with a graph.
+        captured: the step.
         options: options of the strategy.
         machine: returns the machine; called only if a partitioner or a schedule needs it.
         num_devices: number of devices of one pipeline, or of all if the number of pipelines is open.
@@ -211,16 +169,10 @@ def planned(
         plan = _by_hand(options.stages, captured, options)
     else:
         there = first(machine(), num_devices * (num_pipelines or 1))
-        request = request_of(
-            captured,
-            options,
-            there,
-            num_pipelines=num_pipelines,
-            progress=progress,
-        )
+        request = request_of(captured, options, there, num_pipelines=num_pipelines, progress=progress)
         prediction = best_plan(options.partitioner, captured.graph, request)
         plan = prediction.plan.with_members(options.tensor_parallel_size)
-        return Planned(plan=plan, prediction=replace(prediction, plan=plan))
+        return plan, replace(prediction, plan=plan)
     if options.recompute is None:
         check_blocks(plan, captured.graph)
     plan = completed(
@@ -233,10 +185,10 @@ def planned(
         slicing=options.slicing,
     )
     check_step_device(plan)
-    return Planned(plan=_scheduled(plan, captured, options, machine))
+    return _scheduled(plan, captured, options, machine), None
 
 
-def _by_hand(stages: StageSpec, captured: Subject, options: Options) -> Plan:
+def _by_hand(stages: StageSpec, captured: Capture, options: Options) -> Plan:
     """Stages by hand. Without devices, they are laid out as the schedule requires."""
     schedules = schedules_of(options)
     plan = manual(
@@ -254,7 +206,7 @@ def _by_hand(stages: StageSpec, captured: Subject, options: Options) -> Plan:
     return lay_out_by_hand(plan, captured.graph, options.stages_per_device)
 
 
-def _from_file(plan: Plan, captured: Subject, options: Options) -> Plan:
+def _from_file(plan: Plan, captured: Capture, options: Options) -> Plan:
     """The given plan with the sizes of this model and mini-batch, after a warning about settings that it overrides."""
     check_model(plan, captured.graph, captured.fingerprint)
     unused = ", ".join(contradicted(plan, options))
@@ -266,7 +218,7 @@ def _from_file(plan: Plan, captured: Subject, options: Options) -> Plan:
     return refitted(captured, plan).with_members(options.tensor_parallel_size)
 
 
-def _scheduled(plan: Plan, captured: Subject, options: Options, machine: Callable[[], Machine]) -> Plan:
+def _scheduled(plan: Plan, captured: Capture, options: Options, machine: Callable[[], Machine]) -> Plan:
     """The user's stages under the schedule of the settings, or under the fastest of all if the settings leave it open.
 
     Schedules that weigh actions get their times, if these are known.
@@ -294,7 +246,7 @@ def contradicted(plan: Plan, options: Options) -> list[str]:
 
 
 def request_of(
-    captured: Subject,
+    captured: Capture,
     options: Options,
     machine: Machine,
     *,
@@ -376,7 +328,7 @@ def devices_wanted(options: Options, world_size: int) -> int:
     return -(-(len(entries) - apart) // number)
 
 
-def refitted(captured: Captured | Subject, plan: Plan, held: Held = NOWHERE) -> Plan:
+def refitted(captured: Captured, plan: Plan, held: Held = NOWHERE) -> Plan:
     """The plan's stages for another step or another form of the mini-batch, with its edges and sizes.
 
     Modules that the plan does not know are in the stage of the user's step, if that has their parameters (`held`).

@@ -243,7 +243,7 @@ def _plan_of_rank_0(job: Job, captured: Captured, batch: Any, machine: JobMachin
                 measured = partial(machine.measured, captured, batch)
                 delayed = 0 if job.known else job.options.delayed_devices
                 devices = delayed or job.control.num_devices
-                subject = part_of_member(captured, machine.look())
+                subject = captured if isinstance(captured, Undivided) else part_of_member(captured, machine.look())
                 options = ordered_for(job.options, job.whole)
                 outcome = plan_for(subject, options, devices, job.known, measured, progress)
             if job.options.costs == "measured" and job.known is None and not isinstance(captured, Undivided):
