@@ -79,22 +79,18 @@ PLAIN = torch.ones(3, 2)
 READING: list[Callable[[], Any]] = [
     lambda: elsewhere().norm().item(),
     lambda: float(elsewhere().sum()),
-    lambda: elsewhere().tolist(),
     lambda: elsewhere().detach().numpy(),
     lambda: bool((elsewhere() > 0).all()),
     lambda: torch.equal(elsewhere(), elsewhere()),
     lambda: elsewhere().nonzero(),
-    lambda: torch.tensor([elsewhere().norm().detach()]),
     lambda: elsewhere().data_ptr(),
     lambda: torch.save(elsewhere(), io.BytesIO()),
 ]
 MIXING: list[Callable[[], Any]] = [
     lambda: PLAIN.add_(elsewhere()),
-    lambda: PLAIN.copy_(elsewhere()),
     lambda: HERE.data.lerp_(elsewhere().data, 0.1),
     lambda: elsewhere().copy_(HERE),
     lambda: HERE + elsewhere(),
-    lambda: PLAIN * elsewhere(),
     lambda: torch.cat([PLAIN, elsewhere()]),
     lambda: torch._foreach_add_([HERE], [elsewhere()]),
     lambda: PLAIN.__setitem__(0, elsewhere()[0]),

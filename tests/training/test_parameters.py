@@ -194,11 +194,3 @@ def test_moving_tells_lightning_and_recurrent_networks() -> None:
     move(module, CPU)
     assert module.device == CPU
     assert (module.here.flattened, module.elsewhere.flattened) == (before[0] + 1, before[1])
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_recurrent_networks_on_gpus_are_in_one_block(recwarn: pytest.WarningsRecorder) -> None:
-    module, device = nn.LSTM(4, 4, num_layers=2), torch.device("cuda", 0)
-    move(module, device)
-    module(torch.zeros(3, 2, 4, device=device))
-    assert not [each for each in recwarn if "contiguous chunk of memory" in str(each.message)]

@@ -220,25 +220,6 @@ def test_evaluation_streams() -> None:
     assert twice[0] != alone[0]
 
 
-def with_steps(rank: int) -> tuple[float, Any, Any]:
-    data = batches()
-    model, optimizer = model_and_optimizer(Trained)
-    with initialize(model, optimizer, data[0], options=Options(stages=STAGES, loss_reduction="mean")) as engine:
-        loss = float(engine.train_step(data[1], batch_idx=2))
-        optimizer.zero_grad()
-        result = engine.evaluate(data[0])
-    return loss, None if result is None else plain(result), engine.runs_step
-
-
-def test_a_module_with_steps_of_its_own() -> None:
-    (loss, result, runs), (same, nothing, runs_not) = run_distributed(2, with_steps)
-    model, _ = model_and_optimizer(Trained)
-    data = batches()
-    assert loss == same == pytest.approx(model.training_step(data[1], 2).item(), rel=1e-12)
-    assert_same(result, plain(model.validation_step(data[0])))
-    assert (runs, nothing, runs_not) == (True, None, False)
-
-
 def test_without_processes() -> None:
     model, optimizer = model_and_optimizer()
     with (
