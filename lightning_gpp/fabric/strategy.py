@@ -209,7 +209,7 @@ class GPPFabricStrategy(JobProcesses, ParallelStrategy):
         if engine is None:
             super().backward(tensor, module, *args, **kwargs)
             return
-        with engine.complete_gradients():
+        with engine.whole.reducing():
             super().backward(tensor, module, *args, **kwargs)
 
     def clip_gradients_norm(

@@ -7,7 +7,8 @@ does. With several, an evaluation step can that calls no module with parameters.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from types import FunctionType
 from typing import Any
@@ -23,7 +24,7 @@ from lightning_gpp.errors import PlanError
 from lightning_gpp.graph import Operator, OperatorGraph
 from lightning_gpp.plan import STEP, WHOLE, Plan, Stage
 from lightning_gpp.planning.assignment.assign import assign, crossing, make_plan
-from lightning_gpp.runtime.stage import DataSource, MicroBatch, Slot, StageModule
+from lightning_gpp.runtime.stage import DataSource, MicroBatch, Slot, StageModule, StageWrapper
 from lightning_gpp.slices import unsliced
 from lightning_gpp.stages.code import StageCode, variable
 from lightning_gpp.stages.slices import Slicer, repeated
@@ -54,6 +55,18 @@ class CapturedStage:
         if self.step is None:
             return results
         return {**results, **self.step.run(micro_batch, {**values, **results})}
+
+
+@dataclass(slots=True, eq=False)
+class InContext(StageWrapper):
+    """A stage that computes inside a context, for example autocast; its backward runs outside, as torch recommends."""
+
+    context: Callable[[], AbstractContextManager[Any]]
+
+    def forward(self, values: Mapping[str, torch.Tensor], micro_batch: MicroBatch) -> dict[str, torch.Tensor]:
+        """The wrapped stage's results, computed inside the context."""
+        with self.context():
+            return self.stage.forward(values, micro_batch)
 
 
 @dataclass(frozen=True, slots=True)

@@ -192,7 +192,7 @@ class Checkpoints:
         if not self._saver.background:
             return control.everyone
         if self._group is None:
-            self._group = control.another_world()
+            self._group = control.mesh.another_world()
         return self._group
 
 

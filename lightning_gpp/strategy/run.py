@@ -193,7 +193,7 @@ class Run:
 
     def share(self, batch: Any) -> Any:
         """A mini-batch of a step as a whole, on all ranks of the pipeline; used only on the rank that loads it."""
-        shared = self._trained.share(batch)
+        shared = self._trained.whole.share(batch)
         self.incoming.batch_size = samples_in(shared)
         return shared
 

@@ -255,7 +255,7 @@ class Steps:
         if self.engine is None:
             self.engine = self._set_up(step, arguments[0])
             if self.engine.runs_whole(step):  # from the first mini-batch on, which other ranks do not have yet
-                arguments = self.engine.hand_out(arguments)
+                arguments = self.engine.evaluation.hand_out(arguments)
         self.host.recorder.reset()
         whole = self.engine.runs_whole(step)
         if not whole:  # else all ranks run it

@@ -246,7 +246,7 @@ class GPPStrategy(RanksStrategy):
             raise ConfigError("The strategy has no module; use trainer.fit(model).")
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
         if self._steps.whole:
-            with self._training.complete_gradients():
+            with self._training.whole.reducing():
                 self.precision_plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
             self._training.check_finite(closure_loss, last=not self._accumulating)
         else:

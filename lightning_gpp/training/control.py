@@ -219,10 +219,6 @@ class Control:
         if self.first:
             warn(text, stacklevel=3)
 
-    def another_world(self) -> dist.ProcessGroup:
-        """Another group of all processes, in which a thread can communicate. All of them call this together."""
-        return self.mesh.another_world()
-
     def barrier(self) -> None:
         with self._waiting(_TOGETHER):
             dist.barrier(group=self.everyone)

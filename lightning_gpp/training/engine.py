@@ -58,6 +58,8 @@ class Engine(DividedStates):
     Attributes:
         num_steps: number of mini-batches trained so far, which also numbers the random streams.
         trains_whole: whether the training step runs as a whole.
+        whole: see above.
+        evaluation: runs evaluation steps.
     """
 
     def __init__(
@@ -76,7 +78,7 @@ class Engine(DividedStates):
     ) -> None:
         self._sessions, self._indices, self._replicas = sessions, indices, replicas
         self._asynchronous, self._gradients, self._finite = asynchronous, gradients, finite
-        self._whole, self.trains_whole = whole, TRAINING in as_whole
+        self.whole, self.trains_whole = whole, TRAINING in as_whole
         self.job, self._layout, self._incoming = sessions.job, sessions.layout, sessions.incoming
         self.module, self.control, self.device = self.job.module, self.job.control, self.job.device
         self.machine, self.num_steps = machine, num_steps
@@ -84,7 +86,7 @@ class Engine(DividedStates):
         install(self._door)
         self._runner = Runner(sessions, lambda: [index.optimizer for index in self._indices], asynchronous)
         self._feed = Feed(self.ahead)
-        self._evaluation = EvaluationSteps(
+        self.evaluation = EvaluationSteps(
             sessions,
             self._runner,
             whole,
@@ -163,15 +165,11 @@ class Engine(DividedStates):
         """A mini-batch on all members of the device that runs the step; only that of the first one counts."""
         return self.job.in_device(batch) if self.runs_step else batch
 
-    def share(self, batch: Any) -> Any:
-        """A mini-batch for a step as a whole, on all ranks of a pipeline; only that of the first rank counts."""
-        return self._whole.share(batch)
-
     def _train_whole(self, batch: Any, batch_idx: int, accumulated: int) -> Tensor:
-        batch, step = self.share(batch), getattr(self.module, TRAINING)
+        batch, step = self.whole.share(batch), getattr(self.module, TRAINING)
         with self.whole_step(), self.job.host.context(TRAINING)():
             loss = loss_of(step(batch, *step_arguments(step, batch_idx)))
-        with self.complete_gradients():
+        with self.whole.reducing():
             (loss / accumulated).backward()
         self.check_finite(loss)
         return loss.detach().to(CPU, torch.float64)
@@ -179,22 +177,14 @@ class Engine(DividedStates):
     @contextmanager
     def whole_step(self) -> Iterator[None]:
         """Inside, the user's training step runs as a whole, on all ranks, and sees the optimizers of all."""
-        self._evaluation.end()
-        with self._whole.running(self.num_steps), self.undivided_optimizers():
+        self.evaluation.end()
+        with self.whole.running(self.num_steps), self.undivided_optimizers():
             yield
         self.num_steps += 1
 
     def runs_whole(self, step: str) -> bool:
         """True for a step that runs as a whole: all ranks call it, with a mini-batch of all."""
-        return self.trains_whole if step == TRAINING else self._evaluation.runs_whole(step)
-
-    def hand_out(self, arguments: Sequence[Any]) -> list[Any]:
-        """The arguments of an evaluation step as a whole, of which other ranks had a placeholder of the mini-batch."""
-        return self._evaluation.hand_out(arguments)
-
-    def complete_gradients(self) -> AbstractContextManager[None]:
-        """Inside, a backward of a step as a whole runs; at its end gradients are complete."""
-        return self._whole.reducing()
+        return self.trains_whole if step == TRAINING else self.evaluation.runs_whole(step)
 
     def check_finite(self, loss: Tensor, *, last: bool = True) -> None:
         """Look for numbers that are not finite (`on_nonfinite`), after the backward of a step as a whole.
@@ -219,7 +209,7 @@ class Engine(DividedStates):
         """
         self._check_open()
         if self.runs_whole(step):
-            batch = self.share(batch)
+            batch = self.whole.share(batch)
         else:
             batch = self._in_device(batch)
             self._expect(batch)
@@ -286,8 +276,8 @@ class Engine(DividedStates):
             scale: factor of the gradients, for half precision.
         """
         self._training.begin(last=last)
-        if self._evaluation.under_way is not None:
-            self._evaluation.end()
+        if self.evaluation.under_way is not None:
+            self.evaluation.end()
         weight = scale / accumulated
         if not self._runner.sums:
             weight /= self._incoming.batch_size * self.control.num_pipelines
@@ -330,7 +320,7 @@ class Engine(DividedStates):
     def run(self, step: str, arguments: Sequence[Any]) -> Any:
         """Run an evaluation step on the announced mini-batch. Returns its result where it ran."""
         with self.control.mesh.peers():
-            return self._evaluation.run(step, arguments)
+            return self.evaluation.run(step, arguments)
 
     @property
     def _training(self) -> Replicas:
@@ -388,7 +378,7 @@ class Engine(DividedStates):
         session = self.current
         if session is None or session.latest is None:
             return "set-up"
-        evaluated = self._evaluation.number
+        evaluated = self.evaluation.number
         number = self.num_steps if session.training or evaluated is None else evaluated
         place = f"{session.latest.place} of {session.capture.step}, mini-batch {number}"
         return f"between steps, after {place}" if session.latest.is_complete else place

@@ -7,11 +7,11 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from lightning_gpp.errors import PlanError
@@ -19,7 +19,7 @@ from lightning_gpp.plan import Plan
 from lightning_gpp.runtime.executor import Executor
 from lightning_gpp.runtime.random import RandomStreams, undisturbed
 from lightning_gpp.runtime.sharding import StageSync
-from lightning_gpp.runtime.stage import MicroBatch, StageModule, StageWrapper
+from lightning_gpp.runtime.stage import MicroBatch, StageModule
 from lightning_gpp.runtime.transport import Transport
 from lightning_gpp.runtime.weights import Weights
 from lightning_gpp.runtime.weights.policy import weights_of
@@ -27,12 +27,11 @@ from lightning_gpp.schedules import Program, compile_program
 from lightning_gpp.schedules.actions import COLLECTIVES
 from lightning_gpp.schedules.continuous import streaming_program
 from lightning_gpp.stages import Pipeline, build
-from lightning_gpp.stages.build import Captured
+from lightning_gpp.stages.build import Captured, InContext
 from lightning_gpp.stages.step import Invocation, StepRunner
 from lightning_gpp.training.asynchronous import Asynchronous
 from lightning_gpp.training.data.incoming import flushed_if_need_be
 from lightning_gpp.training.host import TRAINING, Job
-from lightning_gpp.training.options import Context
 from lightning_gpp.training.tensors.parameters import Placement
 from lightning_gpp.training.tensors.replicas import Layout, Replicas
 
@@ -40,18 +39,6 @@ log = logging.getLogger(__name__)
 
 DATA_STREAM = -1
 """The stage number under which the user's step draws its random numbers."""
-
-
-@dataclass(slots=True, eq=False)
-class InContext(StageWrapper):
-    """A stage that computes inside a context, for example autocast; its backward runs outside, as torch recommends."""
-
-    context: Context
-
-    def forward(self, values: Mapping[str, Tensor], micro_batch: MicroBatch) -> dict[str, Tensor]:
-        """The wrapped stage's results, computed inside the context."""
-        with self.context():
-            return self.stage.forward(values, micro_batch)
 
 
 class Session:

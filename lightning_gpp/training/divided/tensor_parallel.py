@@ -3,7 +3,7 @@
     parallelize_module     the user's, in configure_model: makes DTensors and hooks            on all processes
     lifted                 takes both out again: the module is plain; so it is captured, planned, checked and placed
     TensorParallel.divide  leaves every member of a device its part of the parameters, as plain tensors
-    ParallelStage          gives modules DTensors, made of these parts, and hooks while their stage computes
+    Applied                gives modules DTensors, made of these parts, and hooks while their stage computes
 
 So whatever looks at parameters elsewhere (optimizers, reductions and norms of gradients) sees plain tensors.
 """
@@ -24,7 +24,8 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from lightning_gpp._compat.torch import HookTables, buffers_of, forget_division, hook_tables, parameters_of
 from lightning_gpp.capture.isolate import private_copy
 from lightning_gpp.errors import ConfigError
-from lightning_gpp.runtime.stage import MicroBatch, StageModule, StageWrapper
+from lightning_gpp.runtime.stage import StageModule
+from lightning_gpp.stages.build import InContext
 from lightning_gpp.training.control import Control
 from lightning_gpp.training.tensors.foreign import Foreign
 from lightning_gpp.training.tensors.parameters import (
@@ -145,7 +146,7 @@ class TensorParallel:
         if self.degree == 1:
             return list(stages)
         pairs = zip(stages, states, strict=True)
-        return [ParallelStage(stage, Applied(self, module, names, stage.parts)) for stage, names in pairs]
+        return [InContext(stage, Applied(self, module, names, stage.parts)) for stage, names in pairs]
 
     def outline(self, module: nn.Module, *, applied: bool = True) -> nn.Module:
         """A copy without memory. `applied`: with DTensors and hooks for good."""
@@ -200,18 +201,6 @@ class Applied:
                 table[key] = part
             for part, tables in self._hooks:
                 _remove(part, tables)
-
-
-@dataclass(slots=True, eq=False)
-class ParallelStage(StageWrapper):
-    """A stage whose modules have DTensors while it computes."""
-
-    applied: Applied
-
-    def forward(self, values: Mapping[str, Tensor], micro_batch: MicroBatch) -> dict[str, Tensor]:
-        """The wrapped stage's results."""
-        with self.applied():
-            return self.stage.forward(values, micro_batch)
 
 
 def _places(module: nn.Module, names: Collection[str]) -> Iterator[tuple[str, dict[str, Any], str]]:

@@ -27,10 +27,11 @@ from lightning_gpp.runtime.transport import Transport
 from lightning_gpp.schedules import compile_program
 from lightning_gpp.slices import unsliced
 from lightning_gpp.stages import build
+from lightning_gpp.stages.build import InContext
 from lightning_gpp.stages.step import Invocation
 from lightning_gpp.training.control import Mirror
 from lightning_gpp.training.host import TRAINING, Job
-from lightning_gpp.training.session import InContext, check_placement
+from lightning_gpp.training.session import check_placement
 from lightning_gpp.training.tensors.parameters import Placement
 
 
