@@ -54,7 +54,6 @@ class FrozenAttributes:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._places: dict[Attribute, AttributePlace] = {}
         self._known_places: dict[tuple[int, str], Attribute] = {}
         self._readers: dict[Attribute, Callable[[], Any]] = {}
         self._values: dict[Attribute, Any] = {}
@@ -83,9 +82,9 @@ class FrozenAttributes:
         new = (cut | self._placed(live.keys())) - self._first.keys() | (cut & self._live)
         self._live = (self._live | new) - cut
         given = {**live, **frozen}
-        values = {key: given[key] if key in given else self._places[key].read() for key in new}
+        values = {key: given[key] if key in given else self._readers[key]() for key in new}
         self._objects |= {key for key in new if has_settings(values[key]) or isinstance(values[key], nn.Module)}
-        self._around = self._objects | {(path, name.rpartition(".")[0]) for path, name in self._places}
+        self._around = self._objects | {(path, name.rpartition(".")[0]) for path, name in self._readers}
         self._note(values)
         described = {key: self._described(key, self._values[key]) for key in new}
         self._words = {**self._words, **described}
@@ -97,12 +96,12 @@ class FrozenAttributes:
         return {self._stand_in(key) for key in sorted(keys)}
 
     def _stand_in(self, key: Attribute) -> Attribute:
-        if key not in self._places:
+        if key not in self._readers:
             place = AttributePlace(self._module, key)
             known = self._known_places.setdefault(place.id, key)
             if known != key:
                 return known
-            self._places[key], self._readers[key] = place, place.reader
+            self._readers[key] = place.reader
         return key
 
     def _note(self, values: Mapping[Attribute, Any]) -> None:
@@ -113,7 +112,7 @@ class FrozenAttributes:
         self._contents = {**kept, **{key: value for key, value in containers.items() if value is not None}}
 
     def __bool__(self) -> bool:
-        return bool(self._places)
+        return bool(self._readers)
 
     def announce(self) -> int:
         """0 if all have the values of the first capture, otherwise a number for their values; notes the values."""
@@ -141,19 +140,18 @@ class FrozenAttributes:
     def changes(self) -> dict[Attribute, Any]:
         """These attributes, with their values; with KEPT for functions, modules and other objects."""
         changed = [key for key, value in self._now().items() if value != self._first[key]]
-        values = {key: self._places[key].read() for key in changed}
+        values = {key: self._readers[key]() for key in changed}
         return {key: value if is_plain(value) or isinstance(value, _SENT) else KEPT for key, value in values.items()}
 
     def _now(self) -> dict[Attribute, str]:
         """All values in words; the same dictionary until one changes. This runs twice in every step."""
         changed = self._replaced()
         if not self._around.isdisjoint(changed):
-            self._places = {key: AttributePlace(self._module, key) for key in self._places}
-            self._readers = {key: place.reader for key, place in self._places.items()}
+            self._readers = {key: AttributePlace(self._module, key).reader for key in self._readers}
             changed = self._replaced()
         if not changed:
             return self._words
-        self._note({key: self._places[key].read() for key in changed})
+        self._note({key: self._readers[key]() for key in changed})
         words = {key: self._described(key, self._values[key]) for key in changed}
         if any(self._words[key] != word for key, word in words.items()):
             self._words = {**self._words, **words}

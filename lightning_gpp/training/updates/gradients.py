@@ -74,6 +74,13 @@ class _Held:
         here = self._layout.placement.names_on(self._control.device)
         return {name: parameter for name, parameter in self._module.named_parameters() if name in here}
 
+    def _not_finite(self) -> list[str]:
+        """The names of the parameters whose gradients have numbers that are not finite."""
+        gradients = {name: local(p.grad) for name, p in self._parameters().items() if p.grad is not None}
+        if bool(get_total_norm(gradients.values()).isfinite()):
+            return []
+        return [name for name, gradient in gradients.items() if not bool(gradient.isfinite().all())]
+
     def _described(self, name: str) -> str:
         stages = [repr(self._layout.plan.stages[stage].name) for stage in self._layout.uses.get(name, ())]
         return f"{name!r} in stage {' and '.join(stages)}" if stages else f"{name!r}, which no stage uses,"
@@ -88,17 +95,13 @@ class StageGradients(_Held):
 
     def check(self, step: int) -> None:
         """Raise GPPError if a gradient is not finite, with its stage and parameter."""
-        gradients = {name: p.grad for name, p in self._parameters().items() if p.grad is not None}
-        if bool(get_total_norm(gradients.values()).isfinite()):
-            return
-        for name, gradient in gradients.items():
-            if not bool(gradient.isfinite().all()):
-                raise GPPError(
-                    f"The gradient of {self._described(name)} is not finite after mini-batch {step}. Other "
-                    "stages would continue with it for as many mini-batches as they are apart, so training ends here. "
-                    "Lower the learning rate, clip gradients (trainer.gradient_clip_val), or continue regardless with "
-                    "strategy.on_nonfinite=ignore."
-                )
+        for name in self._not_finite():
+            raise GPPError(
+                f"The gradient of {self._described(name)} is not finite after mini-batch {step}. Other "
+                "stages would continue with it for as many mini-batches as they are apart, so training ends here. "
+                "Lower the learning rate, clip gradients (trainer.gradient_clip_val), or continue regardless with "
+                "strategy.on_nonfinite=ignore."
+            )
 
     def scale(self, stepped: Iterable[Tensor], max_norm: float, update: int, age: int) -> Tensor:
         """Scale gradients so that their norm is at most `max_norm`; returns the model's norm, as far as known.
@@ -197,12 +200,11 @@ class FiniteCheck(_Held):
         Raises:
             GPPError: on all ranks; a number is not finite, and steps are not left out.
         """
-        names = self._nearest_last()
-        number = self._agreed(self._rank_of_worst(names))
+        worst = self._worst()
         self._losses.clear()
-        if not number:
+        if not self._control.unanimous(worst is not None, everyone=False):
             return
-        what = "The loss" if number > len(names) else f"The gradient of {self._described(names[number - 1])}"
+        _, what = max(each for each in self._control.gather_all(worst) if each is not None)
         text = f"{what} is not finite after mini-batch {step}"
         if not self._skips:
             raise GPPError(f"{text}. {_REMEDY}")
@@ -212,35 +214,13 @@ class FiniteCheck(_Held):
         for parameter in self._parameters().values():
             parameter.grad = None
 
-    def _nearest_last(self) -> list[str]:
-        """All trained parameters, the same on all ranks: those of later stages later, within a stage the first last."""
-        names = [name for name, parameter in self._module.named_parameters() if parameter.requires_grad]
-        names.reverse()
-        names.sort(key=lambda name: max(self._layout.uses.get(name, ()), default=-1))
-        return names
-
-    def _rank_of_worst(self, names: Sequence[str]) -> int:
-        """One plus the position of the last name whose gradient on this rank is not finite; 0 if all are.
-
-        A loss that is not finite comes after all names. Loss and gradients are read together, once.
-        """
-        here = self._parameters()
-        gradients = {name: local(grad) for name in names if name in here and (grad := here[name].grad) is not None}
-        norm = get_total_norm(gradients.values()).isfinite()
-        *losses, gradient = torch.stack([*(flag.to(norm.device) for flag in self._losses), norm]).tolist()
-        if not all(losses):
-            return len(names) + 1
-        if gradient:
-            return 0
-        numbers = (number for number, name in enumerate(names, 1) if name in gradients)
-        return max((n for n in numbers if not bool(gradients[names[n - 1]].isfinite().all())), default=0)
-
-    def _agreed(self, number: int) -> int:
-        if self._control.num_processes == 1:
-            return number
-        largest = torch.tensor(number)
-        dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._control.everyone)
-        return int(largest)
+    def _worst(self) -> tuple[int, str] | None:
+        """What is not finite on this rank, nearest to the loss, behind a number that grows towards it; None if all is."""
+        if self._losses and not bool(torch.stack(self._losses).all()):
+            return len(self._layout.plan.stages), "The loss"
+        last_stage = {name: max(self._layout.uses.get(name, ()), default=-1) for name in self._not_finite()}
+        name = max(last_stage, key=last_stage.__getitem__, default=None)
+        return None if name is None else (last_stage[name], f"The gradient of {self._described(name)}")
 
 
 class LossScale:

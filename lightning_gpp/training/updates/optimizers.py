@@ -235,17 +235,14 @@ class OptimizerIndex:
         """
         full = {**NOTHING, **full}
         self._check_fits(full)
-        names = [name for group in self.groups for name in group]
-        place_of = {name: group["params"][i] for group, known in self._pairs(full) for i, name in enumerate(known)}
-        kept = [name for group in self._kept for name in group]
-        found = {i: full["state"].get(place_of[name]) for i, name in enumerate(kept)}
-        state = {
-            i: local_parts(values, (shards or {}).get(kept[i])) for i, values in found.items() if values is not None
-        }
-        if unknown := set(full["state"]) - set(place_of.values()):
+        places = {name: group["params"][i] for group, known in self._pairs(full) for i, name in enumerate(known)}
+        if unknown := set(full["state"]) - set(places.values()):
             raise CheckpointError(
-                f"The optimizer state has entries {sorted(unknown)} for only {len(names)} parameters."
+                f"The optimizer state has entries {sorted(unknown)} for only {len(places)} parameters."
             )
+        kept = enumerate(name for group in self._kept for name in group)
+        found = {i: (name, full["state"][places[name]]) for i, name in kept if places[name] in full["state"]}
+        state = {i: local_parts(values, (shards or {}).get(name)) for i, (name, values) in found.items()}
         self.optimizer.load_state_dict({"state": state, "param_groups": self._local_groups(full)})
 
     def _local_groups(self, full: Mapping[str, Any]) -> list[dict[str, Any]]:
