@@ -5,7 +5,7 @@ rank 0, or of every rank what it alone holds; and what it gives back to every ra
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -325,7 +325,7 @@ def load_state(module: nn.Module, state: Mapping[str, Any], strict: bool) -> Non
     try:
         module.load_state_dict({key: loadable(state, key, own.get(key)) for key in state}, strict=strict)
     except RuntimeError as error:
-        text = _differences(own, state) or _first_lines(str(error))
+        text = _differences(own, state) or str(error)
         partly = strict and "size mismatch" not in str(error)
         raise CheckpointError(
             f"The checkpoint does not fit {type(module).__name__} (ckpt_path). Load a checkpoint of the same model"
@@ -348,15 +348,6 @@ def _differences(own: Mapping[str, Any], state: Mapping[str, Any]) -> str:
 
 def _shape(value: Any) -> tuple[int, ...]:
     return tuple(getattr(value, "shape", ()))
-
-
-_MOST_LINES: Final = 6
-
-
-def _first_lines(text: str) -> str:
-    lines = text.splitlines()
-    rest = len(lines) - _MOST_LINES
-    return "\n".join([*lines[:_MOST_LINES], *([f"... and {rest} more."] if rest > 0 else [])])
 
 
 def make_whole(module: nn.Module, placement: Placement, control: Control) -> None:

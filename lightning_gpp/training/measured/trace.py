@@ -134,10 +134,7 @@ def gathered(timings: Mapping[int, Timings], control: Control) -> dict[tuple[int
     ranks = control.gather((socket.gethostname(), time.perf_counter(), dict(timings)))
     host, clock, _ = ranks[0]
     shifts = [0.0 if other == host else clock - theirs for other, theirs, _ in ranks]
-    members = {
-        pipeline: [control.mesh.global_rank(device, pipeline) for device in range(control.num_devices)]
-        for pipeline in range(control.num_pipelines)
-    }
+    members = {pipeline: control.mesh.pipeline_ranks(pipeline) for pipeline in range(control.num_pipelines)}
     return {
         (pipeline, number): [_spans(ranks[rank][2][number], shifts[rank]) for rank in group]
         for pipeline, group in members.items()

@@ -215,7 +215,7 @@ class FiniteCheck(_Held):
             parameter.grad = None
 
     def _worst(self) -> tuple[int, str] | None:
-        """What is not finite on this rank, nearest to the loss, behind a number that grows towards it; None if all is."""
+        """What is not finite here, nearest to the loss, behind a number that grows towards that; None if all is."""
         if self._losses and not bool(torch.stack(self._losses).all()):
             return len(self._layout.plan.stages), "The loss"
         last_stage = {name: max(self._layout.uses.get(name, ()), default=-1) for name in self._not_finite()}
