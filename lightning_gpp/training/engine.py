@@ -17,7 +17,6 @@ from lightning_gpp.errors import GPPError, ShapeError
 from lightning_gpp.failure.hangs import Wait
 from lightning_gpp.graph import OperatorGraph
 from lightning_gpp.plan import Plan
-from lightning_gpp.training.asynchronous import Asynchronous
 from lightning_gpp.training.data.incoming import Feed
 from lightning_gpp.training.evaluation import EvaluationSteps
 from lightning_gpp.training.host import TRAINING
@@ -46,8 +45,6 @@ class Engine(DividedStates):
     Args:
         sessions: makes the sessions, which run the user's steps.
         indices: indices of the optimizers, in the user's order.
-        replicas: collectives of ranks with the same parameters; None without training.
-        asynchronous: training without a flush between mini-batches; None flushes after each.
         gradients: checks and clips gradients if there is no flush.
         finite: checks losses and gradients, of all ranks together; None does not.
         whole: runs steps as a whole, on all ranks.
@@ -67,24 +64,23 @@ class Engine(DividedStates):
         sessions: Sessions,
         *,
         indices: Sequence[OptimizerIndex],
-        replicas: Replicas | None,
         machine: Callable[[], Machine],
         num_steps: int,
         whole: WholeStep,
         as_whole: Set[str] = frozenset(),
-        asynchronous: Asynchronous | None = None,
         gradients: StageGradients | None = None,
         finite: FiniteCheck | None = None,
     ) -> None:
-        self._sessions, self._indices, self._replicas = sessions, indices, replicas
-        self._asynchronous, self._gradients, self._finite = asynchronous, gradients, finite
+        self._sessions, self._indices = sessions, indices
+        self._replicas, self._asynchronous = sessions.site.replicas, sessions.site.asynchronous
+        self._gradients, self._finite = gradients, finite
         self.whole, self.trains_whole = whole, TRAINING in as_whole
         self.job, self._layout, self._incoming = sessions.job, sessions.layout, sessions.incoming
         self.module, self.control, self.device = self.job.module, self.job.control, self.job.device
         self.machine, self.num_steps = machine, num_steps
         self._door = Door(self.job, self._layout)
         install(self._door)
-        self._runner = Runner(sessions, lambda: [index.optimizer for index in self._indices], asynchronous)
+        self._runner = Runner(sessions, lambda: [index.optimizer for index in self._indices])
         self._feed = Feed(self.ahead)
         self.evaluation = EvaluationSteps(
             sessions,

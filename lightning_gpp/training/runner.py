@@ -39,20 +39,14 @@ class Runner:
     Args:
         sessions: makes the sessions, which run the user's steps.
         optimizers: the optimizers, in the user's order.
-        asynchronous: training without a flush between mini-batches; None flushes after each.
 
     Attributes:
         current: the session of the last mini-batch.
         sums: whether the loss of the training step is a sum over samples.
     """
 
-    def __init__(
-        self,
-        sessions: Sessions,
-        optimizers: Callable[[], list[Optimizer]],
-        asynchronous: Asynchronous | None,
-    ) -> None:
-        self._new, self._optimizers, self._asynchronous = sessions.new, optimizers, asynchronous
+    def __init__(self, sessions: Sessions, optimizers: Callable[[], list[Optimizer]]) -> None:
+        self._new, self._optimizers, self._asynchronous = sessions.new, optimizers, sessions.site.asynchronous
         self._job, self._incoming = sessions.job, sessions.incoming
         self.sums = self._job.options.loss_reduction == "sum"
         self._counted = counted(self._job.options.loss_reduction)

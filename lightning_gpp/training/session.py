@@ -20,7 +20,6 @@ from lightning_gpp.runtime.executor import Executor
 from lightning_gpp.runtime.random import RandomStreams, undisturbed
 from lightning_gpp.runtime.sharding import StageSync
 from lightning_gpp.runtime.stage import MicroBatch, StageModule
-from lightning_gpp.runtime.transport import Transport
 from lightning_gpp.runtime.weights import Weights
 from lightning_gpp.runtime.weights.policy import weights_of
 from lightning_gpp.schedules import Program, compile_program
@@ -29,11 +28,10 @@ from lightning_gpp.schedules.continuous import streaming_program
 from lightning_gpp.stages import Pipeline, build
 from lightning_gpp.stages.build import Captured, InContext
 from lightning_gpp.stages.step import Invocation, StepRunner
-from lightning_gpp.training.asynchronous import Asynchronous
 from lightning_gpp.training.data.incoming import flushed_if_need_be
-from lightning_gpp.training.host import TRAINING, Job
+from lightning_gpp.training.host import TRAINING
 from lightning_gpp.training.tensors.parameters import Placement
-from lightning_gpp.training.tensors.replicas import Layout, Replicas
+from lightning_gpp.training.tensors.replicas import Layout, Replicas, Site
 
 log = logging.getLogger(__name__)
 
@@ -45,15 +43,11 @@ class Session:
     """Runs a step on mini-batches of one form, of any number of samples.
 
     Args:
-        job: the job of the run.
+        site: what the step finds in place.
         capture: the captured step.
         plan: its stages.
-        module: the job's module with the parameters of this rank, or a copy of it.
-        placement: the ranks that hold parameters.
-        transport: transport to the other devices.
-        replicas: collectives of ranks with the same parameters; None if there are none.
-        asynchronous: training without a flush between mini-batches; None flushes after each.
         streams: whether the step is evaluated without a flush between mini-batches.
+        module: a copy of the job's module; None for the module itself, with the parameters of this rank.
 
     Attributes:
         slots: the tensors on every edge of the plan.
@@ -64,22 +58,19 @@ class Session:
 
     def __init__(
         self,
-        job: Job,
+        site: Site,
         *,
         capture: Captured,
         plan: Plan,
-        module: nn.Module,
-        placement: Placement,
-        transport: Transport,
-        replicas: Replicas | None = None,
-        asynchronous: Asynchronous | None = None,
         streams: bool = False,
+        module: nn.Module | None = None,
     ) -> None:
-        self.asynchronous, self.streams = asynchronous, streams
+        job, replicas, module = site.job, site.replicas, site.job.module if module is None else module
+        self.asynchronous, self.streams = site.asynchronous, streams
         self.capture, self.plan, self.training = capture, plan, capture.step == TRAINING
         self.pipeline: Pipeline = build(capture, plan, module)
-        check_placement(self.pipeline, plan, placement, capture.step)
-        self._job, self._control, self._transport = job, job.control, transport
+        check_placement(self.pipeline, plan, site.layout.placement, capture.step)
+        self._job, self._control, self._transport = job, job.control, site.transport
         self._streams = RandomStreams(job.seed, job.device)
         stages: Sequence[StageModule] = self.pipeline.stages
         if job.parallel is not None:

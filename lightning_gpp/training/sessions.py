@@ -23,7 +23,6 @@ from lightning_gpp.runtime.transport import Transport
 from lightning_gpp.schedules.continuous import check_continuous
 from lightning_gpp.stages.build import Captured, Undivided, undivided
 from lightning_gpp.stages.user_step import UserStep
-from lightning_gpp.training.asynchronous import Asynchronous
 from lightning_gpp.training.data.frozen import FrozenAttributes, adopt
 from lightning_gpp.training.data.incoming import Incoming, outline
 from lightning_gpp.training.data.lengths import KnownLengths
@@ -38,7 +37,7 @@ from lightning_gpp.training.host import TRAINING, Job
 from lightning_gpp.training.option_values import SYNCHRONOUS
 from lightning_gpp.training.planner import captured_step, refitted
 from lightning_gpp.training.session import Session
-from lightning_gpp.training.tensors.replicas import Layout, Replicas
+from lightning_gpp.training.tensors.replicas import Site
 from lightning_gpp.training.tensors.shards import without_shards
 from lightning_gpp.training.updates.optimizers import is_first_order
 from lightning_gpp.training.whole.whole_step import (
@@ -54,41 +53,36 @@ class Sessions:
     """Makes a session for a step and a form of its mini-batches.
 
     Args:
-        job: the job of the run.
+        site: what steps find in place.
         incoming: knows the form of the mini-batch.
         captured: the captured step that the plan was made for.
         form: form of the mini-batch that it was captured with.
         example: that mini-batch, without memory.
-        layout: the parameter placement.
-        transport: transport to the other devices.
-        replicas: collectives of ranks with the same parameters, in training.
-        asynchronous: training without a flush between mini-batches. Evaluation then has connections of its own, because
-            messages of training may be outstanding.
+        evaluating: transport of evaluation, if it has connections of its own, because messages of training without a
+            flush may be outstanding.
     """
 
     def __init__(
         self,
-        job: Job,
+        site: Site,
         incoming: Incoming,
         *,
         captured: Captured,
         form: int,
         example: Any,
-        layout: Layout,
-        transport: Transport,
-        replicas: Replicas | None,
-        asynchronous: Asynchronous | None = None,
         evaluating: Transport | None = None,
     ) -> None:
-        self.job, self.incoming, self.layout = job, incoming, layout
+        self.job, self.incoming, self.layout = site.job, incoming, site.layout
         self.captured, self._form = captured, form
-        self._transport, self._replicas = transport, replicas
-        self._asynchronous, self._evaluating = asynchronous, evaluating or transport
-        self._at_capture = _frozen_in(job.module, captured)
-        self._example, self._lengths = example, KnownLengths(job, incoming, asynchronous is None)
+        gathers = site.replicas is not None and site.replicas.sharding == "fsdp"
+        replicas, transport = site.replicas if gathers else None, evaluating or site.transport
+        self.site = site
+        self._evaluating = replace(site, transport=transport, replicas=replicas, asynchronous=None)
+        self._at_capture = _frozen_in(site.job.module, captured)
+        self._example, self._lengths = example, KnownLengths(site.job, incoming, site.asynchronous is None)
         self._rows: dict[str, tuple[set[str], set[str]]] = {}
         """Tensors with a row for each sample, and those with other rows, in the first form of each step."""
-        if isinstance(captured, Capture) and not job.whole:
+        if isinstance(captured, Capture) and not site.job.whole:
             self._check_rows(captured.step, example, captured.dims)
 
     def new(self, step: str, batch: Any, *, anew: bool = False) -> Session:
@@ -112,7 +106,9 @@ class Sessions:
     def _made(self, step: str, captured: Captured) -> Session:
         if step != TRAINING and isinstance(captured, Capture):
             captured = with_reductions_in_step(captured)
-        session = self._session(step, captured)
+        plan, trains = self._plan(step, captured), step == TRAINING
+        site, streams = self.site if trains else self._evaluating, not trains and self._streams(plan)
+        session = Session(site, capture=captured, plan=plan, streams=streams)
         if step != TRAINING and may_evaluate_whole(self.job.options, self.layout.plan):
             user_step = session.pipeline.step
             if isinstance(user_step, UserStep):
@@ -120,23 +116,6 @@ class Sessions:
                 check_positions(user_step)
         self.incoming.frozen.add(session.pipeline.frozen, session.pipeline.live)
         return session
-
-    def _session(self, step: str, captured: Captured) -> Session:
-        plan = self._plan(step, captured)
-        replicas = self._replicas
-        if replicas is not None and step != TRAINING and replicas.sharding != "fsdp":
-            replicas = None
-        return Session(
-            self.job,
-            capture=captured,
-            plan=plan,
-            module=self.job.module,
-            placement=self.layout.placement,
-            transport=self._transport if step == TRAINING else self._evaluating,
-            replicas=replicas,
-            asynchronous=self._asynchronous if step == TRAINING else None,
-            streams=step != TRAINING and self._streams(plan),
-        )
 
     def _plan(self, step: str, captured: Captured) -> Plan:
         known, held = self.layout.plan, self.layout.placement.devices

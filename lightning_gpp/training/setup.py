@@ -53,7 +53,7 @@ from lightning_gpp.training.planner import part_of_member, plan_for
 from lightning_gpp.training.sessions import Sessions, UncapturedError, as_captured, captured_in, steps_as_whole
 from lightning_gpp.training.tensors.joining import check_alike, facts_of_optimizers
 from lightning_gpp.training.tensors.parameters import equalise, move, place, settle
-from lightning_gpp.training.tensors.replicas import Layout, Replicas
+from lightning_gpp.training.tensors.replicas import Layout, Replicas, Site
 from lightning_gpp.training.updates.gradients import FiniteCheck, StageGradients
 from lightning_gpp.training.updates.optimizers import OptimizerIndex, check_first_order
 from lightning_gpp.training.whole.whole_step import (
@@ -188,25 +188,14 @@ def _set_up(
         gradients = StageGradients(job.module, layout, job.control)
         ahead = asynchronous.ahead
         incoming.feed = Feed(lambda: ahead)
-    sessions = Sessions(
-        job,
-        incoming,
-        captured=captured,
-        form=form,
-        example=example,
-        layout=layout,
-        transport=transport,
-        replicas=replicas,
-        asynchronous=asynchronous,
-        evaluating=None if asynchronous is None else _connect(job, plan, "evaluation"),
-    )
+    site = Site(job=job, layout=layout, transport=transport, replicas=replicas, asynchronous=asynchronous)
+    evaluating = None if asynchronous is None else _connect(job, plan, "evaluation")
+    sessions = Sessions(site, incoming, captured=captured, form=form, example=example, evaluating=evaluating)
     return Engine(
         sessions,
-        whole=WholeStep(job, layout, transport, replicas),
+        whole=WholeStep(site),
         as_whole=steps_as_whole(job, step),
         indices=indices,
-        replicas=replicas,
-        asynchronous=asynchronous,
         gradients=gradients,
         finite=_finite_check(job, layout, optimizers) if step == TRAINING and asynchronous is None else None,
         machine=machine.look,

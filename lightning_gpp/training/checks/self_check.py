@@ -44,6 +44,7 @@ from lightning_gpp.training.data.incoming import outline
 from lightning_gpp.training.host import TRAINING, Job
 from lightning_gpp.training.session import DATA_STREAM, Session
 from lightning_gpp.training.tensors.parameters import Placement, bytes_of, place, tensors_of
+from lightning_gpp.training.tensors.replicas import Layout, Site
 from lightning_gpp.training.whole.whole_step import capture_whole, check_whole
 from lightning_gpp.user_code import line_of
 from lightning_gpp.wording import counted as counted_in
@@ -289,10 +290,11 @@ def _split(
     built = build(captured, plan, job.module)
     used = [{*p, *b} for p, b in zip(built.parameters, built.buffers, strict=True)]
     split = silent_copy(job.module, job.device, place(job.module, plan, used).elsewhere(control))
-    placement = Placement({name: tuple(range(control.num_devices)) for name in tensors_of(job.module)})
+    everywhere = Placement({name: tuple(range(control.num_devices)) for name in tensors_of(job.module)})
     if job.parallel is not None:
         job.parallel.divide(split)
-    session = Session(job, capture=captured, plan=plan, module=split, placement=placement, transport=transport)
+    site = Site(job=job, layout=Layout(plan=plan, placement=everywhere, uses={}), transport=transport)
+    session = Session(site, capture=captured, plan=plan, module=split)
     outputs = session.run(part, _invocation(job, captured, split), samples, loss_weight=1.0 / samples, step=0)
     loss = loss_of(outputs[0][1]).item() if outputs else 0.0
     if job.parallel is not None:

@@ -31,9 +31,12 @@ from lightning_gpp.errors import ConfigError
 from lightning_gpp.plan import Plan
 from lightning_gpp.runtime.gradients import GradientSync
 from lightning_gpp.runtime.sharding import OwnedParameters, ShardedStages, assign_owners
+from lightning_gpp.runtime.transport import Transport
+from lightning_gpp.training.asynchronous import Asynchronous
 from lightning_gpp.training.control import Control
 from lightning_gpp.training.divided.parallel_regions import check_tied
 from lightning_gpp.training.divided.tensor_parallel import TensorParallel
+from lightning_gpp.training.host import Job
 from lightning_gpp.training.tensors.foreign import KnownNorms, exchanged
 from lightning_gpp.training.tensors.parameters import Placement, check_grown, saved_here, tensors_of
 from lightning_gpp.training.tensors.shards import whole_states
@@ -62,6 +65,25 @@ class Layout:
     placement: Placement
     uses: Uses
     complete: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Site:
+    """What the steps of a run find in place.
+
+    Args:
+        job: the job of the run.
+        layout: the parameter placement.
+        transport: transport to the other devices.
+        replicas: collectives of ranks with the same parameters; None if there are none.
+        asynchronous: training without a flush between mini-batches; None flushes after each.
+    """
+
+    job: Job
+    layout: Layout
+    transport: Transport
+    replicas: Replicas | None = None
+    asynchronous: Asynchronous | None = None
 
 
 class Replicas:

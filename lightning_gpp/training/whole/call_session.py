@@ -23,16 +23,15 @@ from lightning_gpp.planning.assignment.assign import assign, make_plan
 from lightning_gpp.planning.assignment.complete import separated
 from lightning_gpp.runtime.phases import KeptForwards, PhasedExecutor
 from lightning_gpp.runtime.random import RandomStreams
-from lightning_gpp.runtime.transport import Transport
 from lightning_gpp.schedules import compile_program
 from lightning_gpp.slices import unsliced
 from lightning_gpp.stages import build
 from lightning_gpp.stages.build import InContext
 from lightning_gpp.stages.step import Invocation
 from lightning_gpp.training.control import Mirror
-from lightning_gpp.training.host import TRAINING, Job
+from lightning_gpp.training.host import TRAINING
 from lightning_gpp.training.session import check_placement
-from lightning_gpp.training.tensors.parameters import Placement
+from lightning_gpp.training.tensors.replicas import Site
 
 
 class _Seeds:
@@ -58,11 +57,8 @@ class CallSession:
     """Runs a captured network call for any number of samples.
 
     Args:
-        job: the job of the run.
+        site: what the step finds in place.
         captured: the call.
-        plan: the plan of the run.
-        placement: the ranks that hold parameters.
-        transport: transport to the other devices.
         streams: random streams of the stages.
         divided: whether the call was captured for any number of samples, so that it may be cut.
 
@@ -72,22 +68,13 @@ class CallSession:
         differentiable: whether a result needs a gradient.
     """
 
-    def __init__(
-        self,
-        job: Job,
-        captured: Capture,
-        plan: Plan,
-        placement: Placement,
-        transport: Transport,
-        streams: RandomStreams,
-        *,
-        divided: bool = True,
-    ) -> None:
-        self.job, self._transport, self._streams = job, transport, streams
-        self.plan = call_plan(captured, plan, divided)
+    def __init__(self, site: Site, captured: Capture, streams: RandomStreams, *, divided: bool = True) -> None:
+        job = self.job = site.job
+        self._transport, self._streams = site.transport, streams
+        self.plan = call_plan(captured, site.layout.plan, divided)
         self.is_cut = any(stage.micro_batch_size < WHOLE for stage in self.plan.stages if STEP not in stage.modules)
         self.pipeline = build(captured, self.plan, job.module)
-        check_placement(self.pipeline, self.plan, placement, captured.step)
+        check_placement(self.pipeline, self.plan, site.layout.placement, captured.step)
         self.input_specs = dict(zip(_slot_names(captured), captured.inputs, strict=True))
         context = job.host.context(TRAINING)
         self._stages = [InContext(stage, context) for stage in self.pipeline.stages]

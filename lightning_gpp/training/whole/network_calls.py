@@ -25,16 +25,15 @@ from lightning_gpp._compat.torch import accumulator_of, graph_is_kept, pytree, w
 from lightning_gpp.capture.attributes import is_plain
 from lightning_gpp.capture.calls import call_batch, capture_calls, samples_of_call
 from lightning_gpp.errors import CaptureError, GPPError
-from lightning_gpp.plan import Plan
 from lightning_gpp.runtime.random import RandomStreams, undisturbed
-from lightning_gpp.runtime.transport import Transport
 from lightning_gpp.stages.answers import Answers
 from lightning_gpp.training.checks.undivided import normalises
 from lightning_gpp.training.control import Mirror
 from lightning_gpp.training.data.frozen import FrozenAttributes, SessionCache
 from lightning_gpp.training.data.incoming import outline, signature
-from lightning_gpp.training.host import TRAINING, Job
-from lightning_gpp.training.tensors.parameters import Placement, tensors_of
+from lightning_gpp.training.host import TRAINING
+from lightning_gpp.training.tensors.parameters import tensors_of
+from lightning_gpp.training.tensors.replicas import Site
 from lightning_gpp.training.whole.call_session import CallSession, NetworkRun
 from lightning_gpp.wording import named
 
@@ -43,10 +42,7 @@ class NetworkCalls:
     """Answers the calls of modules whose parameters are not on every rank.
 
     Args:
-        job: the job of the run.
-        plan: the plan of the run.
-        placement: the parameter placement; what all devices hold is computed by each.
-        transport: transport to the other devices.
+        site: what the step finds in place; what all devices hold is computed by each.
         mirror: gives results to all ranks.
 
     Attributes:
@@ -54,10 +50,10 @@ class NetworkCalls:
         reduces: whether that will be done at the end of the current one.
     """
 
-    def __init__(self, job: Job, *, plan: Plan, placement: Placement, transport: Transport, mirror: Mirror) -> None:
+    def __init__(self, site: Site, mirror: Mirror) -> None:
         self.at_end, self.reduces = "", False
-        self._job, self._plan, self._placement = job, plan, placement
-        self._transport, self._mirror = transport, mirror
+        job = self._job = site.job
+        self._site, self._mirror = site, mirror
         self._streams = RandomStreams(job.seed, job.device)
         self._sessions = SessionCache[CallSession](job.control.warn)
         self._frozen = FrozenAttributes(job.module)
@@ -76,7 +72,7 @@ class NetworkCalls:
     def _divided(self) -> Iterator[tuple[int, str]]:
         """Ids and paths of modules with tensors that some devices do not have."""
         count = self._job.control.num_devices
-        apart = {name for name, devices in self._placement.devices.items() if len(devices) < count}
+        apart = {name for name, devices in self._site.layout.placement.devices.items() if len(devices) < count}
         ids = {id(tensor) for name, tensor in tensors_of(self._job.module).items() if name in apart}
         for path, part in self._job.module.named_modules():
             if any(id(tensor) in ids for tensor in (*part.parameters(), *part.buffers())):
@@ -166,10 +162,10 @@ class NetworkCalls:
     def _new(
         self, path: str, batch: Mapping[str, Any], needs: Sequence[bool], module: nn.Module, divided: bool = True
     ) -> CallSession:
-        job, example, places = self._job, _needing(outline(batch), needs), (self._plan, self._placement)
+        job, example = self._job, _needing(outline(batch), needs)
         context = job.host.context(TRAINING)
         captured = capture_calls(job.module, example, context=context, device=job.device, divided=divided)
-        session = CallSession(job, captured, *places, self._transport, self._streams, divided=divided)
+        session = CallSession(self._site, captured, self._streams, divided=divided)
         self._frozen.add(session.pipeline.frozen, {})
         if session.is_cut and not self._warned and normalises(module):
             self._warned = True

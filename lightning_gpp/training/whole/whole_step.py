@@ -32,13 +32,12 @@ from lightning_gpp.capture.calls import (
 from lightning_gpp.errors import CaptureError, ConfigError, GPPError
 from lightning_gpp.option import refuse_beside
 from lightning_gpp.plan import Plan
-from lightning_gpp.runtime.transport import Transport
 from lightning_gpp.stages import Pipeline
 from lightning_gpp.training.control import Mirror
 from lightning_gpp.training.host import TRAINING, Job
 from lightning_gpp.training.option_values import SYNCHRONOUS
 from lightning_gpp.training.options import Context, Options
-from lightning_gpp.training.tensors.replicas import Layout, Replicas
+from lightning_gpp.training.tensors.replicas import Replicas, Site
 from lightning_gpp.training.whole.network_calls import NetworkCalls
 from lightning_gpp.wording import sentence
 
@@ -57,24 +56,13 @@ class WholeStep:
     """Runs a step as a whole. All ranks call its methods together.
 
     Args:
-        job: the job of the run.
-        layout: the parameter placement.
-        transport: transport to the other devices.
-        replicas: sums gradients of parameters that several ranks hold; None without training.
+        site: what the step finds in place.
     """
 
-    def __init__(
-        self,
-        job: Job,
-        layout: Layout,
-        transport: Transport,
-        replicas: Replicas | None,
-    ) -> None:
-        self._job, self._layout, self._replicas = job, layout, replicas
-        self._mirror = Mirror(job.control, job.device)
-        self._calls = NetworkCalls(
-            job, plan=layout.plan, placement=layout.placement, transport=transport, mirror=self._mirror
-        )
+    def __init__(self, site: Site) -> None:
+        self._job, self._layout, self._replicas = site.job, site.layout, site.replicas
+        self._mirror = Mirror(site.job.control, site.job.device)
+        self._calls = NetworkCalls(site, self._mirror)
 
     def share(self, batch: Any) -> Any:
         """The mini-batch of the rank that loads the data, on all ranks of its pipeline."""
