@@ -23,19 +23,17 @@ from lightning_gpp.schedules import Program, compile_program
 from lightning_gpp.schedules.continuous import continuous_program, delays_of
 from lightning_gpp.schedules.delayed import on_one_device
 from lightning_gpp.training.data.incoming import Facts, Segments, flushed_if_need_be
-from lightning_gpp.training.options import Options
+from lightning_gpp.training.host import Job
 
 
 class Asynchronous:
     """Owns the weight policy of a rank, and the segments of the run. All ranks call its methods in the same order.
 
     Args:
-        options: options of the run.
+        job: the job of the run.
         policy: policy for the weights with which actions compute, of the same optimizers.
         plan: the plan of training, on the devices that determine the delays.
-        num_pipelines: number of pipeline replicas.
         optimizers: optimizers of this rank.
-        written: parameters that an optimizer step may change, including those that another rank steps (zero1).
         num_steps: number of mini-batches that were trained earlier.
 
     Attributes:
@@ -45,18 +43,16 @@ class Asynchronous:
 
     def __init__(
         self,
-        options: Options,
+        job: Job,
         policy: WeightPolicy,
         plan: Plan,
         *,
-        num_pipelines: int,
         optimizers: Sequence[Optimizer],
-        written: Sequence[Parameter],
         num_steps: int,
     ) -> None:
-        self._options, self._optimizers, self._plan, self._written = options, optimizers, plan, written
-        self._num_pipelines = num_pipelines
-        self.policy = policy
+        self._options, self._optimizers, self._plan = job.options, optimizers, plan
+        self._written = [p for p in job.module.parameters() if not p.is_meta]  # also by other ranks' steps (zero1)
+        self._num_pipelines, self.policy = job.control.num_pipelines, policy
         self._programs: list[tuple[Plan, int, Program]] = []
         program = self.program(plan, plan.batch_size)
         self.ahead, self._apart = program.lead, max(delays_of(program).values(), default=0)

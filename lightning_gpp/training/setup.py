@@ -172,22 +172,15 @@ def _set_up(
     replicas = None
     if step == TRAINING:
         cut = not isinstance(captured, Undivided)
-        replicas = Replicas(job.module, layout, indices, job.control, job.device, job.parallel, cut=cut)
+        replicas = Replicas(job, layout, indices, cut=cut)
     incoming.follow()
     asynchronous = gradients = None
     if policy is not None:
-        asynchronous = Asynchronous(
-            job.options,
-            policy,
-            found,
-            num_pipelines=job.control.num_pipelines,
-            optimizers=optimizers,
-            written=[parameter for parameter in job.module.parameters() if not parameter.is_meta],
-            num_steps=num_steps,
-        )
-        gradients = StageGradients(job.module, layout, job.control)
+        asynchronous = Asynchronous(job, policy, found, optimizers=optimizers, num_steps=num_steps)
+        gradients = StageGradients(job, layout)
         ahead = asynchronous.ahead
         incoming.feed = Feed(lambda: ahead)
+    looks = step == TRAINING and asynchronous is None and job.options.on_nonfinite in ("stop", "skip")
     site = Site(job=job, layout=layout, transport=transport, replicas=replicas, asynchronous=asynchronous)
     evaluating = None if asynchronous is None else _connect(job, plan, "evaluation")
     sessions = Sessions(site, incoming, captured=captured, form=form, example=example, evaluating=evaluating)
@@ -197,17 +190,10 @@ def _set_up(
         as_whole=steps_as_whole(job, step),
         indices=indices,
         gradients=gradients,
-        finite=_finite_check(job, layout, optimizers) if step == TRAINING and asynchronous is None else None,
+        finite=FiniteCheck(job, layout, optimizers) if looks else None,
         machine=machine.look,
         num_steps=num_steps,
     )
-
-
-def _finite_check(job: Job, layout: Layout, optimizers: Sequence[Optimizer]) -> FiniteCheck | None:
-    reaction = job.options.on_nonfinite or "ignore"
-    if reaction == "ignore":
-        return None
-    return FiniteCheck(job.module, layout, job.control, optimizers, skips=reaction == "skip")
 
 
 def agreed_seed(seed: int | None, control: Control) -> int:
@@ -229,7 +215,7 @@ def _plan_of_rank_0(job: Job, captured: Captured, batch: Any, machine: JobMachin
     if job.control.first:
         try:
             with search_progress() as progress:
-                measured = partial(machine.measured, captured, batch)
+                measured = partial(machine.measured, batch)
                 delayed = 0 if job.known else job.options.delayed_devices
                 devices = delayed or job.control.num_devices
                 subject = captured if isinstance(captured, Undivided) else part_of_member(captured, machine.look())

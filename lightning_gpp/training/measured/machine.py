@@ -232,9 +232,9 @@ class JobMachine:
             return machine
         return of_groups(machine, job.parallel.cut, job.control.mesh.members_of_devices, self._captured.graph)
 
-    def measured(self, captured: Captured, batch: Any) -> Machine:
+    def measured(self, batch: Any) -> Machine:
         """The same, after measuring the costs of a training step, once, if the user wants that."""
-        job, machine = self._job, self.look()
+        job, machine, captured = self._job, self.look(), self._captured
         if job.options.costs == "measured" and captured.step == TRAINING and self.costs is None:
             context = job.host.context(TRAINING)
             self.costs = measured_costs(

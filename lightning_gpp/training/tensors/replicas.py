@@ -33,9 +33,7 @@ from lightning_gpp.runtime.gradients import GradientSync
 from lightning_gpp.runtime.sharding import OwnedParameters, ShardedStages, assign_owners
 from lightning_gpp.runtime.transport import Transport
 from lightning_gpp.training.asynchronous import Asynchronous
-from lightning_gpp.training.control import Control
 from lightning_gpp.training.divided.parallel_regions import check_tied
-from lightning_gpp.training.divided.tensor_parallel import TensorParallel
 from lightning_gpp.training.host import Job
 from lightning_gpp.training.tensors.foreign import KnownNorms, exchanged
 from lightning_gpp.training.tensors.parameters import Placement, check_grown, saved_here, tensors_of
@@ -92,12 +90,9 @@ class Replicas:
     All ranks construct it together, after parameters were placed and before optimizers have any state.
 
     Args:
-        module: the user's module.
+        job: the job of the run.
         layout: the parameter placement of the run.
         indices: indices of the optimizers, which afterwards step only this rank's parameters.
-        control: the side channel of this rank.
-        device: the device of this rank.
-        parallel: the division of the module among the members of a device.
         cut: whether backwards are those of micro-batches.
 
     Attributes:
@@ -109,26 +104,15 @@ class Replicas:
         PlanError: a parameter that several stages use would be sharded.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        layout: Layout,
-        indices: Sequence[OptimizerIndex],
-        control: Control,
-        device: torch.device,
-        parallel: TensorParallel | None = None,
-        *,
-        cut: bool = True,
-    ) -> None:
+    def __init__(self, job: Job, layout: Layout, indices: Sequence[OptimizerIndex], *, cut: bool = True) -> None:
         check_tied(layout.plan, layout.uses)
-        self.module, self.layout, self.control, self._parallel = module, layout, control, parallel
-        self._device = device
-        self._indices = indices
-        idle = idle_sharding(layout.plan, control.num_pipelines)
+        self.module, self.layout, self.control, self._parallel = job.module, layout, job.control, job.parallel
+        self._device, self._indices = job.device, indices
+        idle = idle_sharding(layout.plan, job.control.num_pipelines)
         if idle:
-            control.warn(idle)
+            job.control.warn(idle)
         self.sharding = "none" if idle else layout.plan.sharding
-        if self.sharding == "fsdp" and parallel is not None:
+        if self.sharding == "fsdp" and job.parallel is not None:
             raise ConfigError(
                 "The plan has sharding=fsdp, but tensor parallelism (tensor_parallel_size) has already divided the "
                 "parameters. Use strategy.sharding=zero1, which splits the optimizer's state."
@@ -147,7 +131,7 @@ class Replicas:
             check_elementwise([index.optimizer for index in indices])
         self._sync = self._made()
         for index in indices:
-            index.keep(self._stepped_here(), self._stepped(), tensors_of(module))
+            index.keep(self._stepped_here(), self._stepped(), tensors_of(job.module))
 
     @property
     def sync(self) -> GradientSync | ShardedStages:

@@ -31,6 +31,7 @@ from lightning_gpp.errors import GPPError
 from lightning_gpp.option import refuse_beside
 from lightning_gpp.runtime.sharding.shards import local
 from lightning_gpp.training.control import Control
+from lightning_gpp.training.host import Job
 from lightning_gpp.training.option_values import SYNCHRONOUS
 from lightning_gpp.training.options import Options
 from lightning_gpp.training.tensors.replicas import Layout
@@ -62,13 +63,12 @@ class _Held:
     """The parameters that this rank holds.
 
     Args:
-        module: the module with the parameters.
+        job: the job of the run.
         layout: the stages that use them, and the ranks that hold them.
-        control: the side channel of this rank.
     """
 
-    def __init__(self, module: nn.Module, layout: Layout, control: Control) -> None:
-        self._module, self._layout, self._control = module, layout, control
+    def __init__(self, job: Job, layout: Layout) -> None:
+        self._module, self._layout, self._control = job.module, layout, job.control
 
     def _parameters(self) -> dict[str, nn.Parameter]:
         here = self._layout.placement.names_on(self._control.device)
@@ -89,8 +89,8 @@ class _Held:
 class StageGradients(_Held):
     """The gradients of this rank's stages, and the norms over all stages, without a flush. See `_Held`."""
 
-    def __init__(self, module: nn.Module, layout: Layout, control: Control) -> None:
-        super().__init__(module, layout, control)
+    def __init__(self, job: Job, layout: Layout) -> None:
+        super().__init__(job, layout)
         self._sums: deque[_Sum] = deque()
 
     def check(self, step: int) -> None:
@@ -173,18 +173,14 @@ class FiniteCheck(_Held):
     Of several the one nearest to the loss is named, because backwards carry it from there to the stages before.
 
     Args:
-        module: the module with the parameters.
+        job: the job of the run, whose options say whether to leave out the step or end the run.
         layout: the stages that use them.
-        control: the side channel of this rank.
         optimizers: the optimizers, whose gradients are dropped for a step that is left out.
-        skips: leave out the step instead of ending the run.
     """
 
-    def __init__(
-        self, module: nn.Module, layout: Layout, control: Control, optimizers: Sequence[Optimizer], *, skips: bool
-    ) -> None:
-        super().__init__(module, layout, control)
-        self._optimizers, self._skips = optimizers, skips
+    def __init__(self, job: Job, layout: Layout, optimizers: Sequence[Optimizer]) -> None:
+        super().__init__(job, layout)
+        self._optimizers, self._skips = optimizers, job.options.on_nonfinite == "skip"
         self._losses: list[Tensor] = []
 
     def note(self, losses: Iterable[Tensor]) -> None:
