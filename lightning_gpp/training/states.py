@@ -90,15 +90,35 @@ class DividedStates:
 
         `sharded`: nothing is sent; every rank has the entries that it saves.
         """
-        state = own_optimizer_state if sharded else whole_optimizer_state
         index = self._index(optimizer)
         with self.job.shown(), index.divided():
-            return state(index, tensors_of(self.module), self._layout.placement, self.control, self._owned)
+            return index.merged(self._own_states(index) if sharded else self._whole_states(index))
 
     @property
     def _owned(self) -> bool:
         """True if no two ranks step the same parameter."""
         return self._replicas is not None and self._replicas.sharding == "zero1"
+
+    def _own_states(self, index: OptimizerIndex) -> dict[str, dict[str, Any]]:
+        """An optimizer's states that this rank saves, by parameter; of shards its own, as DTensors."""
+        tensors, found = tensors_of(self.module), dict[str, dict[str, Any]]()
+        for name, state in index.state().items():
+            shards = {key: state_shard(value, tensors.get(name)) for key, value in state.items()}
+            found[name] = {key: value for key, value in shards.items() if self._saves(name, value)}
+        return found
+
+    def _saves(self, name: str, value: Any) -> bool:
+        if self._owned:
+            return is_shard(value) or self.control.member == 0
+        return _is_saved(name, value, self._layout.placement, self.control)
+
+    def _whole_states(self, index: OptimizerIndex) -> dict[str, Any]:
+        """An optimizer's states by parameter, unsharded; complete on global rank 0."""
+        state, control = index.ordered_state(), self.control
+        stepped = state.keys() if control.member == 0 else ()
+        wanted = stepped if self._owned else saved_here(self._layout.placement, control)
+        mine = whole_states(state, tensors_of(self.module), wanted)
+        return merge(mine, control, control.num_pipelines if self._owned else 1)
 
     def part_of_optimizer(self, optimizer: Optimizer) -> dict[str, Any]:
         """The state dict of an optimizer as it is on this rank, in an indexing of its own."""
@@ -127,18 +147,29 @@ class DividedStates:
         if asynchronous is None:
             return {}
         self._runner.give_up(self.num_steps)
-        saved = asynchronous.policy.saved()
-        names = saved_here(self._layout.placement, self.control)
-        values = values_saved(saved, self.module, names, self.control, whole=not sharded)
+        named = {p: name for name, p in self._named(saved_here(self._layout.placement, self.control)).items()}
+        saved = ((kind, p, value) for kind, of in asynchronous.policy.saved().items() for p, value in of.items())
+        mine = {f"{kind} {named[p]}": value for kind, p, value in saved if p in named}
+        values: dict[str, dict[str, Tensor]] = {}
+        for key, value in (mine if sharded else merge(mine, self.control)).items():
+            kind, name = key.split(" ")
+            values.setdefault(kind, {})[name] = value
         norms = {} if self._gradients is None else self._gradients.state()
         return {**asynchronous.facts(), "step": self.num_steps, "values": values, "norms": norms}
+
+    def _named(self, names: set[str]) -> dict[str, nn.Parameter]:
+        return {name: parameter for name, parameter in self.module.named_parameters() if name in names}
 
     def load_pipeline_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from a result of `pipeline_state_dict`; every rank keeps its part."""
         if self._asynchronous is not None and state:
             self.num_steps = state["step"]
-            here = self._layout.placement.names_on(self.control.device)
-            self._asynchronous.take(state, values_loaded(state["values"], self.module, here))
+            here = self._named(self._layout.placement.names_on(self.control.device))
+            values = {
+                kind: {here[name]: of[name].to(here[name].device, copy=True) for name in of if name in here}
+                for kind, of in state["values"].items()
+            }
+            self._asynchronous.take(state, values)
             if self._gradients is not None:
                 self._gradients.load(state["norms"])
 
@@ -212,32 +243,6 @@ def own_state(module: nn.Module, placement: Placement, control: Control) -> dict
     return state
 
 
-def own_optimizer_state(
-    index: OptimizerIndex,
-    tensors: Mapping[str, Tensor],
-    placement: Placement,
-    control: Control,
-    owned: bool = False,
-) -> dict[str, Any]:
-    """The entries of `whole_optimizer_state` that this rank saves; of shards its own, as DTensors."""
-    state = index.state()
-
-    def saved(name: str, value: Any) -> bool:
-        own = is_shard(value) or control.member == 0
-        return own if owned else _is_saved(name, value, placement, control)
-
-    return index.merged(
-        {
-            name: {key: value for key, value in shards.items() if saved(name, value)}
-            for name, shards in ((name, _shards(values, tensors.get(name))) for name, values in state.items())
-        }
-    )
-
-
-def _shards(values: Mapping[str, Any], pattern: Tensor | None) -> dict[str, Any]:
-    return {key: state_shard(value, pattern) for key, value in values.items()}
-
-
 def merge(mine: Mapping[str, Any], control: Control, num_pipelines: int = 1) -> dict[str, Any]:
     """The entries of all ranks of the first pipelines on global rank 0, elsewhere the rank's own.
 
@@ -250,61 +255,6 @@ def merge(mine: Mapping[str, Any], control: Control, num_pipelines: int = 1) -> 
     elif control.rank in others and control.member == 0:
         control.send_tree(merged, dst=0)
     return merged
-
-
-def whole_optimizer_state(
-    index: OptimizerIndex,
-    tensors: Mapping[str, Tensor],
-    placement: Placement,
-    control: Control,
-    owned: bool = False,
-) -> dict[str, Any]:
-    """The optimizer's state dict in the user's original indexing; complete on global rank 0. All ranks must call it.
-
-    `tensors`: the module's parameters. `owned`: no two ranks step the same one.
-    """
-    state = index.ordered_state()
-    stepped = state.keys() if control.member == 0 else ()
-    mine = whole_states(state, tensors, stepped if owned else saved_here(placement, control))
-    return index.merged(merge(mine, control, control.num_pipelines if owned else 1))
-
-
-def values_saved(
-    values: Mapping[str, Mapping[nn.Parameter, Tensor]],
-    module: nn.Module,
-    names: set[str],
-    control: Control,
-    whole: bool = True,
-) -> dict[str, dict[str, Tensor]]:
-    """Values that ranks keep for parameters, by kind and name; complete on global rank 0 if `whole`, else this rank's.
-
-    All ranks must call it.
-
-    Args:
-        values: values by kind and parameter.
-        module: the module with the parameters.
-        names: parameters whose values this rank saves.
-        control: the side channel of this rank.
-        whole: whether global rank 0 gets the values of all ranks.
-    """
-    named = {parameter: name for name, parameter in module.named_parameters() if name in names}
-    mine = {f"{kind} {named[p]}": value for kind, of in values.items() for p, value in of.items() if p in named}
-    found: dict[str, dict[str, Tensor]] = {}
-    for key, value in (merge(mine, control) if whole else mine).items():
-        kind, name = key.split(" ")
-        found.setdefault(kind, {})[name] = value
-    return found
-
-
-def values_loaded(
-    values: Mapping[str, Mapping[str, Tensor]], module: nn.Module, names: set[str]
-) -> dict[str, dict[nn.Parameter, Tensor]]:
-    """The values of the parameters with these names from the result of `values_saved`, on the parameters' devices."""
-    named = {name: parameter for name, parameter in module.named_parameters() if name in names}
-    return {
-        kind: {named[name]: of[name].to(named[name].device, copy=True) for name in of if name in named}
-        for kind, of in values.items()
-    }
 
 
 def load_state(module: nn.Module, state: Mapping[str, Any], strict: bool) -> None:
