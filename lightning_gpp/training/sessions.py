@@ -230,19 +230,12 @@ def capture_of(job: Job, step: str, example: Any, known: Plan | None, *, general
 
 def uncaptured(job: Job, step: str, example: Any, error: CaptureError | ShapeError) -> Undivided:
     """A step that cannot be captured, as a whole on the first device; raises the error if that cannot be."""
-    if not _needs_no_stages(job, step, error):
+    options, alone = job.options, job.control.num_devices == 1
+    left_open = options.stages is None and options.plan is None and options.delayed_devices is None
+    if not (left_open if alone else step != TRAINING and isinstance(error, NoNetworkError)):
         raise error
     reason = (error.reason if isinstance(error, CaptureError) else "") or str(error).splitlines()[0]
-    alone = job.control.num_devices == 1
     return undivided(job.module, step, samples_in(example), f"It cannot be captured: {reason}.", alone=alone)
-
-
-def _needs_no_stages(job: Job, step: str, error: Exception) -> bool:
-    """True if a step that cannot be captured can run as a whole on the first device."""
-    options = job.options
-    if job.control.num_devices > 1:
-        return step != TRAINING and isinstance(error, NoNetworkError)
-    return options.stages is None and options.plan is None and options.delayed_devices is None
 
 
 VALIDATION: Final = "validation_step"
@@ -265,10 +258,14 @@ def captured_in(job: Job, step: str, example: Any, calls: StepCalls | None) -> t
     """
     try:
         if _as_it_is(job, step):
-            return _uncut(job, step, example), None
-        if job.whole:
-            return _captured_whole(job, step, example, calls)
-        return capture_of(job, step, example, job.known), None
+            why = "One process needs no stages."
+            return undivided(job.module, step, samples_in(example), why, alone=True), None
+        if not job.whole:
+            return capture_of(job, step, example, job.known), None
+        try:
+            return capture_whole(job, example, calls, step)
+        except (CaptureError, ShapeError) as error:
+            return uncaptured(job, step, example, error), None
     except (CaptureError, ShapeError) as error:
         raise UncapturedError(error) from error
 
@@ -287,27 +284,11 @@ def steps_as_whole(job: Job, step: str) -> frozenset[str]:
 
 
 def _as_it_is(job: Job, step: str) -> bool:
-    """True if a step need not be captured: on one process it runs as the user wrote it."""
-    return step != TRAINING and _evaluates_as_it_is(job)
-
-
-def _evaluates_as_it_is(job: Job) -> bool:
-    """True if one process needs no stages for evaluation, and no option asks for them."""
+    """True for evaluation in one process, which needs no stages, unless an option asks for them."""
     options = job.options
     cuts = options.num_micro_batches, options.micro_batch_size, options.stages, options.plan, options.delayed_devices
     left_open = options.step == "auto" and options.weights == SYNCHRONOUS and all(each is None for each in cuts)
-    return job.control.num_processes == 1 and left_open
-
-
-def _uncut(job: Job, step: str, example: Any) -> Undivided:
-    return undivided(job.module, step, samples_in(example), "One process needs no stages.", alone=True)
-
-
-def _captured_whole(job: Job, step: str, example: Any, calls: StepCalls | None) -> tuple[Captured, StepCalls | None]:
-    try:
-        return capture_whole(job, example, calls, step)
-    except (CaptureError, ShapeError) as error:
-        return uncaptured(job, step, example, error), None
+    return step != TRAINING and job.control.num_processes == 1 and left_open
 
 
 def compiled_steps(module: nn.Module, steps: Sequence[str]) -> Iterator[str]:
