@@ -7,7 +7,7 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lightning_gpp.errors import ConfigError
-from lightning_gpp.training.data.loaders import SharedLoader, warn_of_others
+from lightning_gpp.training.data.loaders import SharedLoader
 
 SAMPLES = torch.arange(24)
 
@@ -56,11 +56,3 @@ def test_uneven_mini_batches_are_refused() -> None:
 def test_a_loader_without_batches_of_indices_is_refused(other: object) -> None:
     with pytest.raises(ConfigError, match="needs a torch.utils.data.DataLoader with a batch size"):
         SharedLoader(other, 0, 2)  # type: ignore[arg-type]
-
-
-def test_a_run_with_other_mini_batches_says_so() -> None:
-    with pytest.warns(
-        UserWarning, match=r"2 pipelines.*this run has 1.*0.5 times as large. strategy.mini_batch=shared"
-    ):
-        warn_of_others(2, 1)
-    warn_of_others(2, 2)
