@@ -280,6 +280,7 @@ class Forwarded:
 
     def __init__(self, replicas: Replicas, numbers: Mapping[int, int]) -> None:
         self._replicas, self._numbers = replicas, dict(numbers)
+        self.gathers = replicas.sync.gathers
 
     def __getattr__(self, name: str) -> Any:
         return partial(self._of, name)
