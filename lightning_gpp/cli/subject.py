@@ -33,7 +33,7 @@ from lightning_gpp.strategy.checks import runs_whole
 from lightning_gpp.strategy.data import peek, transferred
 from lightning_gpp.strategy.optimization import stand_ins
 from lightning_gpp.strategy.steps import CONTEXTS
-from lightning_gpp.training.data.incoming import outline
+from lightning_gpp.training.data.batches import outline
 from lightning_gpp.training.divided.parallel_regions import captured_apart
 from lightning_gpp.training.divided.tensor_parallel import TensorParallel, check_divided, dividing
 from lightning_gpp.training.host import TRAINING

@@ -15,7 +15,8 @@ from lightning_gpp.capture.calls import StepCalls
 from lightning_gpp.checkpoints.layout import KEY
 from lightning_gpp.errors import ConfigError
 from lightning_gpp.training.control import Control, Mirror
-from lightning_gpp.training.data.incoming import Incoming, outline
+from lightning_gpp.training.data.batches import outline
+from lightning_gpp.training.data.incoming import Incoming
 from lightning_gpp.training.data.loaders import data_parallel_world, read_in_world
 from lightning_gpp.training.engine import Engine
 from lightning_gpp.training.host import Host, Job

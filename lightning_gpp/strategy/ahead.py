@@ -15,7 +15,8 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning_gpp._compat.lightning import loaders_of, read_ahead
 from lightning_gpp.replaced import Replaced
 from lightning_gpp.strategy.data import AgreedLoader, StatefulLoader, Taken, transferred
-from lightning_gpp.training.data.incoming import Feed, Incoming
+from lightning_gpp.training.data.batches import Feed
+from lightning_gpp.training.data.incoming import Incoming
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,7 +22,7 @@ from lightning_gpp.runtime.weights import WeightPolicy, Weights
 from lightning_gpp.schedules import Program, compile_program
 from lightning_gpp.schedules.continuous import continuous_program, delays_of
 from lightning_gpp.schedules.delayed import on_one_device
-from lightning_gpp.training.data.incoming import Facts, Segments, flushed_if_need_be
+from lightning_gpp.training.data.batches import Facts, Segments, flushed_if_need_be
 from lightning_gpp.training.host import Job
 
 

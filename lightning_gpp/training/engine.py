@@ -17,7 +17,7 @@ from lightning_gpp.errors import GPPError, ShapeError
 from lightning_gpp.failure.hangs import Wait
 from lightning_gpp.graph import OperatorGraph
 from lightning_gpp.plan import Plan
-from lightning_gpp.training.data.incoming import Feed
+from lightning_gpp.training.data.batches import Feed
 from lightning_gpp.training.evaluation import EvaluationSteps
 from lightning_gpp.training.host import TRAINING
 from lightning_gpp.training.measured.machine import Machine

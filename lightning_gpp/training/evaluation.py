@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from lightning_gpp.errors import CaptureError, GPPError, NoNetworkError, PlanError, ShapeError
-from lightning_gpp.training.data.incoming import Feed, Incoming, Segments, outline
+from lightning_gpp.training.data.batches import Feed, Segments, outline
+from lightning_gpp.training.data.incoming import Incoming
 from lightning_gpp.training.runner import Runner, combined, on_one_rank
 from lightning_gpp.training.session import Session
 from lightning_gpp.training.sessions import Sessions

@@ -22,8 +22,7 @@ from lightning_gpp.runtime.stage import MicroBatch
 from lightning_gpp.stages.counts import counted
 from lightning_gpp.stages.step import Invocation
 from lightning_gpp.training.asynchronous import Asynchronous
-from lightning_gpp.training.data.frozen import SessionCache
-from lightning_gpp.training.data.incoming import later
+from lightning_gpp.training.data.batches import SessionCache, later
 from lightning_gpp.training.host import TRAINING
 from lightning_gpp.training.session import Session
 from lightning_gpp.training.sessions import Sessions

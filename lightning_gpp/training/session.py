@@ -28,7 +28,7 @@ from lightning_gpp.schedules.continuous import streaming_program
 from lightning_gpp.stages import Pipeline, build
 from lightning_gpp.stages.build import Captured, InContext
 from lightning_gpp.stages.step import Invocation, StepRunner
-from lightning_gpp.training.data.incoming import flushed_if_need_be
+from lightning_gpp.training.data.batches import flushed_if_need_be
 from lightning_gpp.training.host import TRAINING
 from lightning_gpp.training.tensors.parameters import Placement
 from lightning_gpp.training.tensors.replicas import Layout, Replicas, Site

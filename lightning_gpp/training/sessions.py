@@ -23,8 +23,8 @@ from lightning_gpp.runtime.transport import Transport
 from lightning_gpp.schedules.continuous import check_continuous
 from lightning_gpp.stages.build import Captured, Undivided, undivided
 from lightning_gpp.stages.user_step import UserStep
-from lightning_gpp.training.data.frozen import FrozenAttributes, adopt
-from lightning_gpp.training.data.incoming import Incoming, outline
+from lightning_gpp.training.data.batches import outline
+from lightning_gpp.training.data.incoming import FrozenAttributes, Incoming, adopt
 from lightning_gpp.training.data.lengths import KnownLengths
 from lightning_gpp.training.divided.parallel_regions import agreed_regions, captured_apart
 from lightning_gpp.training.evaluation_plan import (

@@ -43,7 +43,8 @@ from lightning_gpp.training.asynchronous import Asynchronous
 from lightning_gpp.training.checks.copies import comparison
 from lightning_gpp.training.checks.self_check import check_first
 from lightning_gpp.training.control import Control
-from lightning_gpp.training.data.incoming import Feed, Incoming, outline
+from lightning_gpp.training.data.batches import Feed, outline
+from lightning_gpp.training.data.incoming import Incoming
 from lightning_gpp.training.engine import Engine
 from lightning_gpp.training.host import TRAINING, Job
 from lightning_gpp.training.measured.machine import JobMachine

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_gpp.capture.captured import capture_step
 from lightning_gpp.errors import CaptureError
-from lightning_gpp.training.data.frozen import FrozenAttributes
+from lightning_gpp.training.data.incoming import FrozenAttributes
 from lightning_gpp.training.sessions import _frozen_in
 from tests.capture import zoo
 from tests.capture.zoo import Base

@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 from torch import Tensor, nn
 
 from lightning_gpp.errors import GPPError
-from lightning_gpp.training.data.frozen import SessionCache
+from lightning_gpp.training.data.batches import SessionCache
 from tests.strategy import harness
 
 

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_gpp.errors import ConfigError
 from lightning_gpp.strategy.data import Placeholder, peek
-from lightning_gpp.training.data.incoming import outline, signature
+from lightning_gpp.training.data.batches import outline, signature
 from tests.strategy.harness import make_data
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightning_gpp.capture.batch import samples_in
-from lightning_gpp.training.data.incoming import outer_form, signature
+from lightning_gpp.training.data.batches import outer_form, signature
 
 X, Y = torch.zeros(4, 3), torch.zeros(4, dtype=torch.int64)
 

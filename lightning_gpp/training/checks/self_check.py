@@ -40,7 +40,7 @@ from lightning_gpp.training.checks.copies import given_arguments, silent_copy
 from lightning_gpp.training.checks.results import differing, forget_vectors, norms, projections
 from lightning_gpp.training.checks.undivided import OFF, CutComparison, difference, few_samples, normalises, tried
 from lightning_gpp.training.control import Control
-from lightning_gpp.training.data.incoming import outline
+from lightning_gpp.training.data.batches import outline
 from lightning_gpp.training.host import TRAINING, Job
 from lightning_gpp.training.session import DATA_STREAM, Session
 from lightning_gpp.training.tensors.parameters import Placement, bytes_of, place, tensors_of

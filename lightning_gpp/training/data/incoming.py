@@ -1,215 +1,207 @@
-"""The next mini-batch, announced to all ranks of a pipeline: its samples and form, and the feed that reads it ahead.
+"""The next mini-batch, and the attributes on which its capture depends, known to all ranks of a pipeline.
 
-Consecutive mini-batches of one form are a segment. At its first one a pipeline that does not flush fills, at its last
-one it drains; in between every rank works on several mini-batches.
+A forward that is cut does not run as Python, but as the calls that were recorded, with the values of the attributes at
+that time: a temperature, a flag of a warm-up, `training`. The step itself runs as Python, but which modules it calls,
+and with what, may follow from flags and from what is None. Where such an attribute changes, the step is captured anew.
+
+The step changes attributes on the rank that runs it alone, so that rank announces its values with each mini-batch;
+hooks between then and the step run on all ranks, and each notes what they change.
 """
 
 from __future__ import annotations
 
-import hashlib
 import zlib
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
-from dataclasses import dataclass
+from enum import Enum
+from types import MethodType
 from typing import Any, Final
 
-import torch
+import numpy as np
 from torch import Tensor, nn
 
-from lightning_gpp._compat.torch import pytree, trained_flags
-from lightning_gpp.capture.batch import GUESSED, BatchDims, known_to_pytree, map_samples, samples_in
+from lightning_gpp._compat.torch import trained_flags
+from lightning_gpp.capture.attributes import (
+    CONTAINERS,
+    MOST_ITEMS,
+    TOLD,
+    Attribute,
+    AttributePlace,
+    copy_of,
+    dotted,
+    has_settings,
+    is_plain,
+    same_contents,
+    same_value,
+)
+from lightning_gpp.capture.batch import GUESSED, BatchDims, samples_in
 from lightning_gpp.capture.known_values import values_at
-from lightning_gpp.errors import ScheduleError
-from lightning_gpp.schedules import Program
 from lightning_gpp.training.control import Control
-from lightning_gpp.training.data.frozen import FrozenAttributes
+from lightning_gpp.training.data.batches import Facts, Feed, outer_form, signature
+
+_MOST_KNOWN: Final = 8
+"""Tensors and objects of an attribute that are known again; those that were replaced long ago are new ones."""
+_SENT: Final = (*TOLD, np.ndarray)
+"""Types of values that are given to other ranks, besides plain ones."""
 
 
-def signature(batch: Any, dims: BatchDims = GUESSED, total: int | None = None) -> int:
-    """A 63-bit fingerprint of a batch's structure, dtypes and shapes, whatever the samples and their number.
+class OwnValue(Enum):
+    """Stands for a value that each rank keeps as it has it."""
 
-    `total`: the number of samples, if it is known.
-    """
-    leaves, structure = one_sample(batch, dims, total)
-    text = repr([structure, *map(_describe, leaves)])
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
+    KEPT = "kept"
 
 
-def one_sample(batch: Any, dims: BatchDims = GUESSED, total: int | None = None) -> tuple[list[Any], str]:
-    """The leaves and the structure of the first sample of a batch. `total`: the number of samples, if it is known."""
-    total = samples_in(batch, dims) if total is None else total
-    one = map_samples(batch, total, lambda tensor, dim: tensor.narrow(dim, 0, 1), lambda items: items[:1], dims)
-    leaves, spec = pytree.tree_flatten(one)
-    return leaves, str(spec)
+KEPT: Final = OwnValue.KEPT
 
 
-def outer_form(batch: Any) -> Hashable | None:
-    """A key that determines the samples and the signature of a batch; None unless it has plain tensors in plain
-    containers. It is found many times faster than these.
-    """
-    kind = type(batch)
-    if kind is Tensor:
-        return batch.dtype, batch.shape
-    if kind is dict:
-        parts, keys = batch.values(), tuple(batch)
-    elif kind is list or kind is tuple:
-        parts, keys = batch, ()
-    else:
-        return None
-    forms = tuple(map(outer_form, parts))
-    return None if None in forms else (kind, keys, forms)
+class FrozenAttributes:
+    """The attributes that the captures of a module's steps depend on; false if there are none."""
 
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._known_places: dict[tuple[int, str], Attribute] = {}
+        self._readers: dict[Attribute, Callable[[], Any]] = {}
+        self._values: dict[Attribute, Any] = {}
+        self._contents: dict[Attribute, Any] = {}
+        """Copies of values that may change without being replaced."""
+        self._words: dict[Attribute, str] = {}
+        self._first: dict[Attribute, str] = {}
+        self._announced: dict[Attribute, str] = {}
+        self._live: set[Attribute] = set()
+        self._objects: set[Attribute] = set()
+        """Attributes with other values inside, which have places of their own."""
+        self._around: set[Attribute] = set()
+        """These, and dictionaries of which an item has a place of its own."""
+        self._known: dict[Attribute, deque[tuple[int, Any]]] = {}
+        self._changes = 0
 
-def _describe(leaf: Any) -> str:
-    return f"{leaf.dtype}{tuple(leaf.shape)}" if isinstance(leaf, Tensor) else type(leaf).__qualname__
-
-
-def outline(batch: Any) -> Any:
-    """The batch as all ranks get it to capture the step: large tensors are replaced by ones without memory.
-
-    Small ones, and tokens, keep their values, on which the shapes in a module may depend.
-    """
-
-    def outlined(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
-            return leaf
-        limit = _FEW_NUMBERS if leaf.is_floating_point() else _MANY_NUMBERS
-        if leaf.is_meta or leaf.numel() > limit or leaf.dtype in UNREADABLE:
-            return leaf.to("meta")
-        return leaf.detach().cpu().requires_grad_(leaf.requires_grad)
-
-    return pytree.tree_map(outlined, known_to_pytree(batch))
-
-
-UNREADABLE: Final = frozenset({torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2})
-"""Types of tensors whose pickles torch 2.13 does not read."""
-_FEW_NUMBERS: Final = 1 << 14
-"""Elements of a tensor of floating-point numbers that is sent to all ranks with its values, such as boxes."""
-_MANY_NUMBERS: Final = 1 << 20
-"""The same for whole numbers: a mini-batch of tokens."""
-
-
-@dataclass(frozen=True, slots=True)
-class Facts:
-    """Facts about a mini-batch that all ranks know: its samples, and a fingerprint of its form."""
-
-    batch_size: int
-    form: int
-
-
-class Segments:
-    """Divides the mini-batches of a run, or of a pass over data, into segments, equally on all ranks.
-
-    Args:
-        first: number of the first mini-batch.
-
-    Attributes:
-        current: the segment of the latest mini-batch, as far as it is known.
-    """
-
-    def __init__(self, first: int) -> None:
-        self.current = range(first, first)
-
-    def begins_at(self, number: int) -> bool:
-        """True if a mini-batch is the first one of a segment."""
-        return number >= self.current.stop
-
-    def enter(self, number: int, facts: Sequence[Facts], most: int | None = None) -> range:
-        """The segment of a mini-batch, as far as it is known.
+    def add(self, frozen: Mapping[Attribute, Any], live: Mapping[Attribute, Any]) -> None:
+        """Note the attributes of a capture, and their values.
 
         Args:
-            number: number of the mini-batch.
-            facts: facts about this mini-batch and those that follow.
-            most: mini-batches until the next flush, this one included; None lets their forms decide.
+            frozen: those of forwards that are cut, and those that decide what the step passes to them.
+            live: those that the step reads, of which a number or the values of a tensor may change; flags and texts may
+                decide which modules it calls.
         """
-        alike = next((i for i, other in enumerate(facts) if other != facts[0]), len(facts))
-        first = number if self.begins_at(number) else self.current.start
-        self.current = range(first, number + (alike if most is None else min(alike, most)))
-        return self.current
+        cut = self._placed(frozen.keys())  # first, because they count where the step reads the same place
+        new = (cut | self._placed(live.keys())) - self._first.keys() | (cut & self._live)
+        self._live = (self._live | new) - cut
+        given = {**live, **frozen}
+        values = {key: given[key] if key in given else self._readers[key]() for key in new}
+        self._objects |= {key for key in new if has_settings(values[key]) or isinstance(values[key], nn.Module)}
+        self._around = self._objects | {(path, name.rpartition(".")[0]) for path, name in self._readers}
+        self._note(values)
+        described = {key: self._described(key, self._values[key]) for key in new}
+        self._words = {**self._words, **described}
+        self._first |= described
+        self._announced = {**self._announced, **described}
 
-    def on_their_way(self, number: int, lead: int) -> range:
-        """The mini-batches that any device has started, if `number` is the next one."""
-        return range(number, min(number + lead, max(number, self.current.stop)))
+    def _placed(self, keys: Set[Attribute]) -> set[Attribute]:
+        """Note where these attributes are. Returns those that stand for them, as modules may share an object."""
+        return {self._stand_in(key) for key in sorted(keys)}
+
+    def _stand_in(self, key: Attribute) -> Attribute:
+        if key not in self._readers:
+            place = AttributePlace(self._module, key)
+            known = self._known_places.setdefault(place.id, key)
+            if known != key:
+                return known
+            self._readers[key] = place.reader
+        return key
+
+    def _note(self, values: Mapping[Attribute, Any]) -> None:
+        self._values |= values
+        alike = self._objects | {key for key in self._live if not isinstance(values.get(key), dict)}
+        containers = {key: copy_of(value) for key, value in values.items() if key not in alike}
+        kept = {key: value for key, value in self._contents.items() if key not in values}
+        self._contents = {**kept, **{key: value for key, value in containers.items() if value is not None}}
+
+    def __bool__(self) -> bool:
+        return bool(self._readers)
+
+    def announce(self) -> int:
+        """0 if all have the values of the first capture, otherwise a number for their values; notes the values."""
+        now = self._now()
+        if now is not self._announced:
+            self._announced, self._changes = now, _fingerprint(now, self._first)
+        return self._changes
+
+    def since(self, *, alone: bool = False) -> int:
+        """The same for what hooks have changed since the announcement, on all ranks.
+
+        `alone`: there is one rank. With others, what the step reads does not count: hooks may have changed it by what
+        the step has changed on its rank alone.
+        """
+        now = self._now()
+        if now is self._announced:
+            return 0
+        same = {key: value for key, value in now.items() if alone or key not in self._live}
+        return _fingerprint(same, self._announced)
+
+    def names(self) -> str:
+        """The attributes that have other values than in the first capture."""
+        return ", ".join(map(dotted, sorted(self.changes()))) or "An attribute"
+
+    def changes(self) -> dict[Attribute, Any]:
+        """These attributes, with their values; with KEPT for functions, modules and other objects."""
+        changed = [key for key, value in self._now().items() if value != self._first[key]]
+        values = {key: self._readers[key]() for key in changed}
+        return {key: value if is_plain(value) or isinstance(value, _SENT) else KEPT for key, value in values.items()}
+
+    def _now(self) -> dict[Attribute, str]:
+        """All values in words; the same dictionary until one changes. This runs twice in every step."""
+        changed = self._replaced()
+        if not self._around.isdisjoint(changed):
+            self._readers = {key: AttributePlace(self._module, key).reader for key in self._readers}
+            changed = self._replaced()
+        if not changed:
+            return self._words
+        self._note({key: self._readers[key]() for key in changed})
+        words = {key: self._described(key, self._values[key]) for key in changed}
+        if any(self._words[key] != word for key, word in words.items()):
+            self._words = {**self._words, **words}
+        return self._words
+
+    def _replaced(self) -> list[Attribute]:
+        values = self._values
+        replaced = [key for key, read in self._readers.items() if read() is not values[key]]
+        return replaced + [key for key, before in self._contents.items() if not same_contents(before, values[key])]
+
+    def _described(self, key: Attribute, value: Any) -> str:
+        if key in self._live and not isinstance(value, bool | str | dict | tuple | None):
+            return "tensor" if isinstance(value, Tensor) else type(value).__qualname__
+        if isinstance(value, CONTAINERS) and len(value) <= MOST_ITEMS:
+            items = [self._described(key, item) for item in (value.items() if isinstance(value, dict) else value)]
+            in_order = sorted(items) if isinstance(value, set | frozenset) else items
+            return f"{type(value).__qualname__} {in_order}"
+        if isinstance(value, np.ndarray):
+            return f"array {value.shape} {zlib.crc32(value.tobytes())}"
+        return repr(value) if isinstance(value, TOLD) else f"{type(value).__qualname__} {self._number(key, value)}"
+
+    def _number(self, key: Attribute, value: Any) -> int:
+        """The number of a tensor or object in the order in which the attribute has had them."""
+        most = MOST_ITEMS if isinstance(self._values[key], CONTAINERS) else _MOST_KNOWN
+        seen = self._known.setdefault(key, deque(maxlen=most))
+        for number, known in seen:
+            if known is value or (isinstance(value, MethodType) and value == known):  # made anew by every access
+                return number
+        number = 1 + seen[-1][0] if seen else 0
+        seen.append((number, value))
+        return number
 
 
-def flushed_if_need_be(same_size: bool, continuous: Callable[[], Program], flushed: Callable[[], Program]) -> Program:
-    """A program that does not flush; for mini-batches of an unusual size, if there is none, one that flushes.
-
-    Raises:
-        ScheduleError: mini-batches of the usual size need a flush.
-    """
-    try:
-        return continuous()
-    except ScheduleError:
-        if same_size:
-            raise
-        return flushed()
+def _fingerprint(now: Mapping[Attribute, str], before: Mapping[Attribute, str]) -> int:
+    changed = sorted((key, value) for key, value in now.items() if value != before[key])
+    return zlib.crc32(repr(changed).encode()) if changed else 0
 
 
-def later(arguments: Sequence[Any], number: int) -> list[Any]:
-    """The arguments of the user's step, except the mini-batch, for the one that comes `number` mini-batches later."""
-    rest = list(arguments)
-    if number and rest and isinstance(rest[0], int):
-        rest[0] += number  # batch_idx
-    return rest
-
-
-class Feed:
-    """Reads the mini-batches of a loader ahead, and delivers each at its turn.
-
-    Args:
-        ahead: returns the number of mini-batches to read before their turn; called for each.
-        prepare: prepares an item of the loader for the user's step, for example moves it to a device.
-        left: returns the number of mini-batches that will still be used, this one included; None if unknown.
-        group: the group of an item of the loader; mini-batches of another group do not count as upcoming.
-
-    Attributes:
-        ahead: see above.
-        upcoming: the prepared mini-batches after the current one that were read.
-        interrupted: whether a loader was left before its end, with mini-batches upcoming; its reader resets it.
-    """
-
-    def __init__(
-        self,
-        ahead: Callable[[], int] = lambda: 0,
-        prepare: Callable[[Any], Any] = lambda batch: batch,
-        left: Callable[[], int | None] = lambda: None,
-        group: Callable[[Any], Any] = lambda batch: None,
-    ) -> None:
-        self.ahead, self._prepare, self._left, self._group = ahead, prepare, left, group
-        self._waiting: deque[tuple[Any, Any]] = deque()
-        self.upcoming: list[Any] = []
-        self.interrupted = False
-
-    def over(self, loader: Iterable[Any]) -> Iterator[Any]:
-        """Iterate over the unprepared items of the loader; `turn` advances to the prepared ones."""
-        self.interrupted = self.interrupted or bool(self._waiting)
-        self._waiting.clear()
-        rest, given = iter(loader), deque[Any]()
-        while True:
-            self._read(rest, given)
-            if not given:
-                return
-            yield given.popleft()
-
-    def turn(self) -> tuple[Any, Any]:
-        """Advance to the next mini-batch, and return the loader's item and the prepared one."""
-        raw, prepared = self._waiting.popleft()
-        mine = self._group(raw)
-        self.upcoming = [batch for other, batch in self._waiting if self._group(other) == mine]
-        return raw, prepared
-
-    def _read(self, rest: Iterator[Any], given: deque[Any]) -> None:
-        wanted, left = 1 + self.ahead(), self._left()
-        wanted = wanted if left is None else max(1, min(wanted, left))
-        while len(given) < wanted:
-            try:
-                raw = next(rest)
-            except StopIteration:
-                return
-            given.append(raw)
-            self._waiting.append((raw, self._prepare(raw)))
+def adopt(module: nn.Module, values: Mapping[Attribute, Any]) -> None:
+    """Give attributes the values of the rank that runs the step, where they are others."""
+    for attribute, value in values.items():
+        place = AttributePlace(module, attribute)
+        if value is not KEPT and not same_value(place.read(), value):
+            place.write(value)
 
 
 _MOST_FORMS: Final = 1000

@@ -26,7 +26,8 @@ from lightning_gpp.capture.known_values import values_at
 from lightning_gpp.errors import GPPError
 from lightning_gpp.plan import Plan
 from lightning_gpp.stages.sizes import are_alike, may_be_resized, numbers_of, resized
-from lightning_gpp.training.data.incoming import Incoming, one_sample
+from lightning_gpp.training.data.batches import one_sample
+from lightning_gpp.training.data.incoming import Incoming
 from lightning_gpp.training.host import Job
 from lightning_gpp.training.session import Session
 

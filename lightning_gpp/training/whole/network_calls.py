@@ -29,8 +29,8 @@ from lightning_gpp.runtime.random import RandomStreams, undisturbed
 from lightning_gpp.stages.answers import Answers
 from lightning_gpp.training.checks.undivided import normalises
 from lightning_gpp.training.control import Mirror
-from lightning_gpp.training.data.frozen import FrozenAttributes, SessionCache
-from lightning_gpp.training.data.incoming import outline, signature
+from lightning_gpp.training.data.batches import SessionCache, outline, signature
+from lightning_gpp.training.data.incoming import FrozenAttributes
 from lightning_gpp.training.host import TRAINING
 from lightning_gpp.training.tensors.parameters import tensors_of
 from lightning_gpp.training.tensors.replicas import Site
