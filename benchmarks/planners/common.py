@@ -18,21 +18,10 @@ from lightning_gpp.planning.problem.prediction import best_trial, predicted
 
 
 def simulated(problem: Problem, draft: Draft) -> Prediction:
-    """The prediction for the plan that a draft becomes.
-
-    Raises:
-        PlanError: the stages form a cycle.
-    """
+    """The prediction for the plan that a draft becomes."""
     plan, number = realise(problem, Evaluator(problem).fitted(draft))
-    return predicted(
-        plan,
-        problem.graph,
-        problem.cluster,
-        problem.costs,
-        problem.footprint,
-        number,
-        weight_copies=problem.weight_copies,
-    )
+    known = problem.graph, problem.cluster, problem.costs, problem.footprint, number
+    return predicted(plan, *known, weight_copies=problem.weight_copies)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
