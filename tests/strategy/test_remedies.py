@@ -256,3 +256,41 @@ def test_a_step_as_a_whole_is_named_for_a_loss_over_all_tokens_and_works() -> No
     (text,) = found["warned"]
     assert "strategy.step=whole" in text
     check("Routed", {**free, "step": "whole"})
+
+
+class Pictured(Routed):
+    """LLaVA with none to two images per sample, all in one tensor."""
+
+    def __init__(self) -> None:
+        pl.LightningModule.__init__(self)
+        transformers = pytest.importorskip("transformers")
+        torch.manual_seed(0)
+        sizes = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+        vision = transformers.CLIPVisionConfig(**sizes, image_size=8, patch_size=4, projection_dim=8)
+        text = transformers.LlamaConfig(**sizes, num_key_value_heads=2, vocab_size=30, max_position_embeddings=64)
+        layers = {"vision_feature_layer": -2, "vision_feature_select_strategy": "default"}
+        config = transformers.LlavaConfig(vision_config=vision, text_config=text, image_token_index=29, **layers)
+        self.model = transformers.LlavaForConditionalGeneration(config)
+
+    def batches(self) -> list[Any]:
+        return [_pictures(counts) for counts in ((2, 1, 0, 2), (1, 1, 1, 1), (0, 2, 2, 0))]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        ids, images = batch
+        loss: Tensor = self.model(input_ids=ids, pixel_values=images, labels=ids.masked_fill(ids == 29, -100)).loss
+        return loss
+
+
+def _pictures(counts: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    ids = torch.randint(0, 29, (len(counts), 14), generator=torch.Generator().manual_seed(3))
+    for row, count in zip(ids, counts, strict=True):
+        row[1 : 1 + 4 * count] = 29
+    return ids, numbers(sum(counts), 3, 8, 8)
+
+
+KINDS["Pictured"] = Pictured
+
+
+@pytest.mark.acceptance
+def test_images_of_samples_train_as_on_one_device() -> None:
+    assert len(check("Pictured", {"stages": None, "num_pipelines": 1})) == 1

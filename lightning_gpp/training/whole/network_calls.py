@@ -150,11 +150,11 @@ class NetworkCalls:
         first = self._rows.setdefault(path, counts)
         if len(first) != len(counts) or first == counts:
             return True
-        if path not in self._told:
+        if all(first) and path not in self._told:
             self._told.add(path)
             self._job.control.warn(
-                f"An argument of {named(path)} had one row for each sample, and has not in this call, or the other way "
-                "round. Calls like this one get undivided mini-batches. If rows belong to samples (images), set "
+                f"An argument of {named(path)} had one row for each sample, and has not in this call. Calls like this "
+                "one get undivided mini-batches. If rows belong to samples (images), set "
                 "strategy.num_micro_batches=1, which leaves all calls undivided."
             )
         return False
