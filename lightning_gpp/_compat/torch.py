@@ -356,11 +356,13 @@ def wraps_compiled(module: torch.nn.Module) -> bool:
     return isinstance(module, OptimizedModule)
 
 
-def replace_call(module: nn.Module, call: Callable[..., Any] | None) -> Any:
-    """Let calls of a module run something else, None for its forward; returns what they ran, as after `compile()`."""
-    before = vars(module).pop(_COMPILED_IN_PLACE, None)
-    if call is not None:
-        vars(module)[_COMPILED_IN_PLACE] = call
+def replace_calls(modules: Iterable[nn.Module], calls: Iterable[Callable[..., Any] | None]) -> list[Any]:
+    """Let calls of modules run something else, None for their forward; returns what they ran, as after `compile()`."""
+    before = []
+    for module, call in zip(modules, calls, strict=True):
+        before.append(vars(module).pop(_COMPILED_IN_PLACE, None))
+        if call is not None:
+            vars(module)[_COMPILED_IN_PLACE] = call
     return before
 
 

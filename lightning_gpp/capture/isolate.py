@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from lightning_gpp._compat.torch import FakeTensorMode, replace_call, uncompiled, wraps_compiled
+from lightning_gpp._compat.torch import FakeTensorMode, replace_calls, uncompiled, wraps_compiled
 from lightning_gpp.capture.attributes import FRAMEWORKS, MOST_NUMBERS
 from lightning_gpp.capture.kept import RandomSource, is_plain_object
 from lightning_gpp.errors import CaptureError
@@ -117,7 +117,7 @@ def _close(fresh: types.FunctionType, function: types.FunctionType, memo: dict[i
 
 def _uncompile(owner: nn.Module, memo: dict[int, Any]) -> None:
     """Replace compiled methods of a copied module by plain ones, because they use the original's parameters."""
-    replace_call(memo[id(owner)], None)  # computes with the original's parameters
+    replace_calls([memo[id(owner)]], [None])  # computes with the original's parameters
     replica = vars(memo[id(owner)])
     for name, value in vars(owner).items():
         plain = uncompiled(value)

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from lightning_gpp._compat.torch import autograd_function_calls, pytree, replace_call, version
+from lightning_gpp._compat.torch import autograd_function_calls, pytree, replace_calls, version
 from lightning_gpp.capture.recording import target_of, target_of_apply
 
 Answer = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]
@@ -44,7 +44,8 @@ class Answers:
     """
 
     def __init__(self, modules: Iterable[nn.Module], answer: Answer) -> None:
-        self._calls = [(module, _Call(module, answer)) for module in modules]
+        self._modules = list(modules)
+        self._calls = [_Call(module, answer) for module in self._modules]
         self._own: list[Any] | None = None
 
     @contextmanager
@@ -68,11 +69,11 @@ class Answers:
                 self._attach()
 
     def _attach(self) -> None:
-        self._own = [replace_call(module, call) for module, call in self._calls]
+        self._own = replace_calls(self._modules, self._calls)
 
     def _detach(self) -> None:
-        for (module, _), own in zip(self._calls, self._own or (), strict=self._own is not None):
-            replace_call(module, own)
+        if self._own is not None:
+            replace_calls(self._modules, self._own)
         self._own = None
 
 

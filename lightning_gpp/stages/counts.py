@@ -100,12 +100,10 @@ def candidates(batch: Any, total: int, dims: BatchDims) -> Iterator[list[Counted
         ]
 
 
-def share(counts: Sequence[float] | None, start: int, stop: int) -> float:
-    """The samples that those from one number to another count for: as many as they are if all count the same."""
-    total = 0.0 if counts is None else sum(counts)
-    if counts is None or total == 0:
-        return stop - start
-    return len(counts) * sum(counts[start:stop]) / total
+def share(counts: Sequence[float], start: int, stop: int) -> float:
+    """The samples that those from one number to another count for: as many as they are if none counts."""
+    total = sum(counts)
+    return len(counts) * sum(counts[start:stop]) / total if total else stop - start
 
 
 def scaled(loss: Tensor, factor: float) -> Tensor:

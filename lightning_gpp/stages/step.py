@@ -122,7 +122,8 @@ class StepRunner:
 
     def share(self, micro_batch: MicroBatch) -> float:
         """The samples that a micro-batch counts for."""
-        return share(self._open[micro_batch.lane].counts, micro_batch.start, micro_batch.stop)
+        counts = self._open[micro_batch.lane].counts
+        return micro_batch.num_samples if counts is None else share(counts, micro_batch.start, micro_batch.stop)
 
     def close(self, lane: int) -> list[tuple[MicroBatch, Any]]:
         """Drop one mini-batch; returns the outputs of the step on its micro-batches."""

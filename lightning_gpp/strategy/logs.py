@@ -182,12 +182,12 @@ class LogRecorder:
 
     @contextmanager
     def run(
-        self, num_samples: int, context: Context = nullcontext, batch: int | None = None, share: float | None = None
+        self, num_samples: int, share: float | None = None, *, context: Context = nullcontext, batch: int | None = None
     ) -> Iterator[None]:
         """Record a run of user code on `num_samples` samples, inside `context`.
 
-        `batch`: number of the mini-batch in training; None for the one whose turn it is. `share`: what the samples
-        count for in means, if not the same.
+        `share`: what the samples count for in means, if not the same. `batch`: number of the mini-batch in training;
+        None for the one whose turn it is.
         """
         self._run = []
         replaced = Replaced()

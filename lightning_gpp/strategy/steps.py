@@ -79,12 +79,7 @@ class LightningHost(Host):
         return context
 
     def around(self, step: str, batch: int | None = None) -> Callable[[int, float], AbstractContextManager[Any]]:
-        return partial(self._run, self.context(step), batch)
-
-    @contextmanager
-    def _run(self, context: Context, batch: int | None, num_samples: int, share: float) -> Iterator[None]:
-        with self.recorder.run(num_samples, context, batch, share):
-            yield
+        return partial(self.recorder.run, context=self.context(step), batch=batch)
 
     def turn(self, batch: int) -> None:
         """Take what was recorded for this mini-batch of training, whose step is complete."""

@@ -31,7 +31,7 @@ from lightning_gpp._compat.torch import (
     imitated_processes,
     parameters_of,
     pytree,
-    replace_call,
+    replace_calls,
     schema_arguments,
     storage_id,
     uncompiled,
@@ -225,12 +225,12 @@ def test_replace_call() -> None:
     module, x = nn.Linear(1, 1), torch.ones(1, 1)
     module.compile(backend="eager")
     compiled, expected = module._compiled_call_impl, module.forward(x)
-    assert replace_call(module, lambda *args: "answer") is compiled
+    assert replace_calls([module], [lambda *args: "answer"]) == [compiled]
     assert module(x) == "answer"
     assert torch.equal(copy.deepcopy(module)(x), expected)
-    assert replace_call(module, None)() == "answer"
+    assert replace_calls([module], [None])[0]() == "answer"
     assert torch.equal(module(x), expected)
-    assert replace_call(module, compiled) is None
+    assert replace_calls([module], [compiled]) == [None]
 
 
 def test_parameters_of() -> None:
