@@ -30,7 +30,8 @@ few mini-batches apart, with a handful of messages for each.
 """
 
 _TOGETHER: Final = "all ranks to come to the same point of the program"
-_NOTHING: Final = torch.empty(0, dtype=torch.uint8)
+_LENGTH, _HEAD = 8, 1 << 11
+"""Bytes of an object's length, and of its first message with this: the facts of a step fit into it."""
 
 
 class Control:
@@ -133,10 +134,15 @@ class Control:
         return self._object_from_first(value, self.share_in_device, self.member == 0)
 
     def _object_from_first(self, value: Any, share: Callable[[Tensor], Tensor], mine: bool) -> Any:
-        content = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8) if mine else _NOTHING
-        length = share(torch.tensor([len(content)]))
-        received = share(content if mine else torch.empty(int(length), dtype=torch.uint8))
-        return value if mine else pickle.loads(received.numpy().tobytes())
+        """The value in one message, or in two if it is long: the first says how long it is."""
+        content = pickle.dumps(value) if mine else b""
+        head = len(content).to_bytes(_LENGTH, "little") + content[: _HEAD - _LENGTH]
+        first = share(_as_bytes(head.ljust(_HEAD, b"\0"))).numpy().tobytes()
+        length = int.from_bytes(first[:_LENGTH], "little")
+        if length <= _HEAD - _LENGTH:
+            return value if mine else pickle.loads(first[_LENGTH : _LENGTH + length])
+        rest = share(_as_bytes((content if mine else bytes(length))[_HEAD - _LENGTH :]))
+        return value if mine else pickle.loads(first[_LENGTH:] + rest.numpy().tobytes())
 
     def relay(self, number: int) -> int:
         """The number of the first process, on every one; a process that has it does not wait for those without."""
@@ -267,6 +273,10 @@ def _outlined(tree: Any) -> tuple[list[Any], tuple[list[Any], Any]]:
     """The leaves of a structure; and the same with forms of tensors, with the structure."""
     leaves, structure = pytree.tree_flatten(tree)
     return leaves, ([_Outline(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves], structure)
+
+
+def _as_bytes(content: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
 
 
 class Mirror:
