@@ -24,6 +24,11 @@ def trainer_of(module: Any) -> Any:
         return module.trainer
 
 
+def set_trainer(module: Any, trainer: Any) -> None:
+    """Attach anything that stands in for a trainer, without a trace for who observes the module."""
+    vars(module)["_trainer"] = trainer
+
+
 def set_device(module: Any, device: object) -> None:
     """Set the device that `self.device` returns, in all LightningModules of a module tree.
 

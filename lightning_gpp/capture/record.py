@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_gpp._compat.lightning_module import trainer_of
+from lightning_gpp._compat.lightning_module import set_trainer, trainer_of
 from lightning_gpp._compat.torch import (
     FakeTensorMode,
     autograd_function_calls,
@@ -267,7 +267,7 @@ def _observe(replica: nn.Module, trainer: Any, run_time: RunTime, recorder: Reco
             recorder.use((args, kwargs))
 
     if hasattr(replica, "log_dict"):
-        replica.trainer = _ObservedTrainer(trainer, run_time, recorder)  # type: ignore[assignment]
+        set_trainer(replica, _ObservedTrainer(trainer, run_time, recorder))
         vars(replica).update(log=log, log_dict=log, print=_Swallow())
 
 

@@ -29,6 +29,7 @@ from tests.runtime.stages import (
 )
 
 OPTIMIZERS: Mapping[str, Callable[[list[nn.Parameter]], Optimizer]] = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.05),
     "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.02, momentum=0.9),
     "rmsprop": lambda parameters: torch.optim.RMSprop(parameters, lr=0.01, momentum=0.9),
     "adam": lambda parameters: torch.optim.Adam(parameters, lr=0.01, foreach=True),

@@ -67,7 +67,7 @@ def fitted(rank: int, options: dict[str, Any]) -> tuple[Counter[str], Counter[st
     return counting.counts.reads, counting.counts.messages
 
 
-FINITE = "training/updates/gradients.py: _rank_of_worst"
+FINITE = "training/updates/gradients.py: _not_finite"
 LIGHTNING = "Lightning, apply_func.py: to_item"
 """Lightning's own read of a value in the progress bar."""
 
@@ -78,9 +78,9 @@ def test_a_trainer_reads_what_is_logged_in_one_transfer(options: dict[str, Any])
     everywhere = Counter({LIGHTNING: STEPS}) + Counter({FINITE: STEPS} if options else {})
     assert reads == everywhere + Counter({"strategy/logs.py: _read": STEPS})
     assert others_reads == everywhere
-    agreed = Counter({"all_reduce in training/updates/gradients.py: _agreed": STEPS} if options else {})
+    agreed = Counter({"all_reduce in training/updates/gradients.py: before_update": STEPS} if options else {})
     told = {
-        "strategy/logs.py: exchange": 2,
+        "strategy/logs.py: exchange": 1,
         "strategy/guard.py: _after_step": 1,
         "training/data/incoming.py: announce": 1,
     }

@@ -67,7 +67,7 @@ class Layout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Site:
-    """What the steps of a run find in place.
+    """The job, placement and transport that the steps of a run share.
 
     Args:
         job: the job of the run.

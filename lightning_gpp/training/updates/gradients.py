@@ -59,6 +59,9 @@ UserStages = tuple[int, ...]
 """The stages that use a parameter."""
 
 
+_LOSS: Final = "The loss"
+
+
 class _Held:
     """The parameters that this rank holds.
 
@@ -74,10 +77,17 @@ class _Held:
         here = self._layout.placement.names_on(self._control.device)
         return {name: parameter for name, parameter in self._module.named_parameters() if name in here}
 
-    def _not_finite(self) -> list[str]:
-        """The names of the parameters whose gradients have numbers that are not finite."""
+    def _not_finite(self, losses: Iterable[Tensor] = ()) -> list[str]:
+        """The names of the parameters whose gradients have numbers that are not finite; `_LOSS` for a loss.
+
+        `losses`: whether losses are finite. All is read together, once, unless something is not finite.
+        """
         gradients = {name: local(p.grad) for name, p in self._parameters().items() if p.grad is not None}
-        if bool(get_total_norm(gradients.values()).isfinite()):
+        norm = get_total_norm(gradients.values()).isfinite()
+        *of_losses, of_norm = torch.stack([*(flag.to(norm.device) for flag in losses), norm]).tolist()
+        if not all(of_losses):
+            return [_LOSS]
+        if of_norm:
             return []
         return [name for name, gradient in gradients.items() if not bool(gradient.isfinite().all())]
 
@@ -211,10 +221,11 @@ class FiniteCheck(_Held):
             parameter.grad = None
 
     def _worst(self) -> tuple[int, str] | None:
-        """What is not finite here, nearest to the loss, behind a number that grows towards that; None if all is."""
-        if self._losses and not bool(torch.stack(self._losses).all()):
-            return len(self._layout.plan.stages), "The loss"
-        last_stage = {name: max(self._layout.uses.get(name, ()), default=-1) for name in self._not_finite()}
+        """The number here that is not finite, behind one that grows towards the loss, for the nearest; None if all are."""
+        found = self._not_finite(self._losses)
+        if found == [_LOSS]:
+            return len(self._layout.plan.stages), _LOSS
+        last_stage = {name: max(self._layout.uses.get(name, ()), default=-1) for name in found}
         name = max(last_stage, key=last_stage.__getitem__, default=None)
         return None if name is None else (last_stage[name], f"The gradient of {self._described(name)}")
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from tests.acceptance.scenarios.base import Chain, Facts, Make, build, facts_of, family, loader, staged, validated
-from tests.capture.test_uncut import Dropped, Experts
+from tests.capture.test_uncut import Experts
 
 
 class Graph(Chain):
@@ -163,6 +163,20 @@ class RemembersInTraining(Remembers):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.last[0].uses, self.last[0].seen = True, None
         return self.loss(batch)
+
+
+class Dropped(nn.Module):
+    """Skips layers at random; the draws of a test have to repeat."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            if torch.rand([]) < 2.0:
+                x = layer(x).tanh()
+        return x
 
 
 class Mixed(Chain):
