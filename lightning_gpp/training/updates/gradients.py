@@ -221,7 +221,7 @@ class FiniteCheck(_Held):
             parameter.grad = None
 
     def _worst(self) -> tuple[int, str] | None:
-        """The number here that is not finite, behind one that grows towards the loss, for the nearest; None if all are."""
+        """The cause nearest to the loss, and a number that grows towards it; None if everything here is finite."""
         found = self._not_finite(self._losses)
         if found == [_LOSS]:
             return len(self._layout.plan.stages), _LOSS
