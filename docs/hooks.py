@@ -45,7 +45,6 @@ MEMBERS = {
     "Plan": "load save intervals",
     "Cluster": "of_nodes uniform subset",
     "Timeline": "makespan bubble_fraction",
-    "Schedule": "parse",
 }
 """Members that users call."""
 
