@@ -156,6 +156,12 @@ def test_trainer_of() -> None:
     assert lightning_module.trainer_of(module) is trainer
 
 
+def test_set_trainer() -> None:
+    module, stand_in = Line(), object()
+    lightning_module.set_trainer(module, stand_in)
+    assert module.trainer is stand_in
+
+
 def test_set_device() -> None:
     class Around(nn.Module):
         def __init__(self) -> None:

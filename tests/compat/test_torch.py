@@ -221,7 +221,7 @@ def test_wraps_compiled() -> None:
     assert [wraps_compiled(module) for module in compiled_modules()] == [False, False, True]
 
 
-def test_replace_call() -> None:
+def test_replace_calls() -> None:
     module, x = nn.Linear(1, 1), torch.ones(1, 1)
     module.compile(backend="eager")
     compiled, expected = module._compiled_call_impl, module.forward(x)

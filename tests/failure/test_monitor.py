@@ -154,7 +154,7 @@ def test_ranks_that_do_not_come_are_named(tmp_path: Path) -> None:
 
 def test_a_rank_that_fails_while_others_are_missing_ends_those_that_have_come(tmp_path: Path) -> None:
     with processes_running(tmp_path, 3, start_late, 5.0, 30.0, "killed") as running:
-        running.processes[0].join(20)
+        running.processes[0].join(60)
         assert running.codes[:2] == [1, -signal.SIGKILL]
     assert "First cause: rank 1" in running.output(0)
 
