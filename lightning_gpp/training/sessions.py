@@ -47,6 +47,7 @@ from lightning_gpp.training.whole.whole_step import (
     made_for_whole,
     may_evaluate_whole,
 )
+from lightning_gpp.wording import sentence
 
 
 class Sessions:
@@ -162,13 +163,13 @@ class Sessions:
                     self.incoming.depend_on(captured.decided, example)
                 return captured
             except CaptureError as error:
-                if not changed:
+                names, text, remedy = ", ".join(map(dotted, sorted(changed))), str(error), self._remedy(step, example)
+                if not names and not remedy:
                     raise
-                names = ", ".join(map(dotted, sorted(changed)))
-                raise CaptureError(
-                    f"{names} changed, and with the new values the step cannot run on micro-batches: {error.reason}."
-                    + self._remedy(example)
-                ) from error
+                if names:
+                    text = f"{names} changed, and with the new values the step cannot run on micro-batches: "
+                    text += sentence(error.reason)
+                raise CaptureError(f"{text}{remedy}") from error
 
     def _check_rows(self, step: str, example: Any, dims: BatchDims) -> None:
         """Refuse tensors that had one row for each sample and have others now, or the other way round."""
@@ -182,12 +183,14 @@ class Sessions:
                 f"{name!r} has {loose.get(name, samples)} rows for {samples} samples; in an earlier mini-batch it "
                 f"{'had' if name in first_owned else 'did not have'} one for each. If every micro-batch needs all of "
                 f"them, say strategy.batch_dims={{{name}: null}}. If they belong to samples, nobody says which are "
-                f"whose.{self._remedy(example)}"
+                "whose."
             )
 
-    def _remedy(self, example: Any) -> str:
-        """The step as a whole, if it can be captured on this mini-batch."""
+    def _remedy(self, step: str, example: Any) -> str:
+        """The training step as a whole, if it can be captured on this mini-batch."""
         job = replace(self.job, whole=True)
+        if step != TRAINING or self.job.whole:
+            return ""
         try:
             check_whole(job.options)
             capture_whole(job, example)
