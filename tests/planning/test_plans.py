@@ -32,5 +32,5 @@ def test_no_step_is_longer(label: str, case: Case, monkeypatch: pytest.MonkeyPat
 def test_steps_of_a_group_are_as_short(group: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(partitioner, "EVALUATIONS_PER_SECOND", EVALUATIONS / SECONDS)
     ratios = {label: ratio(EARLIER[label], step_seconds(case)) for label, case in GROUPS[group]()}
-    assert geometric_mean(ratios.values()) <= 1.01
+    assert geometric_mean(value or 1.0 for value in ratios.values()) <= 1.01  # 0: a plan where there was none
     assert not {label: value for label, value in ratios.items() if value > 1.05}
