@@ -16,11 +16,6 @@ from lightning_gpp._compat.torch import pytree
 from lightning_gpp.replaced import Replaced
 
 
-def _part_of(trainer: Any, method: str) -> Any:
-    """The trainer's part that has a method; the names of the parts are private."""
-    return next(part for part in vars(trainer).values() if hasattr(part, method))
-
-
 def read_ahead(loop: Any, over: Callable[[Any], Iterator[Any]]) -> None:
     """Make a loop iterate over `over(loader)` instead of its combined loader.
 
@@ -85,15 +80,13 @@ class _AheadOf:
 
 def layer_sync(strategy: Any) -> Any:
     """The plugin by which `Trainer(sync_batchnorm=True)` converts modules, or None."""
-    from lightning.pytorch.plugins import LayerSync
-
-    return next((part for part in vars(strategy).values() if isinstance(part, LayerSync)), None)
+    return strategy._layer_sync
 
 
 def attach_data(trainer: Any, module: Any, datamodule: Any) -> None:
     """Make module, data and trainer known to each other as `trainer.fit` does, so that their hooks can be called."""
     trainer.strategy.connect(module)
-    _part_of(trainer, "attach_data").attach_data(module, datamodule=datamodule)
+    trainer._data_connector.attach_data(module, datamodule=datamodule)
 
 
 def on_epoch_end_reached(trainer: Any, function: Callable[[], None], replaced: Replaced) -> None:
@@ -101,7 +94,7 @@ def on_epoch_end_reached(trainer: Any, function: Callable[[], None], replaced: R
 
     In evaluation this happens before any hook, so a callback would be too late.
     """
-    connector = _part_of(trainer, "epoch_end_reached")
+    connector = trainer._logger_connector
     plain = type(connector).epoch_end_reached
 
     def epoch_end_reached() -> None:
@@ -113,8 +106,7 @@ def on_epoch_end_reached(trainer: Any, function: Callable[[], None], replaced: R
 
 def leave_signals_alone(trainer: Any, replaced: Replaced) -> None:
     """Keep Lightning from handling signals: its handlers wait for other ranks, which wait elsewhere."""
-    name = "register_signal_handlers"
-    replaced.put(_part_of(trainer, name), name, _do_nothing)
+    replaced.put(trainer._signal_connector, "register_signal_handlers", _do_nothing)
 
 
 def _do_nothing() -> None:
