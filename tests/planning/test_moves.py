@@ -96,7 +96,7 @@ def test_seeds_are_whole_and_do_not_wait_in_a_circle(problem: Problem, apart: bo
             _assert_whole(problem, draft)
             owner = {unit: stage for stage, group in enumerate(draft.groups) for unit in group}
             assert all(owner[a] <= owner[b] for a, b in problem.order.edges)
-        assert found or apart
+        assert found or apart or cuts.partly
 
 
 @settings(max_examples=40, deadline=None)

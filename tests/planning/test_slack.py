@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from random import Random
 from typing import Any
 
 import pytest
@@ -10,8 +11,11 @@ import pytest
 from benchmarks.planners.common import simulated
 from lightning_gpp.cluster import Cluster, Device, Link
 from lightning_gpp.planning import Draft, Evaluator, Problem, Request, SearchControl
+from lightning_gpp.planning.partitioners.auto.moves import moves, slack_of_chain
 from lightning_gpp.planning.partitioners.auto.search import auto
 from tests.planning import graphs
+from tests.planning.problems import random_problem
+from tests.planning.test_moves import random_draft_of
 
 DEVICE = Device(name="test", memory_bytes=1e9, peak_flops={"float32": 1e9}, peak_bytes_per_second=1e9)
 
@@ -42,3 +46,20 @@ def test_late_messages_get_slack_and_the_program_gains_as_much() -> None:
     programs = simulated(problem, without(draft)).seconds / simulated(problem, draft).seconds
     assert gain > 1.1
     assert programs == pytest.approx(gain, rel=0.02)
+
+
+def test_a_graph_with_slack_is_never_slower_than_the_chain_of_the_same_stages() -> None:
+    """With the warm-up of the chain, all orders are those of the chain, and fewer stages wait for each other."""
+    slower = 0
+    for seed in range(200):
+        problem = random_problem(seed, num_units=6, num_devices=4)
+        draft = random_draft_of(problem, Random(seed))
+        evaluate = Evaluator(problem)
+        chain = evaluate(replace(draft, chained=True)).seconds
+        tight = evaluate(draft).seconds
+        as_chain = draft.with_stages(slack=slack_of_chain(problem, draft.groups))
+        if chain < float("inf"):
+            assert min(tight, evaluate(as_chain).seconds) <= chain * (1 + 1e-9), seed
+            slower += tight > chain * (1 + 1e-9)
+            assert as_chain == draft or as_chain in set(moves(problem, draft, [1.0] * len(draft.groups)))
+    assert slower > 0

@@ -13,11 +13,13 @@ from dataclasses import replace
 from itertools import count, islice
 from typing import Final
 
+from lightning_gpp.plan import topological
 from lightning_gpp.planning.problem.draft import (
     Devices,
     Draft,
     DraftStage,
     copies,
+    flows,
     side_by_side,
     stage_of_units,
 )
@@ -311,11 +313,11 @@ def _swapped_devices(problem: Problem, draft: Draft) -> Iterator[Draft]:
 
 
 MAX_SLACK = 2
-"""Most micro-batches of slack of a stage."""
+"""Most micro-batches of slack of a stage, besides what makes a chain's warm-up."""
 
 
 def other_slack(problem: Problem, draft: Draft, slow: list[int]) -> Iterator[Draft]:
-    """More or fewer micro-batches in flight: on all stages, or on one of the slowest."""
+    """More or fewer micro-batches in flight: on all stages, on one of the slowest, as in a chain, to fill waits."""
     if not may_have_slack(problem, draft):
         return
     last, slack = len(draft.groups) - 1, draft.slack
@@ -325,13 +327,17 @@ def other_slack(problem: Problem, draft: Draft, slow: list[int]) -> Iterator[Dra
         for other in ((*everywhere[:-1], 0), *singles):
             if other != slack:
                 yield draft.with_stages(slack=other)
+    for other in (slack_of_chain(problem, draft.groups), *waits_filled(problem, draft)):
+        if other != slack:
+            yield draft.with_stages(slack=other)
 
 
 def with_slack(problem: Problem, drafts: Iterable[Draft]) -> Iterator[Draft]:
-    """The drafts with the most slack on all stages but the last."""
+    """The drafts with the most slack on all stages but the last, and with as much as fills waits."""
     for draft in drafts:
         if may_have_slack(problem, draft):
-            yield draft.with_stages(slack=(*[MAX_SLACK] * (len(draft.groups) - 1), 0))
+            most = (*[MAX_SLACK] * (len(draft.groups) - 1), 0)
+            yield from (draft.with_stages(slack=slack) for slack in (most, *waits_filled(problem, draft)))
 
 
 def may_have_slack(problem: Problem, draft: Draft) -> bool:
@@ -345,3 +351,55 @@ def _more(slack: int, change: int) -> int:
 
 def _with_entry(entries: tuple[int, ...], index: int, value: int) -> tuple[int, ...]:
     return (*entries[:index], value, *entries[index + 1 :])
+
+
+def slack_of_chain(problem: Problem, groups: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    """The slack with which every stage holds as many micro-batches as in a chain of the stages in topological order."""
+    pairs = list(flows(problem, stage_of_units(problem.num_units, groups)))
+    order = topological(pairs, len(groups))
+    wanted = [0] * len(groups)
+    for number, stage in enumerate(reversed(order), start=1):
+        wanted[stage] = number
+    return _slack_for(wanted, pairs, order, len(groups))
+
+
+FILLED: Final = (0.5, 0.75, 1.0)
+"""Shares of a stage's wait for its first gradient that forwards are to fill; by 1F1B's rule it is about a third."""
+
+
+def waits_filled(problem: Problem, draft: Draft) -> Iterator[tuple[int, ...]]:
+    """Slack with which forwards fill a share of the time in which a stage waits for its first gradient.
+
+    Stages that get lighter towards the sink are busy all the time only if those in front have so many forwards.
+    """
+    pairs = list(flows(problem, stage_of_units(problem.num_units, draft.groups)))
+    order = topological(pairs, len(draft.groups))
+    forward, behind = _forwards_and_waits(problem, draft, pairs, order)
+    for share in FILLED:
+        wanted = [1 + int(share * wait / each) if each else 1 for each, wait in zip(forward, behind, strict=True)]
+        yield _slack_for(wanted, pairs, order, -(-problem.batch_size // draft.size))
+
+
+def _forwards_and_waits(
+    problem: Problem, draft: Draft, pairs: Sequence[tuple[int, int]], order: Sequence[int]
+) -> tuple[list[float], list[float]]:
+    """Seconds of a forward of every stage, and of a micro-batch's way through the stages behind it."""
+    forward, total, behind = ([0.0] * len(draft.groups) for _ in range(3))
+    for stage, (group, replicas) in enumerate(zip(draft.groups, draft.replicas, strict=True)):
+        table, units = problem.seconds(-(-draft.size // replicas)), list(group)
+        forward[stage], total[stage] = float(table.forward[units].sum()), float(table.total[units].sum())
+    for stage in reversed(order):
+        behind[stage] = max((total[dst] + behind[dst] for src, dst in pairs if src == stage), default=0.0)
+    return forward, behind
+
+
+def _slack_for(
+    wanted: Sequence[int], pairs: Sequence[tuple[int, int]], order: Sequence[int], number: int
+) -> tuple[int, ...]:
+    """The slack with which stages have at least the wanted micro-batches in flight, but not more than all."""
+    held, slack = dict[int, int](), [0] * len(wanted)
+    for stage in reversed(order):
+        least = max((held[dst] + 1 for src, dst in pairs if src == stage), default=1)
+        slack[stage] = max(0, min(wanted[stage], number) - least) if least > 1 else 0
+        held[stage] = least + slack[stage]
+    return tuple(slack)

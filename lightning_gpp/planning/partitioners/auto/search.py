@@ -25,6 +25,7 @@ from random import Random
 from lightning_gpp.planning.partitioners.auto.coarse import coarse
 from lightning_gpp.planning.partitioners.auto.moves import arranged, moves, spread, with_slack
 from lightning_gpp.planning.partitioners.auto.seeds import Cuts, orders, seeds, variants
+from lightning_gpp.planning.partitioners.auto.unequal import unequal
 from lightning_gpp.planning.partitioners.graphpipe import graphpipe
 from lightning_gpp.planning.problem.draft import Draft, complexity
 from lightning_gpp.planning.problem.evaluate import Evaluator
@@ -183,6 +184,7 @@ class Search:
 
     def _starts(self) -> list[Draft]:
         self._take(FIRST_SHARE, self._first_drafts())
+        self._take(FIRST_SHARE, self._unequal_drafts())
         if not self.done:
             self._take_graphpipe()
         best = nsmallest(NUM_SLACKENED, self.known, key=self.known.__getitem__)
@@ -212,6 +214,15 @@ class Search:
         yield from self._cut(variants(problem, found))
         if self.best is None:
             yield from self._cut(variants(problem, found, fitting=False))
+
+    def _unequal_drafts(self) -> Iterator[Draft]:
+        problem = self.problem
+        if problem.max_replicas == 1 or problem.num_devices > MAX_SLOTS:
+            return
+        for cuts in variants(problem, self._orders()):
+            if cuts.width == 1 and cuts.stages == min(problem.num_devices, problem.num_units):
+                number = -(-problem.batch_size // cuts.size)
+                yield from unequal(problem, cuts, partial(self._worth, number))
 
     def _orders(self) -> list[list[int]]:
         return orders(self.problem, self.problem.seconds(self.problem.sizes[len(self.problem.sizes) // 2]).total)

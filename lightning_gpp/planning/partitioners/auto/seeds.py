@@ -142,12 +142,12 @@ def _step_on_paper(problem: Problem, cuts: Cuts) -> float:
 
 def seeds(problem: Problem, cuts: Cuts, worth: Callable[[float], bool]) -> Iterator[Draft]:
     """The draft of a way to cut, if there is one and `worth` accepts the seconds of its slowest stage."""
-    limit, ends = _Table(problem, cuts).balanced()
+    limit, ends = Table(problem, cuts).balanced()
     if ends and worth(limit):
-        yield _draft(problem, cuts, ends)
+        yield draft_of(problem, cuts, ends, [cuts.width] * len(ends))
 
 
-class _Table:
+class Table:
     """Prefix sums of seconds along the reversed order, and where stages end."""
 
     def __init__(self, problem: Problem, cuts: Cuts) -> None:
@@ -179,12 +179,12 @@ class _Table:
         """The ends of stages of at most these seconds, which leave a unit for every stage that follows."""
         ends, most = [0], len(self.reverse) - self.cuts.stages
         for stage in range(self.cuts.stages):
-            ends.append(min(int(self._allowed(limit, stage)[ends[-1]]), most + stage + 1))
+            ends.append(min(int(self.allowed(limit, stage)[ends[-1]]), most + stage + 1))
             if ends[-1] == ends[-2]:
                 return []
         return ends[1:] if ends[-1] == len(self.reverse) else []
 
-    def _allowed(self, limit: float, num_following: int) -> Positions:
+    def allowed(self, limit: float, num_following: int) -> Positions:
         """For every position, where a stage that begins there must end, with this many stages behind it."""
         ends = np.searchsorted(self.seconds, self.seconds + limit * (1 + 1e-9), side="right") - 1
         if self.cuts.fitting:
@@ -225,12 +225,12 @@ def _borders(problem: Problem, reverse: Positions) -> Positions:
     return borders
 
 
-def _draft(problem: Problem, cuts: Cuts, ends: list[int]) -> Draft:
-    """The draft of these stages, with that of the user's step last even if the order ends with another sink."""
+def draft_of(problem: Problem, cuts: Cuts, ends: list[int], replicas: list[int]) -> Draft:
+    """The draft of these stages (from the sink); that of the user's step is last even if the order ends otherwise."""
     reverse, step = list(reversed(cuts.order)), problem.num_units - 1
     groups = [tuple(sorted(reverse[start:stop])) for start, stop in zip([0, *ends], ends, strict=False)][::-1]
-    groups.sort(key=lambda group: step in group)
-    stages = zip(groups, side_by_side([cuts.width] * len(groups)), strict=True)
+    parts = sorted(zip(groups, reversed(replicas), strict=True), key=lambda part: step in part[0])
+    stages = zip([units for units, _ in parts], side_by_side([count for _, count in parts]), strict=True)
     return Draft(
         stages=tuple(DraftStage(units=units, devices=where, micro_batch_size=cuts.size) for units, where in stages),
         schedule=cuts.schedule,
