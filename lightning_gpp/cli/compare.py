@@ -10,7 +10,7 @@ from omegaconf import DictConfig, ListConfig
 
 from lightning_gpp.cli.task import Task, predict, task_of
 from lightning_gpp.errors import ConfigError, GPPError, PlanError
-from lightning_gpp.planning import Prediction, partitioner_names
+from lightning_gpp.planning import partitioner_names
 from lightning_gpp.planning.assignment.layout import layout_mismatch
 from lightning_gpp.reports import Compared, comparison_table, terminal_width
 from lightning_gpp.schedules import schedule_names
@@ -38,8 +38,6 @@ def compare(config: DictConfig) -> None:
     try:
         for name in names:
             rows.append((name, _outcome(task, what, name)))
-            if _interrupted(rows[-1][1]):
-                raise KeyboardInterrupt
     finally:
         if rows:
             print(comparison_table(what, rows, terminal_width()))
@@ -86,8 +84,3 @@ def _outcome(task: Task, what: str, name: str) -> Compared:
         return str(error)
     reason = layout_mismatch(prediction.plan, name) if what == "schedule" else ""
     return replace(prediction, note=reason)
-
-
-def _interrupted(outcome: Compared) -> bool:
-    """True for a search that kept its best plan when the user pressed Ctrl-C."""
-    return isinstance(outcome, Prediction) and outcome.search is not None and outcome.search.interrupted

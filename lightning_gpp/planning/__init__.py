@@ -11,7 +11,6 @@ from lightning_gpp.planning.partitioners.auto import search as _auto  # noqa: F4
 from lightning_gpp.planning.problem.draft import Draft, DraftStage
 from lightning_gpp.planning.problem.evaluate import Evaluation, Evaluator
 from lightning_gpp.planning.problem.partitioner import (
-    Alternative,
     Answer,
     SearchControl,
     partitioner_names,
@@ -23,7 +22,6 @@ from lightning_gpp.planning.request import Request
 from lightning_gpp.planning.search import best_order, best_plan
 
 __all__ = [
-    "Alternative",
     "Answer",
     "Draft",
     "DraftStage",

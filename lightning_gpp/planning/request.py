@@ -28,7 +28,6 @@ from lightning_gpp.graph import OperatorGraph
 from lightning_gpp.option import option
 from lightning_gpp.planning.assignment.complete import resolve_size
 from lightning_gpp.planning.assignment.slices import Slicing
-from lightning_gpp.planning.problem.partitioner import Progress
 from lightning_gpp.planning.problem.problem import Problem, operator_seconds
 from lightning_gpp.planning.problem.units import find_units
 from lightning_gpp.schedules.registry import method_of
@@ -111,7 +110,6 @@ class Request(SearchOptions):
         slack: whether stages may have more micro-batches in flight than 1F1B's rule.
         every_device: whether the schedule's layout needs a stage on every device.
         seconds: time limit of all searches together, for partitioners that can stop at any time; see `SearchControl`.
-        progress: called during the search.
     """
 
     cluster: Cluster
@@ -131,7 +129,6 @@ class Request(SearchOptions):
     slack: bool = True
     every_device: bool = False
     seconds: float = 40.0
-    progress: Progress | None = None
 
     def __post_init__(self) -> None:
         if self.batch_size < 1:
@@ -248,11 +245,6 @@ class Candidate:
         """True if the draft has one device per stage and has to be laid out."""
         return has_own_layout(self.request, self.schedule)
 
-    @property
-    def is_searched(self) -> bool:
-        """True if the partitioner sees the schedule and the layout that will run, so that its bounds hold."""
-        return self.schedule in SEARCHED and not self.has_own_layout
-
     def question(self) -> Request:
         """The request for one pipeline that a partitioner gets; candidates with the same question share a search.
 
@@ -274,7 +266,6 @@ class Candidate:
             stages_per_device=None,
             sharding="none" if own_layout and request.sharding == "fsdp" else request.sharding,
             chained=False,
-            progress=None,
         )
 
     def _cluster(self) -> Cluster:

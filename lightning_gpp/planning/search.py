@@ -28,10 +28,10 @@ from lightning_gpp.planning.assignment.complete import completed, with_batch_siz
 from lightning_gpp.planning.assignment.layout import lay_out
 from lightning_gpp.planning.problem.draft import Draft, realise
 from lightning_gpp.planning.problem.evaluate import Evaluator
-from lightning_gpp.planning.problem.partitioner import Alternative, Answer, SearchControl, checked, partitioner_of
+from lightning_gpp.planning.problem.partitioner import Answer, SearchControl, checked, partitioner_of
 from lightning_gpp.planning.problem.prediction import Prediction, Trial, best_trial, predicted
 from lightning_gpp.planning.problem.problem import Problem, busy_bound
-from lightning_gpp.planning.request import STANDARD, Candidate, Request, candidates, num_stages_per_device
+from lightning_gpp.planning.request import Candidate, Request, candidates, num_stages_per_device
 
 ESTIMATES_SHARE: Final = 0.6
 """The share of a partitioner's search; the rest is for the programs of its best drafts."""
@@ -73,7 +73,7 @@ class PlanSearch:
     def __init__(self, partitioner: str, graph: OperatorGraph, request: Request) -> None:
         self.name, self.partitioner = partitioner, partitioner_of(partitioner)
         self.graph, self.request, self.costs = graph, request, request.operator_costs(graph)
-        self._control = SearchControl(seconds=request.seconds, progress=request.progress)
+        self._control = SearchControl(seconds=request.seconds)
         self._outcomes, self._failures, self._seconds = list[_Outcome](), list[GPPError | _Answered](), 0.0
 
     def best(self) -> Prediction:
@@ -82,8 +82,6 @@ class PlanSearch:
         for question, group in questions.items():
             with self._noted():
                 self._ask(question, group, self._control.part(1 / len(questions)))
-            if any(outcome.answer.interrupted for outcome in self._outcomes):
-                break
         if not self._outcomes:
             raise self._explanation(self._failures[0])
         return self._prediction(min(self._outcomes, key=lambda outcome: outcome.prediction.rank))
@@ -157,23 +155,20 @@ class PlanSearch:
     # -- the outcome --------------------------------------------------------------------------------------------------
 
     def _prediction(self, best: _Outcome) -> Prediction:
-        """The prediction of the best outcome, with its lower bound, the plans that lost, and the effort."""
+        """The prediction of the best outcome, with its lower bound and the effort."""
         answer, remark = best.answer, device_remark(best.prediction, self.request)
         plan = best.prediction.plan
         return replace(
             best.prediction,
             plan=replace(plan, notes={**plan.notes, REMARK: remark}) if remark else plan,
             lower_bound=self._lower_bound(),
-            alternatives=(*_lost(self._outcomes, best), *_alternatives(best)),
             search=replace(
                 answer,
                 draft=best.trial.draft,
                 objective=answer.objective / best.problem.num_slices,
-                objective_name=_objective_name(best),
                 notes=(*answer.notes, *filter(None, [remark])),
                 alternatives=(),
                 neighbours=None,
-                interrupted=any(outcome.answer.interrupted for outcome in self._outcomes),
                 seconds=self._seconds,
             ),
         )
@@ -222,35 +217,6 @@ def _layout_hint(outcome: _Answered) -> str:
         f"needs {outcome.problem.num_devices} stages. Choose fewer (strategy.stages_per_device), or fewer devices. "
         "With that many stages there is no plan: "
     )
-
-
-def _objective_name(outcome: _Outcome) -> str:
-    name = outcome.answer.objective_name
-    return name if outcome.candidate.is_searched else f"{name} of the stages as {STANDARD}"
-
-
-def _alternatives(outcome: _Outcome) -> Iterator[Alternative]:
-    """The other drafts of the search, if they are for the same devices and samples as the plan."""
-    if not outcome.candidate.has_own_layout:
-        scale = outcome.problem.num_slices
-        yield from (replace(entry, seconds=entry.seconds / scale) for entry in outcome.trial.alternatives)
-
-
-def _lost(outcomes: Sequence[_Outcome], best: _Outcome) -> Iterator[Alternative]:
-    """The best plan of every other schedule, and those of the same schedule with other numbers of pipelines."""
-    ranked = sorted(outcomes, key=lambda outcome: outcome.prediction.rank)
-    first = {outcome.candidate.schedule: outcome for outcome in reversed(ranked)}
-    for outcome in ranked:
-        schedule = outcome.candidate.schedule
-        if outcome is not best and (schedule == best.candidate.schedule or outcome is first[schedule]):
-            draft = replace(outcome.trial.draft, schedule=schedule)
-            yield Alternative(draft=draft, seconds=outcome.prediction.seconds, reason=_reason(outcome, best))
-
-
-def _reason(outcome: _Outcome, best: _Outcome) -> str:
-    same = outcome.candidate.schedule == best.candidate.schedule
-    what = f"with strategy.num_pipelines={outcome.prediction.num_pipelines}" if same else ""
-    return ", ".join(filter(None, (what, "needs more memory" * (not outcome.prediction.fits))))
 
 
 def best_order(plan: Plan, graph: OperatorGraph, request: Request, num_pipelines: int = 1) -> Prediction:

@@ -3,7 +3,7 @@
 from lightning_gpp.reports.graph import graph_svg, graph_text
 from lightning_gpp.reports.report import period_text, prediction_text, search_text
 from lightning_gpp.reports.tables import Compared, comparison_table, comparison_text, devices_text, plan_table
-from lightning_gpp.reports.terminal import search_progress, terminal_width
+from lightning_gpp.reports.terminal import terminal_width
 from lightning_gpp.reports.timeline import timeline_svg, timeline_text
 
 __all__ = [
@@ -16,7 +16,6 @@ __all__ = [
     "period_text",
     "plan_table",
     "prediction_text",
-    "search_progress",
     "search_text",
     "terminal_width",
     "timeline_svg",

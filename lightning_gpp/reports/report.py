@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from html import escape
 from importlib.resources import files
 from string import Template
-from typing import Final
 
 from lightning_gpp.plan import Plan
 from lightning_gpp.planning import Prediction
@@ -17,12 +16,6 @@ from lightning_gpp.reports.terminal import wrapped
 from lightning_gpp.reports.timeline import WIDTH, timeline_svg, timeline_text
 from lightning_gpp.reports.units import distance, duration, percent, rate, size
 from lightning_gpp.simulation import Period, Timeline
-
-LEGEND: Final = (
-    "u: units of a stage, x: its devices, r: recomputed, r3: 3 blocks of it, o: offloaded, "
-    "+: slack, b: micro-batch size"
-)
-"""The letters in the descriptions of runners-up."""
 
 
 def prediction_text(prediction: Prediction, width: int | None = None) -> str:
@@ -53,7 +46,7 @@ def _figures(prediction: Prediction, width: int | None) -> list[str]:
 
 
 def search_text(prediction: Prediction, width: int | None = None) -> str:
-    """Step time or period, throughput, effort of the search, lower bound and runners-up; empty without a search.
+    """Step time or period, throughput, effort of the search and lower bound; empty without a search.
 
     Args:
         prediction: the plan and its search.
@@ -66,11 +59,9 @@ def search_text(prediction: Prediction, width: int | None = None) -> str:
     lines = (
         f"{kind}: {duration(prediction.seconds)} simulated, {rate(prediction.samples_per_second)} samples/s, "
         f"idle {percent(prediction.idle)}",
-        f"partitioner {prediction.plan.notes.get('partitioner')}: objective {search.objective:.4g} "
-        f"({search.objective_name}), {search.states} states in {duration(search.seconds)}",
+        f"partitioner {prediction.plan.notes.get('partitioner')}: {search.states} states in {duration(search.seconds)}",
         _bound(prediction, kind),
         *search.notes,
-        _alternatives(prediction),
     )
     text = "\n".join(filter(None, lines))
     return text if width is None else "\n".join(wrapped(line, width) for line in text.splitlines())
@@ -84,17 +75,6 @@ def _bound(prediction: Prediction, kind: str) -> str:
         f"lower bound, with all devices busy all the time: {bound}; this {kind} is at most {gap} longer than the best "
         "possible one"
     )
-
-
-def _alternatives(prediction: Prediction) -> str:
-    """The plans that were not chosen, best first, with the reasons; empty if the partitioner names none."""
-    if not prediction.alternatives:
-        return ""
-    lines = [
-        f"  {number}. {duration(entry.seconds)}, {entry.draft}{f': {entry.reason}' if entry.reason else ''}"
-        for number, entry in enumerate(sorted(prediction.alternatives, key=lambda entry: entry.seconds), start=1)
-    ]
-    return "\n".join([f"runners-up, as estimated ({LEGEND})", *lines])
 
 
 def period_text(plan: Plan, period: Period) -> str:

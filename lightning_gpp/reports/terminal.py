@@ -1,21 +1,16 @@
-"""Lines, tables and a progress bar that fit the terminal."""
+"""Lines and tables that fit the terminal."""
 
 from __future__ import annotations
 
 import io
 import shutil
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from math import isfinite
+from collections.abc import Sequence
 from typing import Final
 
 from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
-
-from lightning_gpp.reports.units import duration
 
 PIPE: Final = 100
 """Characters of a line if there is no terminal, and COLUMNS is not set."""
@@ -60,28 +55,3 @@ def markdown(header: Sequence[str], rows: Sequence[Sequence[str]], width: int | 
     with plain.capture() as capture:
         plain.print(table)
     return "\n".join(line.rstrip() for line in capture.get().splitlines() if line.strip())
-
-
-@contextmanager
-def search_progress(console: Console | None = None) -> Iterator[Callable[[float, float, float], None] | None]:
-    """The `progress` argument of a search: moves a bar in the terminal; None without one."""
-    console = console or Console(stderr=True)
-    if not console.is_terminal:
-        yield None
-        return
-    columns = (TextColumn("Searching for a plan"), BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("", total=1.0)
-
-        def show(done: float, best: float, lower_bound: float) -> None:
-            bar.update(task, completed=min(1.0, done), description=_state(best, lower_bound))
-
-        yield show
-
-
-def _state(best: float, lower_bound: float) -> str:
-    """The best step time so far, and its lower bound (0: none), in seconds."""
-    if not isfinite(best):
-        return "no plan yet"
-    bound = f", at best {duration(lower_bound)}" if lower_bound else ""
-    return f"step {duration(best)}{bound}"

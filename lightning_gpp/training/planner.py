@@ -19,7 +19,6 @@ from lightning_gpp.planning.assignment.complete import check_blocks, completed, 
 from lightning_gpp.planning.assignment.layout import lay_out_by_hand
 from lightning_gpp.planning.assignment.manual import read
 from lightning_gpp.planning.assignment.slices import kept_together
-from lightning_gpp.planning.problem.partitioner import Progress
 from lightning_gpp.planning.request import SEARCHED, STANDARD, SearchOptions
 from lightning_gpp.schedules.registry import method_of
 from lightning_gpp.simulation import WeightCopies, no_copies
@@ -89,7 +88,6 @@ def plan_for(
     num_devices: int,
     known: Plan | None = None,
     machine: Callable[[], Machine] | None = None,
-    progress: Progress | None = None,
 ) -> Plan:
     """The plan of a run on `num_devices` devices per pipeline.
 
@@ -101,7 +99,6 @@ def plan_for(
         num_devices: number of devices of one pipeline.
         known: the plan of an earlier run.
         machine: the machine to plan for, whose first devices are used; by default the cluster in `options`.
-        progress: called during the search.
 
     Raises:
         ConfigError: micro-batches do not fit the mini-batch, or `recompute` names what does not exist.
@@ -115,7 +112,7 @@ def plan_for(
         machine = machine or partial(_default, options, num_devices)
         if captured.step != TRAINING:
             captured, options, machine = evaluated(captured, options, machine)
-        plan, _ = planned(captured, options, machine, num_devices, progress=progress)
+        plan, _ = planned(captured, options, machine, num_devices)
     else:
         plan = refitted(captured, known)
         check_step_device(plan)
@@ -148,7 +145,6 @@ def planned(
     num_devices: int,
     *,
     num_pipelines: int | None = 1,
-    progress: Progress | None = None,
 ) -> tuple[Plan, Prediction | None]:
     """A new plan, from a file, by hand, or by a partitioner, of which it has the prediction.
 
@@ -158,7 +154,6 @@ def planned(
         machine: returns the machine; called only if a partitioner or a schedule needs it.
         num_devices: number of devices of one pipeline, or of all if the number of pipelines is open.
         num_pipelines: pipeline replicas; None leaves their number to the partitioner.
-        progress: called during the search.
 
     Raises:
         ConfigError, PlanError: see `plan_for`.
@@ -169,7 +164,7 @@ def planned(
         plan = _by_hand(options.stages, captured, options)
     else:
         there = first(machine(), num_devices * (num_pipelines or 1))
-        request = request_of(captured, options, there, num_pipelines=num_pipelines, progress=progress)
+        request = request_of(captured, options, there, num_pipelines=num_pipelines)
         prediction = best_plan(options.partitioner, captured.graph, request)
         plan = prediction.plan.with_members(options.tensor_parallel_size)
         return plan, replace(prediction, plan=plan)
@@ -251,7 +246,6 @@ def request_of(
     machine: Machine,
     *,
     num_pipelines: int | None = 1,
-    progress: Progress | None = None,
 ) -> Request:
     """The request of the settings, for all devices of the machine."""
     copies = weight_copies_of(options.weights)
@@ -271,7 +265,6 @@ def request_of(
         weight_copies=copies if machine.footprint.training else streaming_copies(options),
         num_pipelines=num_pipelines,
         seconds=options.search_seconds,
-        progress=progress,
     )
 
 

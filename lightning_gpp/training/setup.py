@@ -33,7 +33,7 @@ from lightning_gpp.errors import (
 from lightning_gpp.plan import Plan
 from lightning_gpp.planning.search import REMARK
 from lightning_gpp.reports import plan_table, terminal_width
-from lightning_gpp.reports.terminal import search_progress, wrapped
+from lightning_gpp.reports.terminal import wrapped
 from lightning_gpp.runtime.transport import DistributedTransport, pairs_of
 from lightning_gpp.runtime.weights import WeightPolicy, Weights, make_policy
 from lightning_gpp.schedules.delayed import plan_on_one_device
@@ -215,13 +215,12 @@ def _plan_of_rank_0(job: Job, captured: Captured, batch: Any, machine: JobMachin
     outcome: Plan | GPPError | None = None
     if job.control.first:
         try:
-            with search_progress() as progress:
-                measured = partial(machine.measured, batch)
-                delayed = 0 if job.known else job.options.delayed_devices
-                devices = delayed or job.control.num_devices
-                subject = captured if isinstance(captured, Undivided) else part_of_member(captured, machine.look())
-                options = ordered_for(job.options, job.whole)
-                outcome = plan_for(subject, options, devices, job.known, measured, progress)
+            measured = partial(machine.measured, batch)
+            delayed = 0 if job.known else job.options.delayed_devices
+            devices = delayed or job.control.num_devices
+            subject = captured if isinstance(captured, Undivided) else part_of_member(captured, machine.look())
+            options = ordered_for(job.options, job.whole)
+            outcome = plan_for(subject, options, devices, job.known, measured)
             if job.options.costs == "measured" and job.known is None and not isinstance(captured, Undivided):
                 measured()  # of given stages, too: the predicted times are made of them
         except MicroBatchesError as error:

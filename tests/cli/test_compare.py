@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,8 +11,6 @@ from lightning_gpp.cli.compare import compare
 from lightning_gpp.cli.planning import show
 from lightning_gpp.errors import ConfigError
 from lightning_gpp.plan import Plan
-from lightning_gpp.planning import Answer, Problem, SearchControl
-from lightning_gpp.planning.problem import partitioner as partitioners
 from lightning_gpp.reports.units import duration
 from lightning_gpp.schedules import Schedule, schedule_names
 from lightning_gpp.schedules.registry import SCHEDULES, register_schedule
@@ -109,22 +105,3 @@ def test_ctrl_c_keeps_the_rows_so_far(capsys: pytest.CaptureFixture[str]) -> Non
     with pytest.raises(KeyboardInterrupt):
         compare(composed(*QUICK, STAGES, "schedules=[1f1b,stubborn,gpipe]", name="plan"))
     assert list(rows_of(capsys.readouterr().out)) == ["1f1b"]
-
-
-def test_ctrl_c_during_a_search_that_keeps_its_best_ends_the_comparison(capsys: pytest.CaptureFixture[str]) -> None:
-    once = iter([True])
-
-    @partitioners.register_partitioner("hurried")
-    def search(problem: Problem, control: SearchControl) -> Answer:
-        def press(*_: object) -> None:
-            if next(once, False):
-                signal.raise_signal(signal.SIGINT)
-
-        return partitioners.partitioner_of("auto")(problem, replace(control, progress=press))
-
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            compare(composed(*QUICK, "partitioners=[hurried,auto]", name="plan"))
-    finally:
-        del partitioners.PARTITIONERS.entries["hurried"]
-    assert list(rows_of(capsys.readouterr().out)) == ["hurried"]

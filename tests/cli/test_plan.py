@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -54,7 +53,7 @@ def test_what_it_writes_can_be_read(tmp_path: Path) -> None:
     assert "<h1>feature_towers on " in (tmp_path / "report.html").read_text()
 
 
-def test_the_planner_may_choose_the_schedule(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_planner_may_choose_the_schedule() -> None:
     """The fastest of all, also where the stages are given."""
     stages = "strategy.stages={mean_tower: 0, error_tower: 0, worst_tower: 0, trunk: 1}"
     config = composed("experiment=feature_towers", "trainer.devices=2", "strategy.schedule=auto", stages)
@@ -62,8 +61,6 @@ def test_the_planner_may_choose_the_schedule(capsys: pytest.CaptureFixture[str])
     plain = composed("experiment=feature_towers", "trainer.devices=2", stages)
     assert plan.schedule in schedule_names()
     assert timeline.makespan <= make_plan(plain)[1].makespan
-    show(composed("experiment=feature_towers", "strategy.schedule=auto"))
-    assert re.search(r"runners-up.*, gpipe$", capsys.readouterr().out, re.DOTALL | re.MULTILINE)
 
 
 def test_a_stage_declared_with_two_replicas() -> None:

@@ -41,7 +41,7 @@ def test_a_module_that_no_device_can_hold() -> None:
 def test_another_partitioner_that_finds_one() -> None:
     @register_partitioner("finds nothing")
     def finds_nothing(problem: Problem, control: SearchControl) -> Answer:
-        return Answer(draft=None, objective_name="nothing", states=0, notes=("It never looked.",))
+        return Answer(draft=None, states=0, notes=("It never looked.",))
 
     with pytest.raises(PlanError, match=r"'finds nothing' found no plan. It never looked. .*strategy.partitioner=auto"):
         best_plan("finds nothing", graphs.chain(4), request(1e9))

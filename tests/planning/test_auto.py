@@ -81,24 +81,6 @@ def test_plans_compile_and_take_what_was_promised(family: Callable[[], OperatorG
     assert prediction.seconds == pytest.approx(answer.objective, rel=0.2)
 
 
-def test_an_interrupt_keeps_the_best_plan() -> None:
-    problem = _problem(graphs.two_towers(), micro_batch_size=2)
-    seen: list[float] = []
-
-    def stop(done: float, best: float, bound: float) -> None:
-        assert 0 <= done <= 1
-        assert 0 < bound <= best
-        seen.append(best)
-        if len(seen) == 3:
-            raise KeyboardInterrupt
-
-    answer = auto(problem, SearchControl(seconds=SECONDS, progress=stop))
-    assert answer.notes == ("The search was interrupted; this is the best plan so far.",)
-    assert answer.objective == min(seen) == Evaluator(problem)(_draft(answer)).seconds
-    _assert_valid(problem, _draft(answer))
-    assert auto(problem, _control()).notes == ()
-
-
 def test_little_time_gives_a_plan() -> None:
     problem = _problem(graphs.encoder_decoder(), 4)
     _assert_valid(problem, _draft(auto(problem, SearchControl(seconds=0.05))))

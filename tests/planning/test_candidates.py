@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
 from lightning_gpp.cluster import Cluster, Device, Link
-from lightning_gpp.planning import Answer, Problem, Request, SearchControl, best_plan
-from lightning_gpp.planning.problem.partitioner import PARTITIONERS, partitioner_of
+from lightning_gpp.planning import Request, best_plan
 from tests.planning import graphs
 
 SLOW = Device(name="slow", memory_bytes=1e9, peak_flops={"float32": 1e10}, peak_bytes_per_second=1e11)
@@ -33,23 +30,3 @@ def test_the_fastest_number_is_chosen() -> None:
     alone = best_plan("auto", graphs.chain(4), request(4, num_pipelines=1))
     assert prediction.seconds <= alone.seconds
     assert prediction.gap is not None
-    assert any("num_pipelines=" in entry.reason for entry in prediction.alternatives)
-
-
-def test_an_interrupted_search_is_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[int] = []
-
-    def interrupted(problem: Problem, control: SearchControl) -> Answer:
-        calls.append(problem.num_devices)
-
-        def progress(done: float, best: float, bound: float) -> None:
-            if best < float("inf"):
-                raise KeyboardInterrupt
-
-        return partitioner_of("auto")(problem, SearchControl(seconds=control.seconds, progress=progress))
-
-    monkeypatch.setitem(PARTITIONERS.entries, "interrupted", interrupted)
-    prediction = best_plan("interrupted", graphs.chain(4), request(4))
-    assert calls == [4]
-    assert prediction.num_pipelines == 1
-    assert "interrupted" in prediction.search.notes[0]

@@ -64,4 +64,4 @@ def test_simpler_plans_stay_within_the_limit(simplicity: float, fast: Problem, f
     assert complexity(fast, simple.draft) <= complexity(fast, fastest.draft)
     if simplicity == 0.5:
         assert complexity(fast, simple.draft) < complexity(fast, fastest.draft)
-        assert simple.alternatives[0].draft == fastest.draft
+        assert simple.alternatives[0] == fastest.draft

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from benchmarks.planners.common import simulated
 from lightning_gpp.cluster import Cluster, Link
-from lightning_gpp.planning import Alternative, Answer, Draft, DraftStage, Prediction, Problem, Request, SearchControl
+from lightning_gpp.planning import Answer, Draft, DraftStage, Prediction, Problem, Request, SearchControl
 from lightning_gpp.planning.problem.prediction import best_trial
 from tests.planning import graphs
 from tests.planning.drafts import DEVICE
@@ -34,7 +34,7 @@ def neighbours(draft: Draft) -> Iterator[Draft]:
 
 
 def answer(**settings: object) -> Answer:
-    return Answer(draft=cut(1), objective_name="seconds", states=1, **settings)  # type: ignore[arg-type]
+    return Answer(draft=cut(1), states=1, **settings)  # type: ignore[arg-type]
 
 
 def test_neighbours_improve_a_draft_until_none_is_faster() -> None:
@@ -45,7 +45,6 @@ def test_neighbours_improve_a_draft_until_none_is_faster() -> None:
     assert len(trial.draft.stages[0].units) == 2
     assert trial.draft.stages[0].slack > 0
     assert all(simulated(problem, other).seconds >= trial.prediction.seconds for other in neighbours(trial.draft))
-    assert trial.alternatives[0].draft == cut(1)
 
 
 def test_only_the_best_draft_is_tried_if_the_search_is_over() -> None:
@@ -55,6 +54,5 @@ def test_only_the_best_draft_is_tried_if_the_search_is_over() -> None:
         tried.append(draft)
         return simulated(problem, draft)
 
-    others = (Alternative(draft=cut(2), seconds=1.0, reason=""),)
-    best_trial(problem, answer(alternatives=others, neighbours=neighbours), predict, SearchControl(seconds=0.0))
+    best_trial(problem, answer(alternatives=(cut(2),), neighbours=neighbours), predict, SearchControl(seconds=0.0))
     assert tried == [cut(1)]

@@ -17,17 +17,15 @@ import numpy as np
 
 from lightning_gpp.planning.problem.draft import Draft, DraftStage, unreplicated
 from lightning_gpp.planning.problem.evaluate import Evaluator
-from lightning_gpp.planning.problem.partitioner import Alternative, Answer
+from lightning_gpp.planning.problem.partitioner import Answer
 from lightning_gpp.planning.problem.problem import Array, Problem
-
-OBJECTIVE = "seconds per sample of the slowest stage"
 
 NUM_ALTERNATIVES = 5
 
 
 @dataclass(frozen=True, slots=True)
 class ChainCandidate:
-    """A draft, and the value of the search's objective for it."""
+    """A draft, and the value of the search's objective for it: seconds per sample of the slowest stage."""
 
     objective: float
     draft: Draft
@@ -74,14 +72,11 @@ def choose(problem: Problem, candidates: Sequence[ChainCandidate], states: int) 
         if judged and judged[0][0].seconds < inf:
             lack = judged[0][0].excess_bytes / 2**30
             reason = f"The most frugal plan found does not fit: a device lacks {lack:.2f} GiB of memory."
-        return Answer(draft=None, objective_name=OBJECTIVE, states=states, notes=(reason,))
+        return Answer(draft=None, states=states, notes=(reason,))
     (_, chosen), *others = [(found, candidate) for found, candidate in judged if found.fits]
     return Answer(
         draft=chosen.draft,
         objective=chosen.objective,
-        objective_name=OBJECTIVE,
         states=states,
-        alternatives=tuple(
-            Alternative(draft=candidate.draft, seconds=found.seconds) for found, candidate in others[:NUM_ALTERNATIVES]
-        ),
+        alternatives=tuple(candidate.draft for _, candidate in others[:NUM_ALTERNATIVES]),
     )

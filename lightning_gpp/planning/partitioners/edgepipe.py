@@ -55,7 +55,7 @@ def edgepipe(problem: Problem, control: SearchControl) -> Answer:
         if control.expired:
             notes = (f"Not all plans were tried in strategy.search_seconds={control.seconds:g} seconds.",)
             break
-    return Answer(draft=best, objective=period, objective_name="seconds of a period", states=states, notes=notes)
+    return Answer(draft=best, objective=period, states=states, notes=notes)
 
 
 def device_classes(problem: Problem) -> list[list[int]]:

@@ -56,19 +56,18 @@ Placed = list[tuple[int, int, tuple[int, ...]]]
 def pipedream(problem: Problem, control: SearchControl) -> Answer:
     """The chain of stages whose slowest stage is the fastest. States are the values that were compared."""
     levels = levels_of(problem)
-    answer = _answer(problem, control, levels)
+    answer = _answer(problem, levels)
     if answer.draft is None and len(levels) > 1:
-        return _answer(problem, control, _one_level(problem))
+        return _answer(problem, _one_level(problem))
     return answer
 
 
-def _answer(problem: Problem, control: SearchControl, levels: Sequence[Level]) -> Answer:
+def _answer(problem: Problem, levels: Sequence[Level]) -> Answer:
     candidates, states = list[ChainCandidate](), 0
-    for number, size in enumerate(problem.sizes, start=1):
+    for size in problem.sizes:
         tables = solve(problem, size, levels)
         states += sum(table.states for table in tables)
         candidates += _candidates(problem, size, tables)
-        control.report(number / len(problem.sizes), np.inf)
     return choose(problem, candidates, states)
 
 

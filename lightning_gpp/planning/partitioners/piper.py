@@ -33,7 +33,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_gpp.planning.partitioners.chains import (
-    OBJECTIVE,
     ChainCandidate,
     chained,
     choose,
@@ -59,14 +58,12 @@ def piper(problem: Problem, control: SearchControl) -> Answer:
             f"The graph of {problem.num_units} units has more than {MAX_DOWNSETS:,} downsets, the most that Piper's "
             "dynamic program takes. Models with fewer branches have fewer of them."
         )
-        return Answer(draft=None, objective_name=OBJECTIVE, states=len(found), notes=(reason,))
+        return Answer(draft=None, states=len(found), notes=(reason,))
     members = members_of(found, problem.num_units)
     costs = [ChainCosts(problem, size, members) for size in problem.sizes]
     filled = DownsetSearch(members, Border(problem.units.values, members), costs, problem.num_devices)
     for index in range(1, len(members)):
         filled.fill(index)
-        if index % 100 == 0:
-            control.report(index / len(members), np.inf)
     return choose(problem, list(_candidates(problem, filled)), filled.states)
 
 

@@ -16,7 +16,6 @@ from lightning_gpp.plan import STEP, Plan, Stage, topological
 from lightning_gpp.planning.assignment.assign import compress, make_plan
 from lightning_gpp.planning.assignment.modules import stage_names
 from lightning_gpp.planning.problem.problem import Problem
-from lightning_gpp.wording import counted
 
 Recompute: TypeAlias = bool | tuple[str, ...]
 """See `plan.Stage.recompute`."""
@@ -91,20 +90,6 @@ class Draft:
         """The draft with its measures for the memory left open."""
         stages = tuple(replace(stage, recompute=None, offload=False) for stage in self.stages)
         return replace(self, stages=stages, sharding=None)
-
-    def __str__(self) -> str:
-        stages = [f"{len(stage.units)}u x{len(stage.devices)}{_measures(stage)}" for stage in self.stages]
-        sizes = sorted({stage.micro_batch_size for stage in self.stages})
-        notes = ", a chain" * self.chained
-        notes += f", {self.sharding}" if self.sharding not in (None, "none") else ""
-        number = counted(len(stages), "stage")
-        return f"{number} ({', '.join(stages)}), b={'/'.join(map(str, sizes))}, {self.schedule}{notes}"
-
-
-def _measures(stage: DraftStage) -> str:
-    """r: recomputes, with the number of blocks if it is not the whole stage; o: offloads; +1: slack."""
-    blocks = len(stage.recompute) if isinstance(stage.recompute, tuple) else ""
-    return f"{f'r{blocks}' * bool(stage.recompute)}{'o' * stage.offload}{f'+{stage.slack}' * (stage.slack > 0)}"
 
 
 @dataclass(frozen=True, slots=True)

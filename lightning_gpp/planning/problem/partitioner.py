@@ -13,18 +13,6 @@ from lightning_gpp.planning.problem.draft import Draft
 from lightning_gpp.planning.problem.problem import Problem
 from lightning_gpp.registry import Registry
 
-Progress = Callable[[float, float, float], None]
-"""Called from time to time with the completed fraction of the search, the best step time so far and its lower bound."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Alternative:
-    """A draft that was not chosen, its step time, and in words what else is to be said of it."""
-
-    draft: Draft
-    seconds: float
-    reason: str = ""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
@@ -33,7 +21,6 @@ class Answer:
     Args:
         draft: the best draft; None if none fits, with the reason in `notes`.
         objective: the value that the search minimised.
-        objective_name: its meaning and unit.
         states: partial or complete solutions visited.
         alternatives: drafts that lost, best first.
         tolerance: share of the time by which a simpler draft may be slower than the fastest of all of these.
@@ -41,20 +28,17 @@ class Answer:
         neighbours: the drafts one change away from a draft, the most promising first, with which it may be improved by
             its program; None if the partitioner's draft is to stay as it is.
         notes: remarks for the user, one sentence each.
-        interrupted: the user ended the search; no other search is started.
         seconds: of all searches for a request, once they are over.
     """
 
     draft: Draft | None
     objective: float = inf
-    objective_name: str
     states: int
-    alternatives: tuple[Alternative, ...] = ()
+    alternatives: tuple[Draft, ...] = ()
     tolerance: float = 0.0
     bound: float = 0.0
     neighbours: Callable[[Draft], Iterator[Draft]] | None = field(default=None, compare=False, repr=False)
     notes: tuple[str, ...] = ()
-    interrupted: bool = False
     seconds: float = 0.0
 
 
@@ -64,19 +48,17 @@ EVALUATIONS_PER_SECOND: Final = 1_000
 
 @dataclass(slots=True, kw_only=True)
 class SearchControl:
-    """The limits of a search, and its report of progress.
+    """The limits of a search.
 
     A search ends after a number of evaluations, so that its answer depends neither on the speed nor on the load of the
     machine. Only if that takes longer than `seconds`, it ends earlier.
 
     Args:
         seconds: time after which an anytime search stops; it allows `EVALUATIONS_PER_SECOND` in each of them.
-        progress: called during the search, if given.
         whole: the search that this one is a part of.
     """
 
     seconds: float = 40.0
-    progress: Progress | None = None
     whole: SearchControl | None = None
     began: float = field(default_factory=lambda: time.perf_counter())
     counted: float = 0.0
@@ -95,14 +77,6 @@ class SearchControl:
         over = self.elapsed >= self.seconds or self.counted >= self.evaluations
         return over or (self.whole is not None and self.whole.expired)
 
-    @property
-    def done(self) -> float:
-        """The share of the whole search that is over."""
-        if self.whole is not None:
-            return self.whole.done
-        shares = (self.elapsed, self.seconds), (self.counted, self.evaluations)
-        return min(1.0, max(part / most if most else 1.0 for part, most in shares))
-
     def count(self, evaluations: float = 1.0) -> None:
         """Count evaluated drafts, here and in the whole search."""
         self.counted += evaluations
@@ -111,11 +85,7 @@ class SearchControl:
 
     def part(self, share: float) -> SearchControl:
         """The limits of a part of the search: a share of all, as far as that is left."""
-        return SearchControl(seconds=share * self.seconds, progress=self.progress, whole=self)
-
-    def report(self, done: float, best: float, lower_bound: float = 0.0) -> None:
-        if self.progress is not None:
-            self.progress(done, best, lower_bound)
+        return SearchControl(seconds=share * self.seconds, whole=self)
 
 
 Partitioner = Callable[[Problem, SearchControl], Answer]

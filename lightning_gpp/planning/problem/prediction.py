@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from heapq import nsmallest
 from math import inf
 from typing import Final
 
@@ -20,7 +19,7 @@ from lightning_gpp.graph import OperatorGraph
 from lightning_gpp.plan import Plan
 from lightning_gpp.planning.assignment.estimate import estimate, timed
 from lightning_gpp.planning.problem.draft import Draft, complexity, unreplicated
-from lightning_gpp.planning.problem.partitioner import Alternative, Answer, SearchControl
+from lightning_gpp.planning.problem.partitioner import Answer, SearchControl
 from lightning_gpp.planning.problem.problem import Problem
 from lightning_gpp.schedules import compile_program, in_flight
 from lightning_gpp.simulation import (
@@ -43,7 +42,6 @@ class Prediction:
         timeline: simulated mini-batch of one pipeline, with the collectives of all pipelines.
         memory_bytes: memory limit of every device of the pipeline; empty if unknown.
         lower_bound: seconds that no plan can go below; 0 if none are known.
-        alternatives: runners-up of the search.
         search: the answer with the plan's draft; None if the user gave the stages.
         note: a remark to show below tables.
         period: the steady state of a pipeline that does not flush; None if it flushes.
@@ -54,7 +52,6 @@ class Prediction:
     timeline: Timeline
     memory_bytes: tuple[float, ...] = ()
     lower_bound: float = 0.0
-    alternatives: tuple[Alternative, ...] = ()
     search: Answer | None = None
     note: str = ""
     period: Period | None = None
@@ -140,11 +137,10 @@ STEPS_UNTIL_STEADY: Final = 10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """The best draft of a search, the prediction for its plan, and the drafts that lost."""
+    """The best draft of a search, and the prediction for its plan."""
 
     draft: Draft
     prediction: Prediction
-    alternatives: tuple[Alternative, ...] = ()
 
 
 def predicted(
@@ -221,8 +217,7 @@ def best_trial(
         raise trials.failures[0]
     trials.improve(control)
     draft, prediction = _chosen(problem, answer, list(trials.known.items()))
-    others = _others(answer, draft, trials.known)
-    return Trial(draft=draft, prediction=prediction, alternatives=others)
+    return Trial(draft=draft, prediction=prediction)
 
 
 @dataclass(slots=True)
@@ -247,11 +242,11 @@ class _Trials:
             self.failures.append(error)
 
     def add_runners_up(self, control: SearchControl) -> None:
-        """Simulate the best alternatives of the search, those with short estimates first."""
-        for entry in nsmallest(NUM_RUNNERS_UP, self.answer.alternatives, key=lambda entry: entry.seconds):
+        """Simulate the best alternatives of the search."""
+        for draft in self.answer.alternatives[:NUM_RUNNERS_UP]:
             if control.expired or self.enough:
                 return
-            self.add(entry.draft, control)
+            self.add(draft, control)
 
     def improve(self, control: SearchControl) -> None:
         """Add drafts that follow from the best ones by changes that shorten their programs, and those tried on the way.
@@ -299,14 +294,6 @@ def _chosen(problem: Problem, answer: Answer, predictions: Sequence[Tried]) -> T
     if not answer.tolerance:
         return min(near, key=lambda entry: entry[1].rank)
     return min(near, key=lambda entry: (complexity(problem, entry[0]), entry[1].rank))
-
-
-def _others(answer: Answer, chosen: Draft, predictions: Mapping[Draft, Prediction]) -> tuple[Alternative, ...]:
-    """The drafts that were not chosen. The search's favourite, if among them, is first, with its program's time."""
-    others = tuple(entry for entry in answer.alternatives if entry.draft != chosen)
-    if answer.draft is None or answer.draft == chosen or answer.draft not in predictions:
-        return others
-    return (Alternative(draft=answer.draft, seconds=predictions[answer.draft].seconds), *others)
 
 
 def _evaluations(problem: Problem, draft: Draft) -> float:

@@ -112,11 +112,6 @@ class Problem:
         return len(self.cluster.levels) < 2 and self.cluster.homogeneous and not self.cluster.links
 
     @property
-    def judged_by(self) -> str:
-        """The time by which drafts are judged, in words."""
-        return "period" if self.continuous else "step"
-
-    @property
     def num_units(self) -> int:
         return len(self.units.units)
 

@@ -1,10 +1,9 @@
 """The default partitioner: any DAG, any stages, replicas, micro-batch size and schedule, jointly.
 
 First drafts are contiguous cuts of two orders of the units (`seeds`), and the draft of GraphPipe's dynamic program.
-The best ones are improved by single changes (`moves`) as long as the step gets shorter. Then the best
-of all is perturbed and improved again, until the search is over, there was no improvement for long, or the step is as
-short as the lower bound (`bound`) allows. Every draft is judged by the simulated seconds of its whole step and by the
-memory of every device, with the cheapest measures that make it fit (`Evaluator.fitted`).
+The best ones are improved by single changes (`moves`) as long as the step gets shorter, until the search is over, or
+the step is as short as the lower bound (`bound`) allows. Every draft is judged by the simulated seconds of its whole
+step and by the memory of every device, with the cheapest measures that make it fit (`Evaluator.fitted`).
 
 Of those that are nearly as fast as the best, the simplest one is the answer (`Problem.simplicity`).
 
@@ -20,7 +19,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from heapq import nsmallest
 from math import inf
-from random import Random
 
 from lightning_gpp.planning.partitioners.auto.coarse import coarse
 from lightning_gpp.planning.partitioners.auto.moves import arranged, moves, spread, with_slack
@@ -29,15 +27,12 @@ from lightning_gpp.planning.partitioners.auto.unequal import unequal
 from lightning_gpp.planning.partitioners.graphpipe import graphpipe
 from lightning_gpp.planning.problem.draft import Draft, complexity
 from lightning_gpp.planning.problem.evaluate import Evaluator
-from lightning_gpp.planning.problem.partitioner import Alternative, Answer, SearchControl, register_partitioner
+from lightning_gpp.planning.problem.partitioner import Answer, SearchControl, register_partitioner
 from lightning_gpp.planning.problem.pipeline_clock import EXACT_ACTIONS
 from lightning_gpp.planning.problem.problem import Problem, busy_bound
 
 MIN_PIECES, PIECES_PER_SLOT, COARSE_SHARE = 192, 3, 0.7
 """Number of larger units for a first search, in total and per device, and its share of the time."""
-
-PATIENCE = 150
-"""The search ends after this many perturbations in a row without improvement."""
 
 FIRST_SHARE = 0.15
 """Share of the time for finding first drafts; as much again for slack in the best ones."""
@@ -60,8 +55,6 @@ MAX_MOVES = 500
 NUM_SLACKENED = 100
 """Number of first drafts that are judged with slack, too."""
 
-INTERRUPTED = "The search was interrupted; this is the best plan so far."
-
 NUM_ALTERNATIVES = 6
 """Number of kinds of drafts, the best one's included, of which the best is an alternative."""
 
@@ -75,15 +68,12 @@ _Kind = tuple[int, int, int]
 def auto(problem: Problem, control: SearchControl) -> Answer:
     """Find the shortest step in `control.seconds`; a good plan takes a fraction of that."""
     search = Search(problem, control, busy_bound(problem))
-    try:
-        search.run(_first_results(search))
-        search.simplify()
-        search.save()
-        if not search.found and not (problem.idle_devices or problem.every_device):
-            return auto(replace(problem, idle_devices=True), control)
-        return search.answer()
-    except KeyboardInterrupt:
-        return replace(search.answer(), notes=(INTERRUPTED,), interrupted=True)
+    search.run(_first_results(search))
+    search.simplify()
+    search.save()
+    if not search.found and not (problem.idle_devices or problem.every_device):
+        return auto(replace(problem, idle_devices=True), control)
+    return search.answer()
 
 
 def _first_results(search: Search) -> list[Draft]:
@@ -94,11 +84,9 @@ def _first_results(search: Search) -> list[Draft]:
         return []
     coarser = coarse(problem, num_pieces)
     first = Search(coarser.problem, control.part(COARSE_SHARE), search.bound)
-    try:
-        first.run()
-    finally:
-        search.kept = [coarser.refined(draft) for draft in first.kept]
-        search.take([*search.kept, *map(coarser.refined, first.leaders())])
+    first.run()
+    search.kept = [coarser.refined(draft) for draft in first.kept]
+    search.take([*search.kept, *map(coarser.refined, first.leaders())])
     return search.leaders()
 
 
@@ -147,16 +135,11 @@ class Search:
         return self.best is not None and self.rank[1] < inf
 
     def run(self, starts: Sequence[Draft] = ()) -> None:
-        """Improve the given drafts, or the best first ones; then perturb the best one and improve again."""
+        """Improve the given drafts, or the best first ones."""
         for draft in starts or self._starts():
             if self.done:
                 return
             self._improve(draft)
-        random, failures = Random(0), 0
-        while not self.done and self.best is not None and failures < PATIENCE:
-            before = self.rank
-            self._improve(self._disturbed(self.best, random))
-            failures = 0 if self.rank < before else failures + 1
 
     def simplify(self) -> None:
         """Answer with the simplest draft that is nearly as fast as the fastest."""
@@ -194,7 +177,7 @@ class Search:
     def _take_graphpipe(self) -> None:
         problem = self.problem
         if problem.num_units <= GRAPHPIPE_UNITS and problem.num_devices <= MAX_SLOTS:
-            found = graphpipe(problem, replace(self.control.part(GRAPHPIPE_SHARE), progress=None)).draft
+            found = graphpipe(problem, self.control.part(GRAPHPIPE_SHARE)).draft
             if found is not None:
                 draft = arranged(found)
                 self.kept.append(draft)
@@ -254,7 +237,6 @@ class Search:
             self.control.count(EVALUATIONS_PER_ACTION * self._num_actions(draft))
             if rank < self.rank:
                 self.best, self.rank = draft, rank
-                self.control.report(self.control.done, rank[1], self.bound)
         return self.known[draft]
 
     def _num_actions(self, draft: Draft) -> float:
@@ -283,21 +265,13 @@ class Search:
         figures = [self.evaluate.figures(stage) for stage in self.evaluate.fitted(draft).stages]
         return [number * (entry.forward + entry.again + entry.backward) + entry.all_reduce for entry in figures]
 
-    def _disturbed(self, draft: Draft, random: Random) -> Draft:
-        for _ in range(random.choice((1, 2, 3))):
-            options = list(moves(self.problem, draft, [random.random() for _ in draft.groups]))
-            if options:
-                draft = random.choice(options)
-        return draft
-
     def answer(self) -> Answer:
         draft = self.evaluate.fitted(self.best) if self.best is not None and self.found else None
         return Answer(
             draft=draft,
             objective=self.rank[1],
-            objective_name=f"seconds of a {self.problem.judged_by}",
             states=self.evaluate.evaluations,
-            alternatives=tuple(sorted(self._alternatives(), key=lambda entry: entry.seconds)),
+            alternatives=tuple(sorted(self._alternatives(), key=lambda draft: self.evaluate(draft).seconds)),
             tolerance=self.problem.simplicity,
             bound=self.bound * GOOD_ENOUGH / self.problem.num_slices,
             neighbours=self._neighbours,
@@ -312,7 +286,7 @@ class Search:
         best = (other for other in sorted(ranks, key=ranks.__getitem__) if ranks[other] < (0, inf))
         yield from map(self.evaluate.fitted, best)
 
-    def _alternatives(self) -> Iterator[Alternative]:
+    def _alternatives(self) -> Iterator[Draft]:
         """Those kept, the fastest, and the best with other micro-batch sizes and numbers of stages and devices."""
         chosen, first = dict[_Kind, Draft](), [] if self.fastest is None else [self.fastest]
         for draft in [*first, *sorted(self.known, key=self.known.__getitem__)]:
@@ -320,8 +294,7 @@ class Search:
                 chosen.setdefault(_kind(draft), draft)
         for draft in dict.fromkeys([*self.kept, *chosen.values()]):
             if draft != self.best and self.known.get(draft, self.rank)[1] < inf:
-                fitted = self.evaluate.fitted(draft)
-                yield Alternative(draft=fitted, seconds=self.evaluate(fitted).seconds)
+                yield self.evaluate.fitted(draft)
 
 
 def _kind(draft: Draft) -> _Kind:

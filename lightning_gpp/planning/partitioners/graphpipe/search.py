@@ -20,7 +20,7 @@ from lightning_gpp.planning.partitioners.graphpipe.solve import Grid, Solution, 
 from lightning_gpp.planning.partitioners.graphpipe.tables import Tables
 from lightning_gpp.planning.problem.draft import Devices, Draft, DraftStage, layouts, side_by_side
 from lightning_gpp.planning.problem.evaluate import Evaluator
-from lightning_gpp.planning.problem.partitioner import Alternative, Answer, SearchControl, register_partitioner
+from lightning_gpp.planning.problem.partitioner import Answer, SearchControl, register_partitioner
 from lightning_gpp.planning.problem.problem import Problem
 
 PRECISION = 1e-3
@@ -42,8 +42,6 @@ If there is a size before this one, the first target is a little above its resul
 
 STATES_PER_EVALUATION = 200
 """The number of states that take as long as the evaluation of a draft."""
-
-OBJECTIVE = "seconds per sample of the slowest stage, transfers and all-reduce included"
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -74,9 +72,8 @@ def graphpipe(problem: Problem, control: SearchControl) -> Answer:
     return Answer(
         draft=best.draft if best else None,
         objective=best.high if best else inf,
-        objective_name=OBJECTIVE,
         states=states,
-        alternatives=tuple(Alternative(draft=other.draft, seconds=other.seconds) for other in found[1:] if other.draft),
+        alternatives=tuple(other.draft for other in found[1:] if other.draft),
         notes=tuple(_notes(search, best is not None)),
     )
 
@@ -101,13 +98,11 @@ class _GraphPipeSearch:
         if self.problem.static_bytes.sum() > self.problem.memory_bytes.sum():
             return []
         found: list[_Size] = []
-        sizes = self._sizes()
-        for number, entry in enumerate(sizes):
+        for entry in self._sizes():
             if not (self.stopped and best < inf) and self._narrow(entry, COARSE, best / self.problem.batch_size):
                 self._place(entry)
                 best = min(best, entry.seconds)
                 found.append(entry)
-            self.control.report((number + 1) / len(sizes), best)
         for entry in found:
             pieces = entry.pieces
             if entry.seconds <= best * (1 + PROMISING):
