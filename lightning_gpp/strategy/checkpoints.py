@@ -24,7 +24,6 @@ from lightning_gpp.errors import CheckpointError, ConfigError
 from lightning_gpp.failure.report import is_consequence
 from lightning_gpp.reports import plan_table
 from lightning_gpp.training.control import Control
-from lightning_gpp.training.data.loaders import mini_batches_of
 from lightning_gpp.training.engine import Engine
 from lightning_gpp.training.options import Options
 from lightning_gpp.training.states import fill
@@ -208,7 +207,7 @@ def _entry(engine: Engine) -> dict[str, Any]:
         "seed": engine.job.seed,
         "step": engine.num_steps,
         "plan": plan_table(engine.plan, width=_WIDTH) if engine.control.first else "",
-        "mini_batches": mini_batches_of(engine.job.options, engine.control.num_pipelines),
+        "mini_batches": engine.control.num_pipelines,
         "parameters": engine.optimizer_parameters,
         "torch": str(torch.__version__),
     }

@@ -18,7 +18,7 @@ from lightning_gpp.capture.kept import Kept, unchanged, unmoved
 from lightning_gpp.errors import ConfigError
 from lightning_gpp.reports.units import size
 from lightning_gpp.training.control import Control
-from lightning_gpp.training.data.loaders import SharedLoader, data_parallel_world, divide_samples, read_in_world
+from lightning_gpp.training.data.loaders import data_parallel_world, divide_samples, read_in_world
 from lightning_gpp.user_code import UNKNOWN, line_of
 from lightning_gpp.wording import described
 
@@ -173,21 +173,18 @@ class StatefulShadowLoader(ShadowLoader):
         """Ignore the state, which belongs to the rank that loads data."""
 
 
-def distribute(loader: Any, control: Control, wanted: Mapping[str, int], *, shared: bool = False) -> Any:
+def distribute(loader: Any, control: Control, wanted: Mapping[str, int]) -> Any:
     """The loader to use on this rank.
 
     Args:
         loader: the user's.
         control: the side channel of this rank.
         wanted: `num_replicas` and `rank` of distributed samplers.
-        shared: pipelines share its mini-batches.
 
     Raises:
-        ConfigError: its mini-batches cannot be shared, or its sampler divides them among others than pipelines.
+        ConfigError: its sampler divides samples among others than pipelines.
     """
     divide_samples(loader, control.mesh, wanted)
-    if shared:
-        loader = SharedLoader(loader, control.pipeline, control.num_pipelines)
     stateful = _has_state(loader)
     agreed = stateful or not _ends_when_it_says(loader)
     if control.loads:
@@ -248,7 +245,7 @@ def as_before(*values: Any) -> Iterator[None]:
 
 def _inside(loader: Any) -> Any:
     """The user's loader."""
-    while isinstance(loader, AgreedLoader | SharedLoader | ShadowLoader):
+    while isinstance(loader, AgreedLoader | ShadowLoader):
         loader = loader.loader
     return loader
 

@@ -11,7 +11,6 @@ from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy
-from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_gpp._compat.lightning_module import set_device_mesh
 from lightning_gpp.errors import ConfigError
@@ -77,26 +76,14 @@ class RanksStrategy(JobProcesses, ParallelStrategy):
 
     @property
     def is_distributed(self) -> bool:
-        """True if processes divide the data: only pipelines are data-parallel, stages are not.
-
-        Lightning's sampler then orders samples by the seed and the epoch, which shared mini-batches need.
-        """
-        return self.num_pipelines > 1 or self._shares
+        """True if processes divide the data: only pipelines are data-parallel, stages are not."""
+        return self.num_pipelines > 1
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Samplers divide the data among pipelines, which do it themselves with shared mini-batches."""
+        """Samplers divide the data among pipelines."""
         control = self._control
-        if self._shares:
-            return {"num_replicas": 1, "rank": 0}
         return {"num_replicas": self.num_pipelines, "rank": 0 if control is None else control.pipeline}
-
-    @property
-    def _shares(self) -> bool:
-        """True if pipelines load shares of the same mini-batches; in prediction each has its own samples."""
-        module = self.lightning_module
-        predicts = module is not None and module.trainer.state.fn == TrainerFn.PREDICTING
-        return self.options.mini_batch == "shared" and not predicts
 
     def setup_environment(self) -> None:
         """Initialise the device, the process group, and the watch over the other ranks."""

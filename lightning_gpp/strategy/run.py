@@ -38,7 +38,7 @@ from lightning_gpp.strategy.processes import given_seed
 from lightning_gpp.strategy.steps import LightningHost, Steps, step_of
 from lightning_gpp.training.control import Control
 from lightning_gpp.training.data.incoming import Incoming
-from lightning_gpp.training.data.loaders import mini_batches_of, warn_of_others
+from lightning_gpp.training.data.loaders import warn_of_others
 from lightning_gpp.training.divided.tensor_parallel import TensorParallel, check_copies, check_divided
 from lightning_gpp.training.engine import CPU, Engine
 from lightning_gpp.training.host import Job
@@ -144,7 +144,7 @@ class Run:
 
     def set_up_training(self) -> None:
         """Configure the optimizers on the full module, plan (they take memory), then keep this rank's part of it."""
-        now = mini_batches_of(self.job.options, self.control.num_pipelines)
+        now = self.control.num_pipelines
         if self.control.first:
             warn_of_others(self._mini_batches or now, now)
         batch = self._example()

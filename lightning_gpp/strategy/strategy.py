@@ -83,7 +83,7 @@ class GPPStrategy(RanksStrategy):
         """The data loader where the user's step runs, elsewhere one of the same length without data."""
         if self._control is None:
             return dataloader
-        return distribute(dataloader, self._control, self.distributed_sampler_kwargs, shared=self._shares)
+        return distribute(dataloader, self._control, self.distributed_sampler_kwargs)
 
     def setup(self, trainer: pl.Trainer) -> None:
         """Check the module, make a plan and place parameters (in evaluation, only at the first mini-batch)."""

@@ -116,13 +116,6 @@ class Options(SearchOptions):
         "stages by hand, may name other numbers for single stages.",
     )
 
-    mini_batch: Literal["own", "shared"] = option(
-        "own",
-        "mini-batches of pipeline replicas: own gives each the data loader's batch size, as data parallelism does in "
-        "Lightning; shared gives each a share of the same mini-batch, in an order that only the seed decides, so that "
-        "a run may be resumed on another number of processes, in the middle of an epoch, with the same numbers.",
-    )
-
     schedule: str | None = option(
         None,
         "name of the order of actions (docs/reference/schedules.md); auto simulates every schedule and takes the "

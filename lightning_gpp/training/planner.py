@@ -25,7 +25,6 @@ from lightning_gpp.simulation import WeightCopies, no_copies
 from lightning_gpp.slices import unsliced
 from lightning_gpp.stages.build import Captured, Undivided
 from lightning_gpp.stages.slices import with_whole_inputs
-from lightning_gpp.training.data.loaders import mini_batches_of
 from lightning_gpp.training.evaluation_plan import NOWHERE, Held, with_others
 from lightning_gpp.training.host import TRAINING
 from lightning_gpp.training.measured.machine import Machine, first, resolved
@@ -253,7 +252,7 @@ def request_of(
     return Request(
         **limits,
         cluster=machine.cluster,
-        batch_size=captured.batch_size * mini_batches_of(options, num_pipelines or 1),
+        batch_size=captured.batch_size * (num_pipelines or 1),
         schedules=schedules_of(options),
         model=captured.fingerprint,
         costs=machine.costs,

@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Checkpoint
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
 from lightning_gpp import GPPStrategy
 from lightning_gpp.cli.job import newest_checkpoint
@@ -146,12 +145,6 @@ class Numbers:
         self.begin = self.position = state["position"] % BATCHES
 
 
-def shuffled() -> DataLoader[Tensor]:
-    """An ordinary loader, whose mini-batches have 8 samples."""
-    data = torch.randn(8 * BATCHES, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
-    return DataLoader(data, batch_size=8, shuffle=True)  # type: ignore[arg-type]
-
-
 class Module(L.LightningModule):
     def __init__(self, fault: Fault | None) -> None:
         super().__init__()
@@ -196,7 +189,6 @@ def fit(
     *,
     callbacks: tuple[L.Callback, ...] = (),
     strategy: Mapping[str, Any] | None = None,
-    data: Callable[[], Any] = Numbers,
     **options: Any,
 ) -> None:
     """Train two epochs, from the newest checkpoint in the folder."""
@@ -217,7 +209,7 @@ def fit(
         **{**defaults, **options},
     )
     print(f"started pid {os.getpid()}", flush=True)
-    trainer.fit(Module(fault), data(), data(), ckpt_path=newest_checkpoint(folder))
+    trainer.fit(Module(fault), Numbers(), Numbers(), ckpt_path=newest_checkpoint(folder))
     print("complete", flush=True)
 
 

@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 
 from tests.failure.pipeline_rank import processes_running
-from tests.failure.program import STAGES, as_torchrun_would, shuffled
+from tests.failure.program import as_torchrun_would
 
 USR1 = signal.SIGUSR1
 ValuesByStep = dict[tuple[str, ...], list[float]]
 
 
-def run(folder: Path, world_size: int, *asked: Any, **more: Any) -> ValuesByStep:
+def run(folder: Path, world_size: int, *asked: Any) -> ValuesByStep:
     """Train on from the newest checkpoint; the values that rank 0 printed, by what they are."""
-    with processes_running(folder, world_size, as_torchrun_would, str(folder), asked, more) as running:
+    with processes_running(folder, world_size, as_torchrun_would, str(folder), asked, {}) as running:
         running.wait(120)
     expected = 128 + asked[1] if asked else 0
     assert running.codes == [expected] * world_size, running.output()
@@ -40,23 +40,12 @@ def assert_close(actual: ValuesByStep, expected: ValuesByStep) -> None:
         assert actual[key] == pytest.approx(numbers, rel=1e-12, abs=1e-12), key
 
 
-IN_PLACE: dict[str, dict[str, Any]] = {
-    "replicas of stages": {},
-    "pipelines": {"data": shuffled, "strategy": {"stages": STAGES[2], "mini_batch": "shared", "num_micro_batches": 2}},
-}
-"""What there are more of on more processes."""
-
-
 @pytest.mark.timeout(500)
-@pytest.mark.parametrize(
-    "more",
-    [pytest.param(IN_PLACE["replicas of stages"], marks=pytest.mark.acceptance), IN_PLACE["pipelines"]],
-    ids=IN_PLACE,
-)
-def test_four_then_two_then_four_processes(tmp_path: Path, more: dict[str, Any]) -> None:
-    """Also in the middle of an epoch of shuffled data."""
+@pytest.mark.acceptance
+def test_four_then_two_then_four_processes(tmp_path: Path) -> None:
+    """Stages have more replicas on more processes."""
     with tempfile.TemporaryDirectory() as folder:
-        undisturbed = run(Path(folder), 4, **more)
-    run(tmp_path, 4, 1, USR1, "step 4", **more)
-    run(tmp_path, 2, 0, USR1, "step 9", **more)
-    assert_close(run(tmp_path, 4, **more), undisturbed)
+        undisturbed = run(Path(folder), 4)
+    run(tmp_path, 4, 1, USR1, "step 4")
+    run(tmp_path, 2, 0, USR1, "step 9")
+    assert_close(run(tmp_path, 4), undisturbed)
