@@ -28,7 +28,6 @@ from lightning_gpp.plan_parts import (
     Stage,
     check_devices,
     check_edges,
-    check_members,
     check_slices,
     check_stages,
     even_parts,
@@ -68,6 +67,8 @@ class Plan:
             there is only one.
         unused: devices that compute nothing, because the others are faster without them.
         sequence_dim: the dimension of tensors between stages that counts tokens, if stages are slices.
+        tensor_parallel_size: number of processes of every device, its members, which share the work of its stages. All
+            figures are those of one process.
         notes: remarks by name, for people.
 
     Raises:
@@ -84,19 +85,21 @@ class Plan:
     period: int = 0
     unused: tuple[int, ...] = ()
     sequence_dim: int = 1
+    tensor_parallel_size: int = 1
     notes: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_stages(self.stages)
         check_edges(self.stages, self.edges)
         check_devices(self.stages, self.unused)
-        check_members(self.stages)
         check_slices(self.stages, self.edges)
         self._check_rest()
 
     def _check_rest(self) -> None:
         if self.batch_size < 1:
             raise PlanError(f"The plan's batch_size is {self.batch_size}; it must be at least 1 sample.")
+        if self.tensor_parallel_size < 1:
+            raise PlanError(f"The plan's tensor_parallel_size is {self.tensor_parallel_size}; it must be at least 1.")
         if self.sharding not in SHARDINGS:
             raise PlanError(f"The plan's sharding is {self.sharding!r}; it must be one of {', '.join(SHARDINGS)}.")
         if self.memory_bytes and len(self.memory_bytes) != self.num_devices:
@@ -114,34 +117,24 @@ class Plan:
     def num_devices(self) -> int:
         return 1 + max(device for devices in (self.unused, *(s.devices for s in self.stages)) for device in devices)
 
-    @property
-    def members(self) -> tuple[int, ...]:
-        """Number of processes of each device; an unused one has as many as the smallest."""
-        found = {device: stage.tensor_parallel_size for stage in self.stages for device in stage.devices}
-        least = min(found.values())
-        return tuple(found.get(device, least) for device in range(self.num_devices))
-
     def with_members(self, number: int) -> Plan:
-        """The plan with this number of processes on every device, unless the plan names numbers itself.
+        """The plan with this number of processes on every device, unless the plan names one itself.
 
         Raises:
-            ConfigError: it names others.
+            ConfigError: it names another.
         """
-        named = {stage.tensor_parallel_size for stage in self.stages}
-        if number == 1 or named == {number}:
-            return self
-        if named != {1}:
-            others = " and ".join(map(str, sorted(named)))
+        named = self.tensor_parallel_size
+        if named not in (1, number) and number != 1:
             raise ConfigError(
-                f"strategy.tensor_parallel_size={number}, but the plan (strategy.plan) has {others} processes per "
+                f"strategy.tensor_parallel_size={number}, but the plan (strategy.plan) has {named} processes per "
                 "device. Leave out strategy.tensor_parallel_size."
             )
-        return replace(self, stages=tuple(replace(stage, tensor_parallel_size=number) for stage in self.stages))
+        return replace(self, tensor_parallel_size=max(named, number))
 
     @property
     def num_processes(self) -> int:
         """Number of processes of one pipeline replica."""
-        return sum(self.members)
+        return self.num_devices * self.tensor_parallel_size
 
     @property
     def step_stage(self) -> int:
@@ -210,9 +203,6 @@ class Plan:
         """Write the plan as YAML, for people to read and edit."""
         content = {"version": VERSION, **_plain(asdict(self))}
         del content["period"]  # of programs, not of plans
-        for stage in content["stages"]:
-            if stage["tensor_parallel_size"] == 1:
-                del stage["tensor_parallel_size"]
         Path(path).write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
 
     @classmethod

@@ -95,7 +95,6 @@ class Stage:
         slack: micro-batches that the stage holds in flight beyond those that the rule of `1f1b` needs, so that late
             messages do not delay it; its predecessors hold as many more. Other schedules ignore it.
         tokens: interval `[start, stop)` of the sequence if the stage is a slice (`lightning_gpp.slices`); None: all.
-        tensor_parallel_size: number of processes of each of its devices, its members, which share the stage's work.
         figures: its costs; those of one process.
     """
 
@@ -108,7 +107,6 @@ class Stage:
     offload: bool = False
     slack: int = 0
     tokens: tuple[int, int] | None = None
-    tensor_parallel_size: int = 1
     figures: Figures = Figures()
 
     @property
@@ -238,27 +236,6 @@ def check_devices(stages: Sequence[Stage], unused: Sequence[int]) -> None:
     present = used | set(unused)
     if present != set(range(len(present))):
         raise PlanError(f"Devices must be numbered 0..n-1 without gaps; the stages use {sorted(used)}.")
-
-
-def check_members(stages: Sequence[Stage]) -> None:
-    """Raise PlanError if the numbers of processes of stages do not go together."""
-    known: dict[int, Stage] = {}
-    most = max((stage.tensor_parallel_size for stage in stages), default=1)
-    for stage in stages:
-        size = stage.tensor_parallel_size
-        if size < 1 or most % size:
-            raise PlanError(
-                f"Stage {stage.name!r}: tensor_parallel_size is {size}; it must be at least 1, and divide the largest "
-                f"of the plan, {most}."
-            )
-        for device in stage.devices:
-            other = known.setdefault(device, stage)
-            if other.tensor_parallel_size != size:
-                raise PlanError(
-                    f"Stages {other.name!r} and {stage.name!r} share device {device}, but have "
-                    f"tensor_parallel_size={other.tensor_parallel_size} and {size}. Give them the same number, or "
-                    "other devices."
-                )
 
 
 def stage_graph(num_stages: int, edges: Iterable[Edge]) -> nx.DiGraph:

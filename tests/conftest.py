@@ -26,7 +26,7 @@ JOB_VARIABLES = {"MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "NODE_RANK"
 
 LONG = (
     *("test_scenarios", "test_matrix", "test_tensor_parallel", "test_data_parallel", "test_launch", "test_real_models"),
-    *("test_members", "test_caught", "test_train", "test_asynchronous", "test_sharded_checkpoints", "test_slices"),
+    *("test_caught", "test_train", "test_asynchronous", "test_sharded_checkpoints", "test_slices"),
 )
 """Files with the tests that take longest. They come first, so that no worker is left alone with one of them."""
 

@@ -43,6 +43,7 @@ PARTS: Final[Mapping[str, Patches]] = {
     "slack": ((moves, "may_have_slack", lambda *_: False),),
     "places": ((moves, "_places", _nothing),),
     "moves": ((search, "moves", _nothing),),
+    "perturbation": ((search, "PATIENCE", 0),),
     "simplicity": ((search.Search, "simplify", lambda self: None),),
     "runners-up": ((prediction, "NUM_RUNNERS_UP", 0),),
     "climb on programs": ((prediction, "NUM_STARTS", 0),),

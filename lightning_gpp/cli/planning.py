@@ -70,13 +70,12 @@ def _files(config: DictConfig) -> dict[str, Path]:
 def _members(prediction: Prediction) -> list[str]:
     """The meaning of figures of devices that are several processes."""
     plan, number = prediction.plan, prediction.num_pipelines
-    *_, most = sizes = sorted({stage.tensor_parallel_size for stage in plan.stages})
-    if most == 1:
+    if plan.tensor_parallel_size == 1:
         return []
-    what = f"{most} neighbouring processes" if len(sizes) == 1 else "one process or several neighbouring ones"
     return [
-        f"Every device of the plan is {what} (tensor parallelism); parameters, FLOPs, activations and memory are those "
-        f"of one of them. {number * plan.num_devices} devices are {number * plan.num_processes} processes."
+        f"Every device of the plan is {plan.tensor_parallel_size} neighbouring processes (tensor parallelism); "
+        "parameters, FLOPs, activations and memory are those of one of them. "
+        f"{number * plan.num_devices} devices are {number * plan.num_processes} processes."
     ]
 
 

@@ -125,7 +125,7 @@ def _captured(config: DictConfig, options: Options, placed: Callable[[], Abstrac
     batch = transferred(trainer, batch, CPU)
     context = getattr(trainer.precision_plugin, CONTEXTS[config.step])
     record = partial(captured_step, model, outline(batch), config.step, options, context, CPU, None)
-    with _members(model, max(options.degrees)) as dividing:
+    with _members(model, options.members) as dividing:
         with placed(), dividing as found:
             model.configure_model()
         parallel = found[0]
@@ -133,7 +133,7 @@ def _captured(config: DictConfig, options: Options, placed: Callable[[], Abstrac
         divided = partial(captured_apart, record, parallel, model, context, 1, lambda find: find())
         trains = config.step == TRAINING
         step, whole = _training_step(model, batch, options, context, divided) if trains else (divided(), "")
-    check_divided(max(options.degrees), parallel)
+    check_divided(options.members, parallel)
     return Step(
         captured=step,
         step=step,

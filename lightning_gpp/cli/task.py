@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -83,7 +82,7 @@ def task_of(config: DictConfig) -> Task:
     subject = captured(config, options)
     costs = subject.costs(options, whole, torch.device(device_type(config.trainer.accelerator)))
     machine = Machine(cluster=whole.with_headroom(options.memory_headroom), footprint=subject.footprint, costs=costs)
-    subject, machine = of_members(subject, machine, options.degrees)
+    subject, machine = of_members(subject, machine, options.members)
     whole = machine.cluster
     if config.step != TRAINING:
         step, options, there = evaluated(subject.step, options, lambda: machine)
@@ -99,21 +98,18 @@ def task_of(config: DictConfig) -> Task:
     )
 
 
-def of_members(subject: Step, machine: Machine, members: Sequence[int]) -> tuple[Step, Machine]:
-    """The part of one process of a device, and the machine of groups of processes.
-
-    `members`: processes of each device of a pipeline; a single number if all have as many.
+def of_members(subject: Step, machine: Machine, members: int) -> tuple[Step, Machine]:
+    """The part of one process of a device, and the machine of groups of so many processes.
 
     Raises:
-        ConfigError: nobody knows what they divide.
+        ConfigError: they do not divide the machine.
     """
-    if max(members) == 1:
+    if members == 1:
         return subject, machine
-    if machine.cluster.num_devices % sum(members):
+    if machine.cluster.num_devices % members:
         raise ConfigError(
-            f"A pipeline has {sum(members)} processes (strategy.tensor_parallel_size, strategy.plan, strategy.stages), "
-            f"which does not divide the {machine.cluster.num_devices} devices of cluster {machine.cluster.name!r}. "
-            "Choose a multiple."
+            f"strategy.tensor_parallel_size={members} does not divide the {machine.cluster.num_devices} devices of "
+            f"cluster {machine.cluster.name!r}. Choose a divisor."
         )
     machine = of_groups(machine, subject.divided or {}, members, subject.captured.graph)
     return replace(subject, step=part_of_member(subject.captured, machine)), machine

@@ -6,13 +6,9 @@ that all figures of it are those of one process.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from functools import lru_cache
-from itertools import accumulate
 
 from lightning_gpp.cluster.cluster import Cluster, Device, Link
-from lightning_gpp.errors import ConfigError
 
 PROBE_BYTES = 1e6
 """The message by which links are compared."""
@@ -37,80 +33,36 @@ def num_members(device: Device) -> int:
 
 def num_processes(cluster: Cluster) -> int:
     """Number of devices of a cluster, with all members of groups."""
-    return sum(map(num_members, cluster.devices))
+    return cluster.num_devices * num_members(cluster.devices[0])
 
 
-def grouped(cluster: Cluster, members: Sequence[int]) -> Cluster:
-    """The cluster whose device i is the next `members[i]` devices; the cluster itself if its first devices are such.
+def grouped(cluster: Cluster, number: int) -> Cluster:
+    """The cluster of groups of `number` adjacent devices; the cluster itself if its devices are such.
 
-    Raises:
-        ConfigError: there are fewer devices.
+    Devices that are left over are in no group. A message between groups is one of each member to the member with the
+    same number; those of a node share its port.
     """
-    if all(num_members(device) == number for device, number in zip(cluster.devices, members, strict=False)):
+    if num_members(cluster.devices[0]) == number:
         return cluster
-    base = cluster.base if isinstance(cluster, GroupedCluster) else cluster
-    heads = [0, *accumulate(members)]
-    if heads.pop() > base.num_devices:
-        raise ConfigError(
-            f"Groups of {sorted(set(members))} processes need {sum(members)} devices; the cluster {base.name!r} has "
-            f"{base.num_devices}."
-        )
-    devices = tuple(group_at(base, *entry) for entry in zip(heads, members, strict=True))
-    return _with_groups(base.subset(heads), devices, base)
+    heads = range(0, cluster.num_devices - number + 1, number)
+    firsts = cluster.subset(heads)
+    return replace(
+        firsts,
+        devices=tuple(_group(cluster, head, number) for head in heads),
+        levels=tuple(replace(level, link=_between_groups(level.link, number)) for level in firsts.levels),
+        links={pair: _between_groups(link, number) for pair, link in firsts.links.items()},
+    )
 
 
-def _with_groups(cluster: Cluster, devices: tuple[Device, ...], base: Cluster) -> Cluster:
-    known = {field.name: getattr(cluster, field.name) for field in fields(Cluster) if field.init}
-    return GroupedCluster(**{**known, "devices": devices, "base": base})
-
-
-def group_at(cluster: Cluster, head: int, number: int) -> Device:
-    """The group of `number` devices from `head` on; behind the last device it has members like those in front."""
-    if number == 1:
-        return cluster.devices[head]
-    return group_of(cluster.devices[head], number, _slowest_link(cluster, head, number))
-
-
-def group_of(device: Device, number: int, link: Link) -> Device:
-    """A group of devices of a kind."""
-    known = {field.name: getattr(device, field.name) for field in fields(Device)}
-    return device if number == 1 else DeviceGroup(**known, num_members=number, link=link)
-
-
-def _slowest_link(cluster: Cluster, head: int, number: int) -> Link:
-    ring = [*range(head, min(head + number, cluster.num_devices)), head]
+def _group(cluster: Cluster, head: int, number: int) -> DeviceGroup:
+    device, ring = cluster.devices[head], [*range(head, head + number), head]
     links = [cluster.link(*pair) for pair in zip(ring, ring[1:], strict=False)]
-    return max(links, key=lambda link: link.seconds(PROBE_BYTES))
+    slowest = max(links, key=lambda link: link.seconds(PROBE_BYTES))
+    return DeviceGroup(
+        **{field.name: getattr(device, field.name) for field in fields(Device)}, num_members=number, link=slowest
+    )
 
 
-@lru_cache(maxsize=1024)
-def link_of_groups(link: Link, senders: int, receivers: int) -> Link:
-    """The link from one group to another, for one of its messages.
-
-    Every receiver gets a copy, number k from sender k modulo `senders`. Copies share the port of a sender's device, or
-    that of its node.
-    """
-    copies = {"pair": 1, "device": -(-receivers // senders), "node": receivers}[link.shared]
-    return link if copies == 1 else replace(link, bytes_per_second=link.bytes_per_second / copies)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupedCluster(Cluster):
-    """A cluster with groups among its devices. Messages and sums between groups are those of all members.
-
-    `base`: the devices of which the groups consist.
-    """
-
-    base: Cluster
-
-    def link(self, src: int, dst: int) -> Link:
-        """See `Cluster`; the bandwidth is that for a message of which each member of `dst` gets a copy."""
-        link = Cluster.link(self, src, dst)
-        return link_of_groups(link, num_members(self.devices[src]), num_members(self.devices[dst]))
-
-    def subset(self, devices: Sequence[int]) -> Cluster:
-        """See `Cluster`."""
-        members = [num_members(device) for device in self.devices]
-        starts = [0, *accumulate(members)]
-        inside = [number for device in devices for number in range(starts[device], starts[device + 1])]
-        return grouped(self.base.subset(inside), [members[device] for device in devices])
+def _between_groups(link: Link, number: int) -> Link:
+    """The link for the message of one of `number` members."""
+    return replace(link, bytes_per_second=link.bytes_per_second / number) if link.shared == "node" else link

@@ -63,9 +63,9 @@ def in_own_loop(given: FabricArguments) -> FabricArguments:
     refused: dict[str, tuple[Any, str]] = {
         "step": (given.step == "micro_batches", "the loop runs on undivided mini-batches. Leave it out"),
         "tensor_parallel_size": (given.tensor_parallel_size != 1, "it is for Lightning's Trainer. Leave it out"),
-        "stages" if given.plan is None else "plan": (
-            given.tensor_parallel_size == 1 and given.degrees != (1,),
-            "stages with several processes (tensor_parallel_size) are for Lightning's Trainer. Leave that out",
+        "plan": (
+            given.tensor_parallel_size == 1 < given.members,
+            "devices of several processes (tensor_parallel_size) are for Lightning's Trainer. Choose another plan",
         ),
         "example_batch": (given.example_batch is not None, "the first call of the module is the example. Leave it out"),
         "streaming": (given.streaming is True, "calls of the module end before the loop goes on. Leave it out"),

@@ -216,13 +216,9 @@ def _ports(plan: Plan, placed: Layers) -> dict[tuple[GridPlace, int, int], float
 
 
 def where(stage: Stage) -> str:
-    """Devices as ranges, the numbers of replicas and of processes of each if there are several, and whether the stage
-    recomputes or offloads.
-    """
+    """Devices as ranges, the number of replicas if there are several, and whether the stage recomputes or offloads."""
     shared = f", {len(stage.devices)} replicas" if len(stage.devices) > 1 else ""
-    size = stage.tensor_parallel_size
-    processes = f", {size} processes{' each' * (len(stage.devices) > 1)}" if size > 1 else ""
-    return f"device {_ranges(stage.devices)}{shared}{processes}{f', {text}' if (text := measures(stage)) else ''}"
+    return f"device {_ranges(stage.devices)}{shared}{f', {text}' if (text := measures(stage)) else ''}"
 
 
 def _ranges(devices: Sequence[int]) -> str:

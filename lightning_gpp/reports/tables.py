@@ -66,7 +66,7 @@ def _row(plan: Plan, index: int, flight: int) -> list[str]:
     return [
         f"{index} {stage.name}",
         _extent(stage.modules),
-        ",".join(map(str, stage.devices)) + _in_brackets(_members(stage)),
+        ",".join(map(str, stage.devices)),
         str(samples),
         count(figures.num_parameters),
         count(figures.flops.at(samples)),
@@ -78,11 +78,6 @@ def _row(plan: Plan, index: int, flight: int) -> list[str]:
 def _extent(modules: Sequence[str]) -> str:
     shown = [module or "(whole model)" for module in modules]
     return ", ".join(shown) if len(shown) <= 3 else f"{shown[0]}, ..., {shown[-1]} ({len(shown)} modules)"
-
-
-def _members(stage: Stage) -> str:
-    """The processes of each of its devices, if these are several."""
-    return f"{stage.tensor_parallel_size} processes" if stage.tensor_parallel_size > 1 else ""
 
 
 def _in_brackets(text: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 import itertools
 import os
 from collections import Counter
@@ -27,17 +26,15 @@ class Mesh:
     """Pipeline replicas x devices x members.
 
     A device of the plan is a group of processes, its members, which share the work inside a stage (tensor parallelism);
-    without that it is one process. Devices may have different numbers of members. A rank is a device of a pipeline, and
-    the number of a process if all devices have one member. Processes are numbered pipeline by pipeline, device by
-    device:
+    without that it is one process. A rank is a device of a pipeline, and the number of a process if devices have one
+    member. Processes are numbered pipeline by pipeline, device by device:
 
-        process      0 | 1   2 | 3 | 4   5       two pipelines of two devices with one and two members
-        rank         0 | 1   1 | 2 | 3   3
-        member       0 | 0   1 | 0 | 0   1
+        process      0   1 | 2   3 | 4   5 | 6   7       two pipelines of two devices with two members
+        rank         0   0 | 1   1 | 2   2 | 3   3
+        member       0   1 | 0   1 | 0   1 | 0   1
 
-    Members of a device compute the same results, so one of them is enough to send these to a process elsewhere: member
-    k receives from the member k modulo their number. With equal numbers, the members with the same number form a plane,
-    which is a complete pipeline.
+    Members of a device compute the same results, so one of them is enough to send these to a process elsewhere: the
+    members with the same number form a plane, which is a complete pipeline.
 
     It owns its process groups; all processes construct the mesh together, after `torch.distributed` was initialised.
     Each group has sockets and threads, so the mesh never makes a second one for the same processes and purpose.
@@ -46,7 +43,7 @@ class Mesh:
         num_devices: devices of the plan.
         num_pipelines: number of pipeline replicas.
         process: this process's global rank.
-        members: number of processes of each device; None if all have one.
+        members: number of processes of every device.
         timeout: timeout of the process groups; None keeps the backend's default.
 
     Attributes:
@@ -62,18 +59,15 @@ class Mesh:
         num_pipelines: int,
         process: int,
         *,
-        members: Sequence[int] | None = None,
+        members: int = 1,
         timeout: timedelta | None = None,
     ) -> None:
-        self.members_of_devices = tuple(members or (1,) * num_devices)
-        self._starts = (0, *itertools.accumulate(self.members_of_devices))
-        _check_world_size(self.members_of_devices, num_pipelines)
-        self.num_devices, self.num_pipelines = num_devices, num_pipelines
+        _check_world_size(num_devices, num_pipelines, members)
+        self.num_devices, self.num_pipelines, self.num_members = num_devices, num_pipelines, members
         self.own_process = process
-        self.pipeline, place = divmod(process, self._starts[-1])
-        self.device = bisect.bisect_right(self._starts, place) - 1
-        self.member, self.num_members = place - self._starts[self.device], self.members_of_devices[self.device]
-        self.rank = self.pipeline * num_devices + self.device
+        self.rank, self.member = divmod(process, members)
+        self.pipeline, self.device = divmod(self.rank, num_devices)
+        self._width = num_devices * members
         self.backend = dist.get_backend()
         self.everyone = dist.group.WORLD
         self._timeout = timeout
@@ -82,7 +76,7 @@ class Mesh:
         self._device_meshes: dict[str, DeviceMesh] = {}
         self._tags = itertools.count(1)
         self._groups: dict[tuple[str, tuple[int, ...], str | None], dist.ProcessGroup] = {}
-        pipelines = [range(start, start + self._starts[-1]) for start in range(0, self.num_processes, self._starts[-1])]
+        pipelines = [range(start, start + self._width) for start in range(0, self.num_processes, self._width)]
         self.pipeline_group = self._own("pipeline", pipelines)
         self.replica_group = self._own("replicas", self._replicas())
         self.control_group, self.pipeline_control_group = self._control_groups(pipelines)
@@ -98,26 +92,15 @@ class Mesh:
     @property
     def num_processes(self) -> int:
         """Number of processes of all pipelines."""
-        return self._starts[-1] * self.num_pipelines
-
-    @property
-    def most_members(self) -> int:
-        """The largest number of members of a device."""
-        return max(self.members_of_devices)
+        return self._width * self.num_pipelines
 
     def process(self, rank: int) -> int:
-        """The process of a rank from which this process receives."""
-        return self.processes(rank)[self.member % self.members_of_devices[rank % self.num_devices]]
-
-    def receivers(self, rank: int) -> Sequence[int]:
-        """The processes of a rank that receive from this process; none if its members receive from others."""
-        return self.processes(rank)[self.member :: self.num_members]
+        """The process of a rank with which this process exchanges messages."""
+        return rank * self.num_members + self.member
 
     def processes(self, rank: int) -> Sequence[int]:
         """All processes of a rank."""
-        pipeline, device = divmod(rank, self.num_devices)
-        start, stop = self._starts[device : device + 2]
-        return range(pipeline * self._starts[-1] + start, pipeline * self._starts[-1] + stop)
+        return range(rank * self.num_members, (rank + 1) * self.num_members)
 
     @property
     def devices(self) -> list[int]:
@@ -131,15 +114,12 @@ class Mesh:
 
     def links(self, src: int, dst: int) -> list[tuple[int, int]]:
         """The processes (sender, receiver) that messages from one device to another go between, in all pipelines."""
-        found = []
-        for pipeline in range(self.num_pipelines):
-            senders, receivers = (self.processes(self.global_rank(device, pipeline)) for device in (src, dst))
-            found += [(senders[member % len(senders)], receiver) for member, receiver in enumerate(receivers)]
-        return found
+        pairs = ((self.global_rank(src, number), self.global_rank(dst, number)) for number in range(self.num_pipelines))
+        return [link for pair in pairs for link in zip(*map(self.processes, pair), strict=True)]
 
     def number_in_pipeline(self, process: int) -> int:
         """The number of a process of this pipeline in the pipeline's groups."""
-        return process - self.pipeline * self._starts[-1]
+        return process - self.pipeline * self._width
 
     def global_rank(self, device: int, pipeline: int | None = None) -> int:
         """The rank of `device` in `pipeline` (None: this rank's pipeline)."""
@@ -165,7 +145,7 @@ class Mesh:
     ) -> dict[tuple[int, ...], dist.ProcessGroup]:
         """The process groups for a purpose of the sets that this rank belongs to; they are created where necessary.
 
-        The ranks of a set have equal numbers of members; the members with the same number are a group.
+        The members with the same number are a group.
 
         Args:
             purpose: calls with the same purpose share groups, so ranks must use these in the same order.
@@ -204,7 +184,7 @@ class Mesh:
         It has a second dimension of size 1 for data parallelism, which is not the users' concern. All processes call
         this together.
         """
-        if self.most_members == 1:
+        if self.num_members == 1:
             return None
         if kind not in self._device_meshes:
             alone = self._own("alone", [[process] for process in range(self.num_processes)])
@@ -222,7 +202,7 @@ class Mesh:
         Args:
             alone: the other pipelines do not run this code, so this process stands for all.
         """
-        if self.most_members > 1:  # code that divides its work among members knows that there are other processes
+        if self.num_members > 1:  # code that divides its work among members knows that there are other processes
             yield
             return
         before, group = self.stand_in, self._only_this() if alone and self.num_pipelines > 1 else self.replica_group
@@ -252,7 +232,7 @@ class Mesh:
 
     def _replicas(self) -> list[Sequence[int]]:
         """The processes with the same place in all pipelines, for each place."""
-        return [range(place, self.num_processes, self._starts[-1]) for place in range(self._starts[-1])]
+        return [range(place, self.num_processes, self._width) for place in range(self._width)]
 
     def _control_groups(self, pipelines: Sequence[Sequence[int]]) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
         everyone = self._own("control", [range(self.num_processes)], CONTROL_BACKEND)
@@ -262,21 +242,20 @@ class Mesh:
 
     def _member_groups(self) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
         """The members of this device, for tensors and for control values; None if it has one."""
-        devices = [members for rank in range(self.world_size) if len(members := self.processes(rank)) > 1]
+        devices = [self.processes(rank) for rank in range(self.world_size) if self.num_members > 1]
         group = self.process_groups("members", devices).get(tuple(self.members))
         if self.backend == CONTROL_BACKEND:
             return group, group
         return group, self.process_groups("members", devices, CONTROL_BACKEND).get(tuple(self.members))
 
 
-def _check_world_size(members: Sequence[int], num_pipelines: int) -> None:
-    processes, needed = dist.get_world_size(), sum(members) * num_pipelines
+def _check_world_size(num_devices: int, num_pipelines: int, members: int) -> None:
+    processes, needed = dist.get_world_size(), num_devices * num_pipelines * members
     if needed == processes:
         return
-    counts = " or ".join(map(str, sorted({*members})))
-    several = f" with {counts} processes per device" if counts != "1" else ""
+    several = f" with {members} processes per device" if members > 1 else ""
     raise ConfigError(
-        f"The plan has {len(members)} devices and runs as {num_pipelines} pipeline replicas{several}, which needs "
+        f"The plan has {num_devices} devices and runs as {num_pipelines} pipeline replicas{several}, which needs "
         f"{needed} processes, but there are {processes} (trainer.devices x trainer.num_nodes). Start a multiple of "
         "the plan's devices, or make a plan for fewer."
     )

@@ -94,9 +94,7 @@ class DistributedTransport:
     evaluation may have whose data flow is not that of training. CUDA tensors over gloo go through host memory. All
     ranks construct it together, with the same pairs.
 
-    A device with several members has the same results on each. A member receives from one of those of the other device
-    (`Mesh.process`), so a tensor goes to several processes if there are more members on the other side, and to none
-    from members that are not asked.
+    A device with several members has the same results on each; members exchange messages with those of their number.
 
     Args:
         mesh: the mesh of the ranks.
@@ -132,7 +130,7 @@ class DistributedTransport:
         self._purpose = purpose or f"transport {self._tag}"
         self._device = device or torch.device("cpu")
         self._backend = backend or mesh.backend
-        self._outgoing, self._incoming = self._shared(mesh)
+        self._outgoing = self._incoming = self._shared(mesh)
         self.through_host = self
         if self._backend != "gloo" if own_groups is None else own_groups:
             self.through_host = copy.copy(self)
@@ -143,13 +141,7 @@ class DistributedTransport:
     def send(self, tensor: Tensor, device: int) -> Work:
         if not tensor.numel():
             return _DONE
-        wire = as_sent(tensor.contiguous())
-        channels = self._outgoing[device]
-        if len(channels) == 1:
-            return self._sent(wire, channels[0])
-        return _Several([self._sent(wire, channel) for channel in channels])
-
-    def _sent(self, wire: Tensor, channel: _Channel) -> Work:
+        channel, wire = self._outgoing[device], as_sent(tensor.contiguous())
         return channel.group.send([wire.cpu() if channel.staged else wire], channel.peer, self._tag)
 
     def receive(self, buffer: Tensor, device: int) -> Work:
@@ -161,15 +153,11 @@ class DistributedTransport:
         host = torch.empty_like(wire, device="cpu")
         return _Staged(channel.group.recv([host], channel.peer, self._tag), host, wire)
 
-    def _shared(self, mesh: Mesh) -> tuple[dict[int, list[_Channel]], dict[int, _Channel]]:
+    def _shared(self, mesh: Mesh) -> dict[int, _Channel]:
         """Channels to and from all devices in one group over gloo, which connects a pair when it is used."""
         staged, group = self._device.type == "cuda", mesh.pipeline_control_group
-        outgoing, incoming = {}, {}
-        for device, rank in enumerate(mesh.pipeline_ranks()):
-            peers = map(mesh.number_in_pipeline, mesh.receivers(rank))
-            outgoing[device] = [_Channel(group, peer, staged) for peer in peers]
-            incoming[device] = _Channel(group, mesh.number_in_pipeline(mesh.process(rank)), staged)
-        return outgoing, incoming
+        peers = map(mesh.number_in_pipeline, map(mesh.process, mesh.pipeline_ranks()))
+        return {device: _Channel(group, peer, staged) for device, peer in enumerate(peers)}
 
     def _connect(self, mesh: Mesh, pairs: list[Pair]) -> None:
         """Create the groups in one round per direction, because both directions of a pair have the same processes."""
@@ -178,14 +166,14 @@ class DistributedTransport:
             os.environ.setdefault(_ADVICE, "false")
         for src, dst in pairs:
             links = mesh.process_groups(f"{self._purpose}: {src} to {dst}", mesh.links(src, dst), self._backend)
+            for (sender, receiver), group in links.items():
+                peer = receiver if mesh.device == src else sender
+                channel = _Channel(group, dist.get_group_rank(group, peer))
             if mesh.device == src:
-                self._outgoing[dst] = [
-                    _Channel(group, dist.get_group_rank(group, peer)) for (_, peer), group in links.items()
-                ]
+                self._outgoing[dst] = channel
                 self._first_use(self.send(torch.zeros(1, device=self._device), dst))
             elif mesh.device == dst:
-                ((peer, _), group), *_ = links.items()
-                self._incoming[src] = _Channel(group, dist.get_group_rank(group, peer))
+                self._incoming[src] = channel
                 self._first_use(self.receive(torch.zeros(1, device=self._device), src))
 
     def _first_use(self, work: Work) -> None:
@@ -211,20 +199,6 @@ class _Done:
 
 
 _DONE: Final = _Done()
-
-
-class _Several:
-    """The transfers of a tensor to several processes, or to none."""
-
-    def __init__(self, works: Sequence[Work]) -> None:
-        self._works = works
-
-    def wait(self) -> None:
-        for work in self._works:
-            work.wait()
-
-    def is_completed(self) -> bool:
-        return all(work.is_completed() for work in self._works)
 
 
 class _Staged:

@@ -148,7 +148,6 @@ class JobProcesses:
 
     def _configure_launcher(self) -> None:
         environment = self.cluster_environment
-        _ = self.options.degrees  # refused here, before the other processes start, and not by each of them
         if self.parallel_devices and self.parallel_devices[0].type == "cuda":
             open_queues()
         if self.num_processes * self.num_nodes > 1:  # notebooks, too, run one process

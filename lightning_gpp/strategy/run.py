@@ -114,7 +114,7 @@ class Run:
             whole=whole,
             parallel=parallel,
         )
-        check_divided(control.mesh.most_members, parallel)
+        check_divided(control.num_members, parallel)
         self.incoming = Incoming(self.module, control, options.batch_dims)
         self._readers = BatchReaders(trainer, control, device)
         self._metrics = MetricStates(self.module, control, device)

@@ -35,7 +35,6 @@ from lightning_gpp.strategy.optimization import SKIPPED
 from lightning_gpp.strategy.ranks import Arguments, RanksStrategy
 from lightning_gpp.strategy.run import Run
 from lightning_gpp.strategy.steps import Steps
-from lightning_gpp.training.divided.parallel_regions import agreed_division
 from lightning_gpp.training.divided.tensor_parallel import TensorParallel, check_first_run, dividing
 from lightning_gpp.training.engine import Engine
 from lightning_gpp.training.measured.machine import simulated
@@ -176,7 +175,7 @@ class GPPStrategy(RanksStrategy):
         check_first_run(module, control)
         with dividing(module, control.mesh.members) as found:
             yield
-        self._parallel, self._divided_on = agreed_division(found[0], mesh["tensor_parallel"], control), control.mesh
+        self._parallel, self._divided_on = found[0], control.mesh
 
     # -- steps --------------------------------------------------------------------------------------------------------
 

@@ -65,8 +65,7 @@ class Control:
         self.first = self.rank == 0 and self.member == 0
         self.step_rank, *others = mesh.pipeline_ranks()
         self._source = mesh.number_in_pipeline(mesh.process(self.step_rank))
-        receivers = (process for rank in others for process in mesh.receivers(rank)) if self.runs_step else ()
-        self._receivers = [mesh.number_in_pipeline(process) for process in receivers]
+        self._receivers = [mesh.number_in_pipeline(mesh.process(rank)) for rank in others if self.runs_step]
         self.sole = self.num_devices == self.num_members == 1
 
     def share(self, numbers: Tensor) -> Tensor:
@@ -248,7 +247,7 @@ class Control:
     def pass_on(self, tensor: Tensor, source: int, ranks: Sequence[int]) -> None:
         """Give a tensor's values of one rank to others. All of them call this."""
         if self.rank == source:
-            for process in (process for rank in ranks for process in self.mesh.receivers(rank)):
+            for process in map(self.mesh.process, ranks):
                 dist.send(tensor.detach().cpu().contiguous(), group_dst=process, group=self.everyone)
         elif self.rank in ranks:
             received = torch.empty(tensor.shape, dtype=tensor.dtype)

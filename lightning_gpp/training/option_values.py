@@ -139,33 +139,6 @@ def stages_given(stages: Any) -> StagesSpec | None:
     return stages
 
 
-def degrees_of(plan: Plan | None, stages: StagesSpec | None, number: int) -> tuple[int, ...]:
-    """The processes of each device; if all devices have equal numbers, this number alone.
-
-    Args:
-        plan: the given plan.
-        stages: the given stages.
-        number: the number for devices of which they name none.
-
-    Raises:
-        ConfigError: plan and number contradict each other, or stages with different numbers have no devices.
-    """
-    if plan is not None:
-        members = plan.with_members(number).members
-        return members if len({*members}) > 1 else members[:1]
-    entries = [] if stages is None else read(stages)
-    numbers = [entry.tensor_parallel_size or number for entry in entries] or [number]
-    if len({*numbers}) == 1:
-        return (numbers[0],)
-    if any(entry.devices is None for entry in entries):
-        raise ConfigError(
-            f"strategy.stages gives stages different numbers of processes (tensor_parallel_size: {numbers}), but does "
-            "not say on which devices they are. Give every stage the key devices."
-        )
-    found = {device: size for entry, size in zip(entries, numbers, strict=True) for device in entry.devices or ()}
-    return tuple(found.get(device, min(numbers)) for device in range(1 + max(found)))
-
-
 def schedule_given(name: Any) -> str | None:
     """The name of a registered schedule, "auto", or None."""
     return None if name is None else _registered("schedule", name, (AUTO, *schedule_names()))
@@ -270,7 +243,7 @@ def _problems(options: Any) -> dict[str, Problems]:
 def _check_members(options: Any) -> None:
     """Refuse what the processes of one device cannot do together."""
     plan = options.plan
-    if options.degrees == (1,):
+    if options.members == 1:
         return
     sliced = options.slicing is not None or (plan is not None and plan.is_sliced)
     offloads = bool(options.offload) or (plan is not None and any(stage.offload for stage in plan.stages))
@@ -284,15 +257,7 @@ def _check_members(options: Any) -> None:
         "costs": (options.costs == "measured", "times undivided blocks on one process. Use roofline"),
         "trace": (options.trace, "draws one process per device. Leave it out"),
     }
-    refuse_beside(_members_said(options), options, problems)
-
-
-def _members_said(options: Any) -> str:
-    """The setting that gives devices several processes."""
-    most = max(options.degrees)
-    if most == options.tensor_parallel_size:
-        return f"strategy.tensor_parallel_size={most}"
-    return f"tensor_parallel_size={most} of a stage in strategy.{'stages' if options.plan is None else 'plan'}"
+    refuse_beside(f"strategy.tensor_parallel_size={options.members}", options, problems)
 
 
 def _check_sharding(options: Any) -> None:

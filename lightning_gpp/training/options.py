@@ -28,7 +28,6 @@ from lightning_gpp.training.option_values import (
     ClusterSpec,
     check_together,
     cluster_given,
-    degrees_of,
     dims_given,
     duration,
     loaded_plan,
@@ -69,10 +68,8 @@ class Options(SearchOptions):
         "stages by hand, instead of a plan: a mapping from module path to stage number, for example {image_tower: 0, "
         "text_tower: 1, head: 2}, or a list of stages. A stage in the list has the key modules (paths) and, if wanted, "
         "name, devices (numbers inside one pipeline), micro_batch_size, recompute, offload, round_robin (replicas take "
-        "micro-batches in turn instead of a share of each), slack (micro-batches in flight beyond 1f1b's rule) and "
-        "tensor_parallel_size (processes of each of its devices). "
-        'The path "@step" is the training step itself (the '
-        "loss); without it the step joins the last stage.",
+        "micro-batches in turn instead of a share of each) and slack (micro-batches in flight beyond 1f1b's rule). "
+        'The path "@step" is the training step itself (the loss); without it the step joins the last stage.',
         convert=stages_given,
     )
     partitioner: str = option(
@@ -112,8 +109,8 @@ class Options(SearchOptions):
     tensor_parallel_size: Count = option(
         1,
         "number of processes of every device of the plan: they share the work inside its stages, as the module's "
-        'configure_model divides it (parallelize_module with self.device_mesh["tensor_parallel"]). A plan file, or '
-        "stages by hand, may name other numbers for single stages.",
+        'configure_model divides it (parallelize_module with self.device_mesh["tensor_parallel"]). Default: the '
+        "plan's, otherwise 1.",
     )
 
     schedule: str | None = option(
@@ -286,13 +283,14 @@ class Options(SearchOptions):
         check_together(self)
 
     @property
-    def degrees(self) -> tuple[int, ...]:
-        """The processes of each device; if all devices have equal numbers, this number alone.
+    def members(self) -> int:
+        """Number of processes of every device.
 
         Raises:
-            ConfigError: the settings contradict each other.
+            ConfigError: the plan says otherwise.
         """
-        return degrees_of(self.plan, self.stages, self.tensor_parallel_size)
+        number = self.tensor_parallel_size
+        return number if self.plan is None else self.plan.with_members(number).tensor_parallel_size
 
     @property
     def slicing(self) -> Slicing | None:

@@ -170,7 +170,7 @@ def planned(
     if options.recompute is None:
         check_blocks(plan, captured.graph)
     plan = completed(
-        plan,
+        plan.with_members(options.tensor_parallel_size),
         captured.graph,
         recompute=options.recompute,
         offload=None if options.offload == AUTO else options.offload,
@@ -192,7 +192,6 @@ def _by_hand(stages: StageSpec, captured: Capture, options: Options) -> Plan:
         batch_size=captured.batch_size,
         num_micro_batches=options.num_micro_batches,
         micro_batch_size=options.micro_batch_size,
-        tensor_parallel_size=options.tensor_parallel_size,
         model=captured.fingerprint,
     )
     if any(entry.devices is not None for entry in read(stages)):
@@ -209,7 +208,7 @@ def _from_file(plan: Plan, captured: Capture, options: Options) -> Plan:
             f"{unused} is not used: strategy.plan says otherwise, and the plan takes precedence. Edit the plan's "
             "file, or make a new one with these settings.",
         )
-    return refitted(captured, plan).with_members(options.tensor_parallel_size)
+    return refitted(captured, plan)
 
 
 def _scheduled(plan: Plan, captured: Capture, options: Options, machine: Callable[[], Machine]) -> Plan:

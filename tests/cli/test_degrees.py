@@ -54,14 +54,10 @@ def test_a_layer_too_large_for_one_process_is_divided(capsys: pytest.CaptureFixt
     assert "Every device of the plan is 4 neighbouring processes (tensor parallelism)" in text
 
 
-def test_processes_of_given_stages_have_to_fill_the_cluster() -> None:
+def test_processes_have_to_divide_the_cluster() -> None:
     config = config_of(OWN)
-    towers = ["mean_tower", "error_tower", "worst_tower"]
-    config.strategy.stages = [
-        {"modules": towers, "devices": [1]},
-        {"modules": ["trunk", "@step"], "devices": [0], "tensor_parallel_size": 2},
-    ]
-    with pytest.raises(ConfigError, match="has 3 processes .*, which does not divide the 4 devices of"):
+    config.strategy.tensor_parallel_size = 3
+    with pytest.raises(ConfigError, match="tensor_parallel_size=3 does not divide the 4 devices of"):
         task_of(config)
 
 

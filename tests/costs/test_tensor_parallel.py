@@ -49,7 +49,7 @@ def machine(count: int, memory_bytes: float) -> Machine:
 
 def test_members_divide_parameters_and_work_and_add_up_results() -> None:
     whole, alone = replace(graph(1000), uncalled=frozenset({"layers"})), machine(4, 1e9)
-    groups = of_groups(alone, {"first.weight": 0}, (2,), whole)
+    groups = of_groups(alone, {"first.weight": 0}, 2, whole)
     part = groups.part(whole)
     assert groups.cluster.num_devices == 2
     assert part.parameter_bytes == {"first.weight": 500, "second.weight": 1000}
@@ -80,7 +80,7 @@ def test_layer_that_is_too_large_for_one_process_gets_a_plan() -> None:
     whole, alone = graph(10**6), machine(4, 3e6)  # a layer takes 4 MB with its gradient and Adam's state
     with pytest.raises(PlanError):
         best_plan("auto", whole, Request(cluster=alone.cluster, batch_size=8, footprint=alone.footprint))
-    groups = of_groups(alone, {f"{name}.weight": 0 for name in LAYERS}, (2,), whole)
+    groups = of_groups(alone, {f"{name}.weight": 0 for name in LAYERS}, 2, whole)
     request = Request(cluster=groups.cluster, batch_size=8, footprint=groups.footprint, costs=groups.costs)
     found = best_plan("auto", groups.part(whole), request)
     assert found.plan.num_devices == 2

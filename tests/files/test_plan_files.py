@@ -6,14 +6,13 @@ import re
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from lightning_gpp import ConfigError, PlanError
 from lightning_gpp.files import MAX_BYTES
-from lightning_gpp.plan import Plan, Stage
+from lightning_gpp.plan import Plan
 from tests.strategies import chain
 
 
@@ -33,38 +32,11 @@ def test_a_plan_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert Plan.load(path) == chain([1, 1], 4)
 
 
-def test_numbers_of_processes_are_in_a_file_unless_they_are_one(tmp_path: Path) -> None:
-    first, second = chain([1, 1], 4).stages
-    plan = replace(chain([1, 1], 4), stages=(first, replace(second, tensor_parallel_size=2)))
-    plan.save(tmp_path / "plan.yaml")
-    assert (tmp_path / "plan.yaml").read_text().count("tensor_parallel_size") == 1
-    assert Plan.load(tmp_path / "plan.yaml") == plan
-    assert sorted(plan.members) == [1, 2]
-    assert plan.num_processes == 3
-    assert replace(plan, unused=(2,)).members[2] == 1
-
-
-def test_numbers_of_processes_that_do_not_go_together() -> None:
-    plan = chain([1, 1], 4)
-    first, second = plan.stages
-    for number, wrong in ((0, 0), (3, 2)):
-        with pytest.raises(PlanError, match=f"tensor_parallel_size is {wrong}; it must be .* divide the largest"):
-            replace(plan, stages=(_with(first, 2), _with(second, number)))
-    shared = replace(_with(first, 1), devices=second.devices)
-    with pytest.raises(PlanError, match=r"share device \d, but have tensor_parallel_size=1 and 2"):
-        replace(plan, stages=(shared, _with(second, 2)))
-
-
-def _with(stage: Stage, number: int) -> Stage:
-    return replace(stage, tensor_parallel_size=number)
-
-
 def test_the_option_names_the_processes_of_a_plan_that_does_not() -> None:
     plan = chain([1, 1], 4)
     divided = plan.with_members(2)
-    assert (plan.with_members(1), divided.members) == (plan, (2, 2))
-    assert replace(divided, unused=(2,)).members == (2, 2, 2)
-    assert divided.with_members(1) is divided.with_members(2) is divided
+    assert (plan.with_members(1), divided.num_processes) == (plan, 4)
+    assert divided.with_members(1) == divided.with_members(2) == divided
     with pytest.raises(ConfigError, match=r"tensor_parallel_size=4, but the plan .* has 2 processes per device"):
         divided.with_members(4)
 

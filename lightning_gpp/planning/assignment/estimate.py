@@ -10,7 +10,6 @@ from lightning_gpp.cluster.groups import grouped
 from lightning_gpp.costs.model import CostModel, Footprint, Seconds, held_copies, rerun_seconds
 from lightning_gpp.costs.tensor_parallel import roofline_of
 from lightning_gpp.graph import Affine, Operator, OperatorGraph
-from lightning_gpp.graph.parts import part_of
 from lightning_gpp.plan import SOURCE, Edge, Figures, Plan, Stage
 from lightning_gpp.planning.assignment.assign import assign
 from lightning_gpp.planning.assignment.modules import operators_of, recomputed_blocks
@@ -75,7 +74,7 @@ def _room(plan: Plan, costs: StageCosts, device: int, limit: float) -> float:
 
 
 def with_figures_of(known: Plan, plan: Plan) -> Plan:
-    """A plan for another form of the step, with the seconds, memory limits and sharding of the known one.
+    """A plan for another form of the step, with the seconds, memory limits, sharding and members of the known one.
 
     Stages are matched by name, edges by the names of their ends; those without a match keep their own figures.
     """
@@ -85,7 +84,14 @@ def with_figures_of(known: Plan, plan: Plan) -> Plan:
     edges = tuple(replace(edge, seconds=seconds.get(_ends(plan, edge), edge.seconds)) for edge in plan.edges)
     same = plan.num_devices == known.num_devices
     memory_bytes = known.memory_bytes if same else ()
-    return replace(plan, stages=stages, edges=edges, memory_bytes=memory_bytes, sharding=known.sharding)
+    return replace(
+        plan,
+        stages=stages,
+        edges=edges,
+        memory_bytes=memory_bytes,
+        sharding=known.sharding,
+        tensor_parallel_size=known.tensor_parallel_size,
+    )
 
 
 def _merged(figures: Figures, known: Figures | None) -> Figures:
@@ -127,10 +133,9 @@ def estimate(
         whole = unsliced(plan)
         costs_of_whole = estimate(graph, whole.plan, cluster, costs, footprint=footprint, num_pipelines=num_pipelines)
         return sliced_costs(costs_of_whole, plan, whole, graph)
-    cluster, costs = grouped(cluster, plan.members * num_pipelines), costs or roofline_of(graph)
-    parts = [part_of(graph, stage.tensor_parallel_size) for stage in plan.stages]
-    operators = operators_of(parts, assign(graph, [stage.modules for stage in plan.stages]))
-    again = [_again(*entry) for entry in zip(parts, plan.stages, operators, strict=True)]
+    cluster, costs = grouped(cluster, plan.tensor_parallel_size), costs or roofline_of(graph)
+    operators = operators_of(graph, assign(graph, [stage.modules for stage in plan.stages]), len(plan.stages))
+    again = [_again(graph, *entry) for entry in zip(plan.stages, operators, strict=True)]
     kinds = {
         device: {cluster.kind(device + pipeline * plan.num_devices) for pipeline in range(num_pipelines)}
         for device in range(plan.num_devices)

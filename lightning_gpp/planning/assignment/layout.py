@@ -83,7 +83,8 @@ def both_ways(graph: OperatorGraph, plan: Plan) -> Plan:
             twofold = 2 * device != last
             devices = (device, last - device) if twofold else (device,)
             stages.append(replace(stage, devices=devices, round_robin=twofold))
-    return make_plan(graph, stages, batch_size=plan.batch_size, schedule=plan.schedule, model=plan.model)
+    made = make_plan(graph, stages, batch_size=plan.batch_size, schedule=plan.schedule, model=plan.model)
+    return replace(made, tensor_parallel_size=plan.tensor_parallel_size)
 
 
 def _line(plan: Plan) -> list[int]:

@@ -39,7 +39,6 @@ class Entry:
     offload: bool = False
     round_robin: bool = False
     slack: Annotated[int, Ge(0)] = 0
-    tensor_parallel_size: Annotated[int, Ge(1)] | None = None
 
 
 KEYS: Final = tuple(field.name for field in fields(Entry))
@@ -53,7 +52,6 @@ def manual(
     num_devices: int | None = None,
     num_micro_batches: int | None = None,
     micro_batch_size: int | None = None,
-    tensor_parallel_size: int = 1,
     schedule: str = "1f1b",
     model: str = "",
 ) -> Plan:
@@ -62,14 +60,12 @@ def manual(
     Args:
         graph: the captured operators.
         spec: `{module path: stage number}`, `{stage name: keys}`, or a list of keys: `name`, `modules`, `devices`,
-            `micro_batch_size`, `recompute`, `offload`, `round_robin`, `slack`, `tensor_parallel_size`; all but
-            `modules` may be left out. The module "@step" is the user's step; without it the step joins the stage that
-            makes most of what it reads.
+            `micro_batch_size`, `recompute`, `offload`, `round_robin`, `slack`; all but `modules` may be left out. The
+            module "@step" is the user's step; without it the step joins the stage that makes most of what it reads.
         batch_size: samples of the mini-batch of one pipeline replica.
         num_devices: devices of the job, if known; a plan that needs more is refused.
         num_micro_batches: for stages without a `micro_batch_size`, as is the argument `micro_batch_size`; by default
             twice the depth.
-        tensor_parallel_size: for stages without one.
         schedule: name written into the plan.
         model: fingerprint written into the plan.
 
@@ -90,7 +86,6 @@ def manual(
             offload=entry.offload,
             round_robin=entry.round_robin,
             slack=entry.slack,
-            tensor_parallel_size=entry.tensor_parallel_size or tensor_parallel_size,
         )
         for index, (entry, name) in enumerate(zip(entries, names, strict=True))
     ]

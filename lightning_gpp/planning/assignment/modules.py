@@ -13,7 +13,6 @@ from os.path import commonprefix
 from typing import Final
 
 from lightning_gpp.graph import Affine, Operator, OperatorGraph
-from lightning_gpp.graph.parts import part_of
 from lightning_gpp.plan import SOURCE, STEP, Edge, Figures, Stage
 from lightning_gpp.schedules.lowering import carries_gradient
 
@@ -201,27 +200,28 @@ def figures_of(
     stages: Sequence[Stage],
     edges: Iterable[Edge],
 ) -> list[Figures]:
-    """The figures of stages, without seconds: those of one member of their devices."""
+    """The figures of stages, without seconds."""
     received, leaves = ([Affine() for _ in stages] for _ in range(2))
     for edge in edges:
         received[edge.dst] += edge.bytes
         leaves[edge.dst] += edge.bytes if carries_gradient(edge) else Affine()
-    parts = [part_of(graph, stage.tensor_parallel_size) for stage in stages]
-    operators = operators_of(parts, assignment)
-    figures = [_figures(*entry) for entry in zip(parts, stages, operators, received, strict=True)]
+    operators = operators_of(graph, assignment, len(stages))
+    figures = [_figures(graph, *entry) for entry in zip(stages, operators, received, strict=True)]
     return [
         _offloaded(stage, entry, staying) if stage.offload else entry
         for stage, entry, staying in zip(stages, figures, leaves, strict=True)
     ]
 
 
-def operators_of(parts: Sequence[OperatorGraph], assignment: Mapping[str, tuple[int, ...]]) -> list[list[Operator]]:
-    """The operators of every stage, each from the part of the graph that one member of its devices computes."""
-    operators: list[list[Operator]] = [[] for _ in parts]
-    for name in parts[0].nx if parts else ():
-        for stage in assignment[name]:
+def operators_of(
+    graph: OperatorGraph, assignment: Mapping[str, tuple[int, ...]], num_stages: int
+) -> list[list[Operator]]:
+    """The operators of every stage, in recorded order."""
+    operators: list[list[Operator]] = [[] for _ in range(num_stages)]
+    for operator in graph:
+        for stage in assignment[operator.name]:
             if stage != SOURCE:
-                operators[stage].append(parts[stage][name])
+                operators[stage].append(operator)
     return operators
 
 

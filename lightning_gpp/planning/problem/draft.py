@@ -197,7 +197,6 @@ def realise(problem: Problem, draft: Draft, model: str = "") -> tuple[Plan, int]
             modules=paths[index],
             devices=stage.devices,
             micro_batch_size=stage.micro_batch_size,
-            tensor_parallel_size=num_members(problem.cluster.devices[stage.devices[0]]),
             recompute=_recompute(stage.recompute, STEP in paths[index]),
             offload=stage.offload,
             slack=stage.slack if draft.schedule == "1f1b" and STEP not in paths[index] else 0,
@@ -214,7 +213,8 @@ def realise(problem: Problem, draft: Draft, model: str = "") -> tuple[Plan, int]
         model=model,
         unused=unused if num_pipelines == 1 else (),
     )
-    plan = replace(plan, sharding=draft.sharding or "none")
+    members = num_members(problem.cluster.devices[0])
+    plan = replace(plan, sharding=draft.sharding or "none", tensor_parallel_size=members)
     return plan.chained() if draft.chained else plan, num_pipelines
 
 

@@ -59,8 +59,8 @@ class Prediction:
     @property
     def used_devices(self) -> int:
         """Number of devices of all pipelines that have a stage, with all members."""
-        members = self.plan.members
-        return self.num_pipelines * (sum(members) - sum(members[device] for device in self.plan.unused))
+        used = self.plan.num_devices - len(self.plan.unused)
+        return self.num_pipelines * used * self.plan.tensor_parallel_size
 
     @property
     def seconds(self) -> float:
@@ -188,8 +188,9 @@ def predicted(
 def memory_limits(plan: Plan, cluster: Cluster) -> tuple[float, ...]:
     """The memory of every device of a pipeline: the least over all pipelines that the cluster has devices for."""
     pipelines = max(1, num_processes(cluster) // plan.num_processes)
-    limits = [float(device.memory_bytes) for device in grouped(cluster, plan.members * pipelines).devices]
-    return tuple(min(limits[device :: plan.num_devices]) for device in range(plan.num_devices))
+    limits = [float(device.memory_bytes) for device in grouped(cluster, plan.tensor_parallel_size).devices]
+    whole = limits[: pipelines * plan.num_devices]
+    return tuple(min(whole[device :: plan.num_devices]) for device in range(plan.num_devices))
 
 
 def best_trial(

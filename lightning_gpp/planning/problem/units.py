@@ -14,7 +14,7 @@ import networkx as nx
 from lightning_gpp.graph import Affine, Operator, OperatorGraph, TensorSpec
 from lightning_gpp.plan import SOURCE, STEP, topological
 from lightning_gpp.planning.assignment.assign import assign, crossing, forced, owner_of, step_owner
-from lightning_gpp.planning.assignment.modules import ModuleNode, module_tree
+from lightning_gpp.planning.assignment.modules import ModuleNode, module_tree, operators_of
 
 Modules = tuple[str, ...]
 
@@ -218,11 +218,7 @@ def described(graph: OperatorGraph, modules: Sequence[Modules]) -> UnitGraph:
     """Units of these modules, in topological order, with what the graph tells of them."""
     assignment = assign(graph, modules)
     values = crossing(graph, assignment)
-    operators: list[list[Operator]] = [[] for _ in modules]
-    for operator in graph:
-        for unit in assignment[operator.name]:
-            if unit != SOURCE:
-                operators[unit].append(operator)
+    operators = operators_of(graph, assignment, len(modules))
     units = tuple(
         _unit(graph, paths, operators[index], values.get((SOURCE, index), [])) for index, paths in enumerate(modules)
     )

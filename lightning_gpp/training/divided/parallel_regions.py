@@ -8,22 +8,19 @@ results have other shapes return a part.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
 
 from lightning_gpp._compat.torch import pytree
 from lightning_gpp.capture import Capture
 from lightning_gpp.capture.recording import AffineSize, ModuleCall, Ref
 from lightning_gpp.errors import ConfigError, GPPError
-from lightning_gpp.plan import Plan
 from lightning_gpp.runtime.random import undisturbed
 from lightning_gpp.training.control import Control
 from lightning_gpp.training.divided.tensor_parallel import TensorParallel
@@ -203,28 +200,6 @@ def _shape(leaf: Any) -> Any:
     return (type(leaf).__name__, tuple(leaf.shape)) if isinstance(leaf, Tensor) else None
 
 
-def agreed_division(parallel: TensorParallel | None, mesh: DeviceMesh, control: Control) -> TensorParallel | None:
-    """The division on this device; where one process has everything, that of the largest device, of which it has all.
-
-    All processes call this together.
-
-    Args:
-        parallel: what the members of this device have divided.
-        mesh: the members of this device.
-        control: the side channel of this process.
-
-    Returns:
-        None on all processes if a device with several members has divided nothing.
-    """
-    several = control.num_members > 1
-    mine = parallel.divisions if parallel is not None and several else None
-    found = [each for each in control.gather_all((control.num_members, mine)) if each[0] > 1]
-    if any(divisions is None for _, divisions in found):
-        return None
-    _, divisions = max(found, key=lambda each: each[0])
-    return parallel if several else TensorParallel(mesh, divisions, {})
-
-
 def agreed_regions(control: Control, find: Callable[[], Regions]) -> Regions:
     """The regions of all devices together. All processes call this together.
 
@@ -240,20 +215,3 @@ def agreed_regions(control: Control, find: Callable[[], Regions]) -> Regions:
     for refused in (each for each in outcomes if isinstance(each, GPPError)):
         raise refused.with_traceback(None)
     return outermost({path for regions in outcomes for path in regions})
-
-
-def check_tied(plan: Plan, uses: Mapping[str, Sequence[int]]) -> None:
-    """Raise ConfigError if stages with different numbers of members train the same parameter.
-
-    `uses`: the stages that use each parameter.
-    """
-    for name, numbers in uses.items():
-        stages = [plan.stages[number] for number in numbers]
-        for one, other in pairwise(stages):
-            if one.tensor_parallel_size != other.tensor_parallel_size:
-                raise ConfigError(
-                    f"The stages {one.name!r} and {other.name!r} use the same parameter, {name!r}, but have "
-                    f"tensor_parallel_size={one.tensor_parallel_size} and {other.tensor_parallel_size}, so its "
-                    "gradients could not be added up. Give both the same number, or put all that share it into one "
-                    "stage (strategy.stages)."
-                )

@@ -69,8 +69,6 @@ class Division:
 class TensorParallel:
     """The division of a module's tensors, by name, and the hooks of its modules, by path.
 
-    A device with one member divides nothing, but knows what the others divide.
-
     `mesh`: the members of this device. `regions`: modules that are called whole, with the reasons, once they are known.
     """
 

@@ -4,7 +4,7 @@ simulated on it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
@@ -52,14 +52,10 @@ class Machine:
     divided: Mapping[str, int] = field(default_factory=dict)
 
     def part(self, graph: OperatorGraph) -> OperatorGraph:
-        """The part of a graph that one process of a device computes.
-
-        If devices have different numbers of members, it is the graph itself, which knows what they divide.
-        """
+        """The part of a graph that one process of a device computes."""
         if not self.divided:
             return graph
-        graph, numbers = replace(graph, divided=dict(self.divided)), {*map(num_members, self.cluster.devices)}
-        return part_of(graph, numbers.pop()) if len(numbers) == 1 else graph
+        return part_of(replace(graph, divided=dict(self.divided)), num_members(self.cluster.devices[0]))
 
     def for_inference(self, graph: OperatorGraph) -> Machine:
         """The same machine for a run that does not train: no backwards, gradients and optimizer."""
@@ -95,19 +91,17 @@ def resolved(cluster: Cluster | str | None, num_devices: int, num_nodes: int = 1
     return cluster if num_devices == cluster.num_devices else cluster.subset(range(num_devices))
 
 
-def of_groups(machine: Machine, divided: Mapping[str, int], members: Sequence[int], graph: OperatorGraph) -> Machine:
+def of_groups(machine: Machine, divided: Mapping[str, int], members: int, graph: OperatorGraph) -> Machine:
     """The machine whose devices are groups of adjacent devices, with the costs of one of them.
 
     Args:
         machine: all devices.
         divided: the dimension along which the members of a group divide each parameter, by name.
-        members: number of members of every device of one pipeline; a single one if all have as many.
+        members: number of members of every device.
         graph: the undivided graph.
     """
     known = replace(graph, divided=dict(divided))
-    number = machine.cluster.num_devices // sum(members)
-    groups = grouped(machine.cluster, tuple(members) * number)
-    return replace(machine, cluster=groups, costs=MemberCosts(known), divided=known.divided)
+    return replace(machine, cluster=grouped(machine.cluster, members), costs=MemberCosts(known), divided=known.divided)
 
 
 def first(machine: Machine, num_devices: int) -> Machine:
@@ -230,7 +224,7 @@ class JobMachine:
         machine = Machine(cluster=cluster, footprint=self._footprint, costs=self.costs)
         if job.parallel is None:
             return machine
-        return of_groups(machine, job.parallel.cut, job.control.mesh.members_of_devices, self._captured.graph)
+        return of_groups(machine, job.parallel.cut, job.control.num_members, self._captured.graph)
 
     def measured(self, batch: Any) -> Machine:
         """The same, after measuring the costs of a training step, once, if the user wants that."""

@@ -143,7 +143,7 @@ def _reason(job: Job, layout: Layout) -> str:
     """The option with which values cannot be gathered, and what serves instead; empty if they can."""
     if layout.plan.sharding == "fsdp":
         option = "strategy.sharding=fsdp. Use strategy.sharding=zero1"
-    elif job.control.mesh.most_members > 1:
+    elif job.control.num_members > 1:
         option = "strategy.tensor_parallel_size. Leave it out"
     elif job.options.weights != SYNCHRONOUS:
         option = f"strategy.weights={job.options.weights}. Use strategy.weights={SYNCHRONOUS}"

@@ -142,13 +142,13 @@ def join(options: Options, rank: int, world_size: int) -> Control:
             f"{world_size} processes. Start one (trainer.devices=1, trainer.num_nodes=1)."
         )
     num_pipelines = pipelines_of(options, world_size)
-    members = _members_of(options, world_size, num_pipelines)
+    devices = devices_per_pipeline(world_size // options.members, num_pipelines)
     for layout, control in list(_connected.items()):
         if control.mesh.everyone is not dist.group.WORLD:
             del _connected[layout]
-    wanted = tuple(members), num_pipelines, options.timeout
+    wanted = devices, options.members, num_pipelines, options.timeout
     if wanted not in _connected:
-        mesh = Mesh(len(members), num_pipelines, rank, members=members, timeout=options.timeout)
+        mesh = Mesh(devices, num_pipelines, rank, members=options.members, timeout=options.timeout)
         _connected[wanted] = Control(mesh)
     return _connected[wanted]
 
@@ -160,8 +160,8 @@ def disconnect(control: Control) -> None:
             del _connected[layout]
 
 
-_connected: Final[dict[tuple[tuple[int, ...], int, timedelta], Control]] = {}
-"""The connections of this process, by members of the devices of a pipeline, number of pipelines, and timeout."""
+_connected: Final[dict[tuple[int, int, int, timedelta], Control]] = {}
+"""The connections of this process, by devices of a pipeline, their members, number of pipelines, and timeout."""
 
 
 def pipelines_of(options: Options, world_size: int) -> int:
@@ -172,19 +172,10 @@ def pipelines_of(options: Options, world_size: int) -> int:
     """
     if options.delayed_devices:
         return 1
-    first, *others = options.degrees
-    if others:
-        return options.num_pipelines or max(1, world_size // sum(options.degrees))
-    num_devices, rest = divmod(world_size, first)
+    num_devices, rest = divmod(world_size, options.members)
     if rest or not num_devices:
         raise ConfigError(
-            f"strategy.tensor_parallel_size={first} does not divide the {world_size} processes of the job "
+            f"strategy.tensor_parallel_size={options.members} does not divide the {world_size} processes of the job "
             "(trainer.devices x trainer.num_nodes). Start a multiple of it, or choose a divisor."
         )
     return options.num_pipelines or max(1, num_devices // devices_wanted(options, num_devices))
-
-
-def _members_of(options: Options, world_size: int, num_pipelines: int) -> Sequence[int]:
-    """Number of processes of each device of a pipeline."""
-    first, *others = options.degrees
-    return options.degrees if others else [first] * devices_per_pipeline(world_size // first, num_pipelines)

@@ -33,7 +33,6 @@ from lightning_gpp.runtime.gradients import GradientSync
 from lightning_gpp.runtime.sharding import OwnedParameters, ShardedStages, assign_owners
 from lightning_gpp.runtime.transport import Transport
 from lightning_gpp.training.asynchronous import Asynchronous
-from lightning_gpp.training.divided.parallel_regions import check_tied
 from lightning_gpp.training.host import Job
 from lightning_gpp.training.tensors.foreign import KnownNorms, exchanged
 from lightning_gpp.training.tensors.parameters import Placement, check_grown, saved_here, tensors_of
@@ -99,13 +98,12 @@ class Replicas:
         sharding: the plan's sharding, or "none" if no two ranks hold the same parameter.
 
     Raises:
-        ConfigError: an optimizer cannot step parts of parameters, parameters have hooks on their gradients, members of
-            a device have divided what is sharded, or stages with different numbers of members share a parameter.
+        ConfigError: an optimizer cannot step parts of parameters, parameters have hooks on their gradients, or members
+            of a device have divided what is sharded.
         PlanError: a parameter that several stages use would be sharded.
     """
 
     def __init__(self, job: Job, layout: Layout, indices: Sequence[OptimizerIndex], *, cut: bool = True) -> None:
-        check_tied(layout.plan, layout.uses)
         self.module, self.layout, self.control, self._parallel = job.module, layout, job.control, job.parallel
         self._device, self._indices = job.device, indices
         idle = idle_sharding(layout.plan, job.control.num_pipelines)

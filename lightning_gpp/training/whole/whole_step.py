@@ -210,7 +210,7 @@ def can_run_whole(job: Job) -> bool:
 
 def left_open(options: Options) -> bool:
     """True if the options leave it open that a step runs as a whole."""
-    if options.step != "auto" or options.degrees != (1,):
+    if options.step != "auto" or options.members > 1:
         return False
     try:
         check_whole(options)
@@ -221,7 +221,7 @@ def left_open(options: Options) -> bool:
 
 def may_evaluate_whole(options: Options, plan: Plan) -> bool:
     """True if an evaluation step that cannot run on micro-batches may run as a whole instead, in these stages."""
-    if options.step == "micro_batches" or options.degrees != (1,) or plan.num_devices == 1:
+    if options.step == "micro_batches" or options.members > 1 or plan.num_devices == 1:
         return False
     return options.weights == SYNCHRONOUS and plan.sharding != "fsdp"
 

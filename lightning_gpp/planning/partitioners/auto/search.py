@@ -1,9 +1,10 @@
 """The default partitioner: any DAG, any stages, replicas, micro-batch size and schedule, jointly.
 
 First drafts are contiguous cuts of two orders of the units (`seeds`), and the draft of GraphPipe's dynamic program.
-The best ones are improved by single changes (`moves`) as long as the step gets shorter, until the search is over, or
-the step is as short as the lower bound (`bound`) allows. Every draft is judged by the simulated seconds of its whole
-step and by the memory of every device, with the cheapest measures that make it fit (`Evaluator.fitted`).
+The best ones are improved by single changes (`moves`) as long as the step gets shorter. Then the best
+of all is perturbed and improved again, until the search is over, there was no improvement for long, or the step is as
+short as the lower bound (`bound`) allows. Every draft is judged by the simulated seconds of its whole step and by the
+memory of every device, with the cheapest measures that make it fit (`Evaluator.fitted`).
 
 Of those that are nearly as fast as the best, the simplest one is the answer (`Problem.simplicity`).
 
@@ -19,6 +20,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from heapq import nsmallest
 from math import inf
+from random import Random
 
 from lightning_gpp.planning.partitioners.auto.coarse import coarse
 from lightning_gpp.planning.partitioners.auto.moves import arranged, moves, spread, with_slack
@@ -33,6 +35,9 @@ from lightning_gpp.planning.problem.problem import Problem, busy_bound
 
 MIN_PIECES, PIECES_PER_SLOT, COARSE_SHARE = 192, 3, 0.7
 """Number of larger units for a first search, in total and per device, and its share of the time."""
+
+PATIENCE = 150
+"""The search ends after this many perturbations in a row without improvement."""
 
 FIRST_SHARE = 0.15
 """Share of the time for finding first drafts; as much again for slack in the best ones."""
@@ -135,11 +140,16 @@ class Search:
         return self.best is not None and self.rank[1] < inf
 
     def run(self, starts: Sequence[Draft] = ()) -> None:
-        """Improve the given drafts, or the best first ones."""
+        """Improve the given drafts, or the best first ones; then perturb the best one and improve again."""
         for draft in starts or self._starts():
             if self.done:
                 return
             self._improve(draft)
+        random, failures = Random(0), 0
+        while not self.done and self.best is not None and failures < PATIENCE:
+            before = self.rank
+            self._improve(self._disturbed(self.best, random))
+            failures = 0 if self.rank < before else failures + 1
 
     def simplify(self) -> None:
         """Answer with the simplest draft that is nearly as fast as the fastest."""
@@ -264,6 +274,13 @@ class Search:
         number = -(-self.problem.batch_size // draft.size)
         figures = [self.evaluate.figures(stage) for stage in self.evaluate.fitted(draft).stages]
         return [number * (entry.forward + entry.again + entry.backward) + entry.all_reduce for entry in figures]
+
+    def _disturbed(self, draft: Draft, random: Random) -> Draft:
+        for _ in range(random.choice((1, 2, 3))):
+            options = list(moves(self.problem, draft, [random.random() for _ in draft.groups]))
+            if options:
+                draft = random.choice(options)
+        return draft
 
     def answer(self) -> Answer:
         draft = self.evaluate.fitted(self.best) if self.best is not None and self.found else None
