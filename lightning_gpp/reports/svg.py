@@ -68,7 +68,7 @@ def _rules(colors: Mapping[str, str]) -> str:
         f".page{{fill:{colors['page']}}}"
         f"text{{fill:{colors['text']}}}text.halo{{stroke:{colors['page']}}}text.muted{{fill:{colors['muted']}}}"
         f".grid{{stroke:{colors['line']}}}.arrow{{stroke:{colors['arrow']};fill:none}}"
-        f".head{{fill:{colors['arrow']}}}.area{{fill:{colors['arrow']};fill-opacity:0.5}}"
+        f".head{{fill:{colors['arrow']}}}"
     )
 
 
@@ -112,12 +112,6 @@ def text(x: float, y: float, content: str, anchor: str = "start", classes: str =
 
 def line(start: Point, end: Point, classes: str = "grid") -> str:
     return f'<path class="{classes}" d="M {start[0]:.2f} {start[1]:.2f} L {end[0]:.2f} {end[1]:.2f}"/>'
-
-
-def area(corners: Sequence[Point], title: str = "") -> str:
-    """A grey area that shows `title` under the mouse."""
-    path = " L ".join(f"{x:.1f} {y:.1f}" for x, y in corners)
-    return f'<path class="area" d="M {path} Z"><title>{escape(title)}</title></path>'
 
 
 def arrow(points: Sequence[Point], *, dashed: bool = False, title: str = "") -> str:

@@ -1,6 +1,6 @@
 """Timelines as text and as an SVG picture: one row per device, time from left to right.
 
-In the picture, each stage has a colour, with memory and an axis of time below. Forwards are light, backwards and input
+In the picture, each stage has a colour, with an axis of time below. Forwards are light, backwards and input
 gradients in full colour, weight gradients in full colour and hatched, recomputations light and hatched. Collectives and
 copies are in traces (`simulation/trace_events.py`).
 """
@@ -130,8 +130,8 @@ def computed_kinds(timeline: Timeline) -> list[Kind]:
     return [kind for kind in MEANINGS if kind in kinds]
 
 
-BAR, MEMORY, GAP, LEFT, MARGIN = 24, 22, 8, 150, 16
-"""Pixels: heights of a bar, of the memory below it, and of the gap between devices; before the axis, and around all."""
+BAR, GAP, LEFT, MARGIN = 24, 8, 150, 16
+"""Pixels: heights of a bar and of the gap between devices; before the axis, and around all."""
 
 TICK: Final = 90
 """Least distance of two ticks of the axis."""
@@ -160,8 +160,7 @@ class Chart:
         self.seconds = max(seconds, *(each.makespan for each in self.timelines.values()))
         self.width = width - LEFT - MARGIN
         self.kinds = sorted({kind for each in self.timelines.values() for kind in computed_kinds(each)}, key=_ORDER)
-        self.peak = max((held for row in self.first.held_bytes for _, held in row), default=0.0)
-        self.row = len(self.timelines) * (BAR + 2) + (MEMORY if self.peak else 0) + GAP
+        self.row = len(self.timelines) * (BAR + 2) + GAP
         self.bottom = MARGIN + len(self.first.devices) * self.row
         self.height = self.bottom + 72 + 20 * len(self.first.stages) + MARGIN
 
@@ -200,8 +199,6 @@ class Chart:
                 if computes(span.action):
                     yield from self._box(timeline, span, top)
             top += BAR + 2
-        if self.peak:
-            yield self._memory(device, top)
 
     def _peak(self, device: int) -> str:
         return f", {size(self.first.peak_bytes[device])}" if self.first.peak_bytes else ""
@@ -217,17 +214,6 @@ class Chart:
             lettered = width >= LABEL + LETTER and not set(self.kinds) <= set(PLAIN)
             text = f"{action.kind.value if lettered else ''}{action.micro_batch}"
             yield svg.text(x + width / 2, top + BAR / 2 + 4, text, "middle", "on")
-
-    def _memory(self, device: int, top: float) -> str:
-        """The memory of a device over time, as high as its row at the highest peak of all."""
-        bottom, held, points = top + MEMORY, 0.0, list[svg.Point]()
-        for time, after in self.first.held_bytes[device]:
-            x = self._x(time - self.first.start)
-            points += [(x, bottom - MEMORY * each / self.peak) for each in (held, after)]
-            held = after
-        end = self._x(self.first.makespan)
-        corners = [(LEFT, bottom), *points, (end, bottom - MEMORY * held / self.peak), (end, bottom)]
-        return svg.area(corners, f"memory of device {device}{self._peak(device)} at most")
 
     def _x(self, time: float) -> float:
         return LEFT + (time * self.width / self.seconds if self.seconds else 0.0)

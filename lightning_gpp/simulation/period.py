@@ -122,14 +122,8 @@ def _period(
 
 def _with_more(timeline: Timeline, num_bytes: Sequence[float]) -> Timeline:
     """The timeline if every device always holds these bytes, too."""
-    return replace(
-        timeline,
-        peak_bytes=tuple(peak + more for peak, more in zip(timeline.peak_bytes, num_bytes, strict=True)),
-        held_bytes=tuple(
-            tuple((time, held + more) for time, held in device)
-            for device, more in zip(timeline.held_bytes, num_bytes, strict=False)
-        ),
-    )
+    peaks = zip(timeline.peak_bytes, num_bytes, strict=True)
+    return replace(timeline, peak_bytes=tuple(peak + more for peak, more in peaks))
 
 
 def steady_seconds(program: Program, costs: StageCosts) -> float:

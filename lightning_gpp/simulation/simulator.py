@@ -82,7 +82,7 @@ def peak_bytes(program: Program, costs: StageCosts, device: int) -> float:
     micro-batches in flight count as in `StageCost`, offloaded tensors until the second computing action after their
     OFFLOAD, whenever their copy ends; in inference, activations count during the forward.
     """
-    return _static(program, costs, device) + peak(change for _, change in changes(program, costs, device))
+    return _static(program, costs, device) + peak(changes(program, costs, device))
 
 
 def _static(program: Program, costs: StageCosts, device: int) -> float:
@@ -95,8 +95,8 @@ def _static(program: Program, costs: StageCosts, device: int) -> float:
     return total
 
 
-def changes(program: Program, costs: StageCosts, device: int) -> Iterator[tuple[Action, float]]:
-    """Actions with the bytes that they allocate, or free if negative, in the order of the program.
+def changes(program: Program, costs: StageCosts, device: int) -> Iterator[float]:
+    """The bytes that actions allocate, or free if negative, in the order of the program.
 
     After a training step all are freed.
     """
@@ -104,7 +104,7 @@ def changes(program: Program, costs: StageCosts, device: int) -> Iterator[tuple[
     replicas = {stage: costs.replica(stage, device) for stage in plan.stages_on(device)}
     samples = {stage: samples_of(plan, stage, device, program.batch_size) for stage in replicas}
     unreduced: set[int] = set()
-    leaving: Leaving[Action, tuple[Action, float]] = Leaving()
+    leaving: Leaving[Action, float] = Leaving()
     for instruction in program.devices[device]:
         action = instruction.action
         if action is None or action.kind is Kind.DATA:
@@ -113,23 +113,20 @@ def changes(program: Program, costs: StageCosts, device: int) -> Iterator[tuple[
             yield from leaving.compute()
         cost = replicas[action.stage]
         if plan.sharding == "fsdp":
-            yield action, _sharded_change(program, action, cost, unreduced)
+            yield _sharded_change(program, action, cost, unreduced)
         if action.micro_batch < len(samples[action.stage]):
-            num_samples = samples[action.stage][action.micro_batch]
-            entries = [(action, change) for change in _activations(program, action, cost, num_samples)]
-            yield from entries if action.kind not in COPIES else _copied(leaving, entries)
+            found = _activations(program, action, cost, samples[action.stage][action.micro_batch])
+            yield from found if action.kind not in COPIES else _copied(leaving, action, found)
 
 
-def _copied(
-    leaving: Leaving[Action, tuple[Action, float]], entries: Iterable[tuple[Action, float]]
-) -> Iterator[tuple[Action, float]]:
+def _copied(leaving: Leaving[Action, float], action: Action, found: Iterable[float]) -> Iterator[float]:
     """Bytes of a LOAD, unless they are still on the device. Those of an OFFLOAD come later, see `Leaving`."""
-    for action, change in entries:
+    for change in found:
         if action.kind is Kind.OFFLOAD:
-            leaving.add(action, (action, change))
+            leaving.add(action, change)
         elif not leaving.keep(action.of_kind(Kind.OFFLOAD)):
             yield from leaving.release()
-            yield action, change
+            yield change
 
 
 def _sharded_change(program: Program, action: Action, cost: StageCost, unreduced: set[int]) -> float:
@@ -198,32 +195,7 @@ def simulate(
         all_gathers=tuple(run.all_gathers),
         host_copies=tuple(copy for host in run.hosts.values() for copy in host.copies),
         peak_bytes=tuple(peak_bytes(program, costs, device) for device in range(len(devices))),
-        held_bytes=tuple(held_bytes(program, costs, device, run.times[device]) for device in range(len(devices))),
     )
-
-
-def held_bytes(
-    program: Program, costs: StageCosts, device: int, times: Mapping[Action, tuple[float, float]], begin: float = 0.0
-) -> tuple[tuple[float, float], ...]:
-    """Times, with the bytes that a device holds from then on: an action allocates when it starts, frees when it ends.
-
-    Args:
-        program: the program of the device.
-        costs: bytes.
-        device: its number.
-        times: start and stop of its actions, simulated or measured.
-        begin: the time of the first entry.
-    """
-    held = _static(program, costs, device)
-    curve = [(begin, held)]
-    found = [
-        (times[action][change < 0], change) for action, change in changes(program, costs, device) if action in times
-    ]
-    for time, change in sorted(found, key=lambda entry: entry[0]):  # copies may end earlier than the program counts on
-        if change:
-            held += change
-            curve.append((time, held))
-    return tuple(curve)
 
 
 class HostCopies:
@@ -245,16 +217,12 @@ class HostCopies:
         self._ends: dict[Action, float] = {}
         self._left = 0.0  # the time at which the latest tensors left the device
 
-    def start(self, action: Action, time: float, seconds: float, num_bytes: float) -> tuple[float, float]:
-        """Start an OFFLOAD or LOAD when the device comes to it.
-
-        Returns:
-            When it has its memory, and when it ends; both are now if the tensors are still on the device.
-        """
+    def start(self, action: Action, time: float, seconds: float, num_bytes: float) -> None:
+        """Start an OFFLOAD or LOAD when the device comes to it."""
         offload = action.of_kind(Kind.OFFLOAD)
         if action.kind is Kind.LOAD and self._leaving.keep(offload):
             self._ends[action] = time
-            return time, time
+            return
         if action.kind is Kind.LOAD:
             time = self._left = max((time, self._left, *self._leaving.release()))
         start = max(time, self._free[action.kind], self._ends.get(offload, 0.0))
@@ -263,7 +231,6 @@ class HostCopies:
             self.copies.append(HostCopy(self._device, action, start, stop, num_bytes))
         if action.kind is Kind.OFFLOAD:
             self._leaving.add(action, stop)
-        return time, stop
 
     def ready(self, action: Action) -> float:
         """The time from which a computing action may start."""
@@ -286,8 +253,6 @@ class _Simulation:
     free: dict[tuple[int, int], float] = field(default_factory=lambda: defaultdict(float))
     ports: dict[Port, Bookings] = field(default_factory=lambda: defaultdict(Bookings))
     transfers: list[Transfer] = field(default_factory=list)
-    times: list[dict[Action, tuple[float, float]]] = field(init=False)
-    """Start and end of every action on every device; a collective is started at both, a copy starts and ends."""
     reached: list[dict[Action, float]] = field(init=False)
     """Times at which every device reached its reductions."""
     gathered: dict[int, float] = field(default_factory=lambda: defaultdict(float))
@@ -301,7 +266,7 @@ class _Simulation:
     def __post_init__(self) -> None:
         plan, devices = self.program.plan, range(len(self.program.devices))
         self.time, self.spans = [0.0 for _ in devices], [[] for _ in devices]
-        self.reached, self.times = [{} for _ in devices], [{} for _ in devices]
+        self.reached = [{} for _ in devices]
         self.samples = {
             (device, stage): samples_of(plan, stage, device, self.program.batch_size)
             for device in devices
@@ -310,7 +275,6 @@ class _Simulation:
 
     def visit(self, device: int, instruction: Instruction) -> None:
         if instruction.action is not None and instruction.action.kind in COLLECTIVES:
-            self.times[device][instruction.action] = (self.time[device], self.time[device])
             self._start_collective(device, instruction.action)
         elif instruction.action is not None and instruction.action.kind in COPIES:
             self._start_copy(device, instruction.action)
@@ -329,13 +293,11 @@ class _Simulation:
         start = self.time[device] = max(self.time[device], floor)
         self.time[device] += self.costs.seconds(action, device, self.samples[device, action.stage][action.micro_batch])
         self.spans[device].append(Span(action, start, self.time[device]))
-        self.times[device][action] = (start, self.time[device])
 
     def _start_copy(self, device: int, action: Action) -> None:
         host = self.hosts.setdefault(device, HostCopies(device))
         samples = self.samples[device, action.stage][action.micro_batch]
-        copy = self.costs.host_copy(action, device, samples)
-        self.times[device][action] = host.start(action, self.time[device], *copy)
+        host.start(action, self.time[device], *self.costs.host_copy(action, device, samples))
 
     def _start_collective(self, device: int, action: Action) -> None:
         if action.kind is Kind.REDUCE:

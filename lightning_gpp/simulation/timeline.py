@@ -67,7 +67,6 @@ class Timeline:
         all_gathers: all-gathers of parameters, each with the one device that waits for it.
         host_copies: copies between devices and their hosts.
         peak_bytes: peak memory of every device.
-        held_bytes: for every device, times with the bytes that it holds from then on; empty if unknown.
         num_batches: number of mini-batches.
     """
 
@@ -78,7 +77,6 @@ class Timeline:
     all_gathers: tuple[Collective, ...] = ()
     host_copies: tuple[HostCopy, ...] = ()
     peak_bytes: tuple[float, ...] = ()
-    held_bytes: tuple[tuple[tuple[float, float], ...], ...] = ()
     num_batches: int = 1
 
     @property

@@ -1,26 +1,20 @@
 """Timelines as events of the Trace Event Format, for ui.perfetto.dev: one file for all devices, with their messages.
 
 Every device is a process with the threads `compute`, `receive from device n`, `collectives`, `copies to the host` and
-`copies from the host`, and a counter of memory. What a device waits for is an event in `compute`; an arrow (flow) leads
-from the action that sends to that which reads.
+`copies from the host`.
 """
 
 from __future__ import annotations
 
 import json
-from collections import defaultdict
-from collections.abc import Iterator, Mapping
-from itertools import count
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
-from lightning_gpp.schedules import Action, Kind
+from lightning_gpp.schedules import Kind
 from lightning_gpp.simulation.timeline import Collective, HostCopy, Span, Timeline, Transfer
 
 Event = dict[str, Any]
-
-SHORT: Final = 0.99
-"""Share of an action after which its arrows leave: at its very end they would belong to what follows."""
 
 
 class TraceEvents:
@@ -29,7 +23,6 @@ class TraceEvents:
     def __init__(self) -> None:
         self._events: list[Event] = []
         self._labels: dict[tuple[int, int | None], str] = {}
-        self._flows = count(1)
 
     def add(
         self,
@@ -52,13 +45,8 @@ class TraceEvents:
             self._label(first + device, 0, "compute")
             for span in spans:
                 self._events.append(_action(timeline, span, first + device, details or {}))
-            held = timeline.held_bytes[device] if timeline.held_bytes else ()
-            self._events += (_counter(first + device, time, num_bytes) for time, num_bytes in held)
-        self._events += _waits(timeline, first)
-        placed = {(device, span.action): span for device, row in enumerate(timeline.devices) for span in row}
         for transfer in timeline.transfers:
-            ends = placed[transfer.src, transfer.producer], placed[transfer.dst, transfer.consumer]
-            self._transfer(transfer, *ends, first)
+            self._transfer(transfer, first)
         self._collectives(timeline, first)
         self._host_copies(timeline, first)
 
@@ -78,18 +66,13 @@ class TraceEvents:
     def _label(self, process: int, thread: int | None, label: str) -> None:
         self._labels[process, thread] = label
 
-    def _transfer(self, transfer: Transfer, producer: Span, consumer: Span, first: int) -> None:
-        """The message on the receiver's thread for the sender, and the arrow from action to action."""
-        src, dst, thread = first + transfer.src, first + transfer.dst, 1 + transfer.src
-        flow = {"name": "message", "cat": "message", "id": next(self._flows)}
-        leaves = producer.start + SHORT * (producer.stop - producer.start)
-        self._events.append({**flow, "ph": "s", "pid": src, "tid": 0, "ts": leaves * 1e6})
-        self._label(dst, thread, f"receive from device {transfer.src}")
-        name = f"{transfer.producer} to {transfer.consumer}"
+    def _transfer(self, transfer: Transfer, first: int) -> None:
+        """The message on the receiver's thread for the sender."""
+        process, thread = first + transfer.dst, 1 + transfer.src
+        self._label(process, thread, f"receive from device {transfer.src}")
         details = {"message": transfer.message, "bytes": transfer.num_bytes}
-        self._events.append({**_event(name, transfer, dst, thread, details), "cat": "transfer"})
-        self._events.append({**flow, "ph": "t", "pid": dst, "tid": thread, "ts": transfer.start * 1e6})
-        self._events.append({**flow, "ph": "f", "bp": "e", "pid": dst, "tid": 0, "ts": consumer.start * 1e6})
+        event = _event(f"{transfer.producer} to {transfer.consumer}", transfer, process, thread, details)
+        self._events.append({**event, "cat": "transfer"})
 
     def _collectives(self, timeline: Timeline, first: int) -> None:
         """Events of collectives, in a thread after those of the receives."""
@@ -126,27 +109,6 @@ def _action(timeline: Timeline, span: Span, process: int, details: Mapping[str, 
     stage, kind = timeline.stages[span.action.stage], span.action.kind
     event = _event(str(span.action), span, process, 0, {"stage": stage, "kind": kind.name, **details})
     return {**event, "cat": kind.name.lower()}
-
-
-def _waits(timeline: Timeline, first: int) -> Iterator[Event]:
-    """The gaps of devices that end when a message arrives, by the message that arrives last."""
-    arrivals: dict[tuple[int, Action], list[Transfer]] = defaultdict(list)
-    for transfer in timeline.transfers:
-        arrivals[transfer.dst, transfer.consumer].append(transfer)
-    for device, spans in enumerate(timeline.devices):
-        free = timeline.start
-        for span in spans:
-            last = max(arrivals[device, span.action], key=lambda transfer: transfer.stop, default=None)
-            if last is not None and span.start > free and last.stop > free:
-                name = f"wait for {last.producer} of device {last.src}"
-                gap = Span(span.action, free, span.start)
-                event = _event(name, gap, first + device, 0, {"message": last.message})
-                yield {**event, "cat": "wait"}
-            free = max(free, span.stop)
-
-
-def _counter(process: int, time: float, num_bytes: float) -> Event:
-    return {"name": "memory", "ph": "C", "pid": process, "tid": 0, "ts": time * 1e6, "args": {"bytes": num_bytes}}
 
 
 def _event(

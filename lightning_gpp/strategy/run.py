@@ -250,8 +250,8 @@ class Run:
 
     def _end_trace(self, engine: Engine, complete: bool) -> None:
         trace = self.steps.trace
-        if trace is not None:
-            trace.finish(engine) if complete else trace.write()
+        if complete and trace is not None:
+            trace.finish(engine)
 
     # -- loops --------------------------------------------------------------------------------------------------------
 

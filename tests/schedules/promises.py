@@ -36,7 +36,7 @@ def check(case: Case) -> Timeline:
         )
     if case.training and case.reduce:
         for device in range(plan.num_devices):
-            left = sum(change for _, change in changes(program, case.costs, device))
+            left = sum(changes(program, case.costs, device))
             assert abs(left) < 1e-6, f"device {device} keeps {left} bytes after the step"
     work, path = max(works(program, case.costs)), critical_path(program, case.costs)
     assert timeline.makespan >= CLOSE * work, f"makespan {timeline.makespan}, a device works {work}"

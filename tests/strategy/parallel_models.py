@@ -77,6 +77,16 @@ class Tower(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.3, momentum=0.9, weight_decay=0.01)
 
 
+class Branches(Tower):
+    """Two blocks side by side, whose sum goes to a third."""
+
+    blocks = 3
+
+    def forward(self, x: Tensor) -> Tensor:
+        left, right, top = self.layers
+        return self.head(top(left(x) + right(x)))
+
+
 def make(kind: type[Tower] = Tower, **kwargs: Any) -> Tower:
     torch.manual_seed(0)
     return kind(**kwargs).double()

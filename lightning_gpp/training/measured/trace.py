@@ -57,16 +57,6 @@ class TraceFile:
         self._steps[number] = tuple(executor.timings)
         self._programs[number] = executor.program
 
-    def write(self) -> None:
-        """Write this rank's trace, if it trained; for runs that fail."""
-        if not self._steps:
-            return
-        device, timelines = self.control.device, dict[tuple[int, int], Timeline]()
-        for number, timings in self._steps.items():
-            rows = [_spans(timings if other == device else (), 0.0) for other in range(self.control.num_devices)]
-            timelines[self.control.pipeline, number] = self._timeline(number, rows)
-        self._save(timelines, f"gpp-trace-rank{self.control.rank}.json")
-
     def finish(self, engine: Engine) -> None:
         """Write the trace of all ranks, and compare it with the simulation, on global rank 0.
 
@@ -76,19 +66,19 @@ class TraceFile:
         if self.control.rank != 0 or not steps:
             return
         timelines = {key: self._timeline(key[1], rows) for key, rows in steps.items()}
-        self._save(timelines, "gpp-trace.json")
+        self._save(timelines)
         if not engine.ahead():  # otherwise no mini-batch has a timeline of its own
             alike = self._alike(engine.plan.batch_size)
             self.measured = [timeline for (_, number), timeline in timelines.items() if number in alike]
             self._compare(engine)
 
-    def _save(self, timelines: Mapping[tuple[int, int], Timeline], name: str) -> None:
+    def _save(self, timelines: Mapping[tuple[int, int], Timeline]) -> None:
         """Write timelines by pipeline and number of the mini-batch."""
         trace, several = TraceEvents(), self.control.num_pipelines > 1
         for (pipeline, number), timeline in timelines.items():
             trace.add(timeline, pipeline=pipeline if several else None, details={"mini_batch": number})
         self.folder.mkdir(parents=True, exist_ok=True)
-        trace.save(self.folder / name)
+        trace.save(self.folder / "gpp-trace.json")
 
     def _timeline(self, number: int, rows: Sequence[tuple[Span, ...]]) -> Timeline:
         stages = self._programs[number].plan.stages
