@@ -56,8 +56,9 @@ def test_a_layer_too_large_for_one_process_is_divided(capsys: pytest.CaptureFixt
 
 def test_processes_have_to_divide_the_cluster() -> None:
     config = config_of(OWN)
-    config.strategy.tensor_parallel_size = 3
-    with pytest.raises(ConfigError, match="tensor_parallel_size=3 does not divide the 4 devices of"):
+    config.strategy.cluster.nodes[0].count = config.trainer.devices = 3
+    config.strategy.tensor_parallel_size = 2
+    with pytest.raises(ConfigError, match="tensor_parallel_size=2 does not divide the 3 devices of"):
         task_of(config)
 
 
