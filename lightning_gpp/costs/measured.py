@@ -1,7 +1,8 @@
 """Measured costs: the seconds of a model's blocks, spread over the operators in them.
 
 A block is timed as a unit, because a single operator is too short for a clock, and takes a different time alone than
-among its neighbours. An operator gets the share of its block's seconds that it has in the roofline model.
+among its neighbours. An operator gets the share of its block's seconds that it has in the roofline model, which also
+says how its backward is divided into both gradients.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ SHORTEST: Final = 1e-9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockSeconds:
-    """Measured seconds of a group of operators, by the number of samples of the micro-batch."""
+    """Measured seconds of a group of operators, of a forward and of its backward, by the samples of the micro-batch."""
 
     operators: tuple[str, ...]
-    points: Mapping[int, Seconds]
+    points: Mapping[int, tuple[float, float]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,29 +95,22 @@ def spread(graph: OperatorGraph, blocks: Iterable[BlockSeconds], device: Device,
     roofline = Roofline(graph)
     found: dict[str, list[OperatorSeconds]] = {}
     for block in blocks:
-        whole = OperatorSeconds(*map(fitted, _by_part(block.points)))
+        ways = ({size: times[part] for size, times in block.points.items()} for part in range(2))
+        forward, backward = map(fitted, ways)
         expected = [roofline.seconds(graph[operator], max(block.points), device) for operator in block.operators]
-        for operator, part in zip(block.operators, _parts(whole, expected), strict=True):
+        for operator, part in zip(block.operators, _parts(forward, backward, expected), strict=True):
             found.setdefault(operator, []).append(part)
     operators = {operator.name: _mean(found.get(operator.name, [OperatorSeconds()])) for operator in graph}
     return MeasuredCosts(name=name, device=device.name, operators=operators)
 
 
-def _by_part(points: Mapping[int, Seconds]) -> Iterator[dict[int, float]]:
-    """The seconds of every part of a block, by the samples of the micro-batch."""
-    for column in zip(*points.values(), strict=True):
-        yield dict(zip(points, column, strict=True))
-
-
-def _parts(whole: OperatorSeconds, expected: Sequence[Seconds]) -> list[OperatorSeconds]:
-    forward = _shares([seconds.forward for seconds in expected])
-    backward = _shares([seconds.backward for seconds in expected], forward)
-    inputs = _shares([seconds.input_gradient for seconds in expected], backward)
-    weights = _shares([seconds.weight_gradient for seconds in expected], backward)
-    return [
-        OperatorSeconds(whole.forward * own[0], whole.input_gradient * own[1], whole.weight_gradient * own[2])
-        for own in zip(forward, inputs, weights, strict=True)
-    ]
+def _parts(forward: Affine, backward: Affine, expected: Sequence[Seconds]) -> Iterator[OperatorSeconds]:
+    forwards = _shares([seconds.forward for seconds in expected])
+    backwards = _shares([seconds.backward for seconds in expected], forwards)
+    for seconds, own, back in zip(expected, forwards, backwards, strict=True):
+        weight = seconds.weight_gradient / seconds.backward if seconds.backward else 0.0
+        gradients = backward * back
+        yield OperatorSeconds(forward * own, gradients * (1 - weight), gradients * weight)
 
 
 def _shares(weights: Sequence[float], otherwise: Sequence[float] | None = None) -> Sequence[float]:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Final
 
 import torch
-from torch.utils.benchmark import Timer
 
 from lightning_gpp.cluster import Device
 from lightning_gpp.errors import ConfigError
 from lightning_gpp.measure.memory import memory_bytes
+from lightning_gpp.measure.timing import seconds_of
 
 SECONDS_PER_FIGURE: Final = 0.4
 LARGEST_MATRIX: Final = 8192
@@ -66,15 +65,15 @@ def _flops_per_second(device: torch.device, dtype: torch.dtype) -> float:
         def multiply(left: torch.Tensor = left, right: torch.Tensor = right, out: torch.Tensor = out) -> None:
             torch.mm(left, right, out=out)
 
-        if size == LARGEST_MATRIX or _seconds(multiply, at_most=LONG_ENOUGH) >= LONG_ENOUGH:
-            return 2 * size**3 / _seconds(multiply)
+        if size == LARGEST_MATRIX or seconds_of(multiply, LONG_ENOUGH) >= LONG_ENOUGH:
+            return 2 * size**3 / seconds_of(multiply, SECONDS_PER_FIGURE)
         size *= 2
 
 
 def _bytes_per_second(device: torch.device) -> float:
     source = torch.ones(COPIED_BYTES, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    return 2 * COPIED_BYTES / _seconds(lambda: target.copy_(source))
+    return 2 * COPIED_BYTES / seconds_of(lambda: target.copy_(source), SECONDS_PER_FIGURE)
 
 
 def _seconds_per_operator(device: torch.device) -> float:
@@ -85,11 +84,4 @@ def _seconds_per_operator(device: torch.device) -> float:
             tiny + tiny
 
     with torch.enable_grad():
-        return _seconds(loop) / OPERATORS_PER_LOOP
-
-
-def _seconds(call: Callable[[], object], at_most: float = SECONDS_PER_FIGURE) -> float:
-    """Median of the seconds of one call, repeated for about `at_most` seconds; a CPU computes with one thread, as in a
-    process of a pipeline."""
-    measurement = Timer("call()", globals={"call": call}).blocked_autorange(min_run_time=at_most)
-    return float(measurement.median)
+        return seconds_of(loop, SECONDS_PER_FIGURE) / OPERATORS_PER_LOOP

@@ -14,7 +14,7 @@ from lightning_gpp.capture import Capture, batch_size_of
 from lightning_gpp.capture.record import step_arguments
 from lightning_gpp.cluster import Device
 from lightning_gpp.costs.measured import BlockSeconds, MeasuredCosts, spread
-from lightning_gpp.costs.model import Roofline, Seconds
+from lightning_gpp.costs.model import Roofline
 from lightning_gpp.errors import ConfigError
 from lightning_gpp.measure.blocks import Block, Blocks, find_blocks
 from lightning_gpp.measure.replica import filled, hollow_copy, random_like
@@ -24,9 +24,6 @@ from lightning_gpp.runtime.random import undisturbed
 from lightning_gpp.runtime.stage import MicroBatch
 
 SECONDS_PER_BLOCK: Final = 0.2
-
-OWN_CACHE_BYTES: Final = 1 << 20
-"""Bytes that stay in the cache that a core of a server has for itself."""
 
 
 def measure_costs(
@@ -44,7 +41,7 @@ def measure_costs(
 
     The model is cut into blocks at module borders. Each block runs alone, on the batch or on random inputs of its
     captured shapes. Of blocks with the same operators on the same shapes one is measured. The module and the random
-    streams do not change. It takes the memory of the largest block. A CPU runs one thread, as in a pipeline's process.
+    streams do not change. It takes the memory of the largest block.
 
     Args:
         capture: capture of the module's training step.
@@ -54,7 +51,7 @@ def measure_costs(
         sizes: samples of micro-batches; two or more, so that costs hold for other sizes, too.
         torch_device: device to measure on, "cpu" or "cuda:0".
         context: context in which modules compute, for example autocast, as in the capture.
-        budget: seconds for each block and size; each is repeated at least 3 times.
+        budget: seconds for each block and size.
 
     Raises:
         ConfigError: the sizes do not fit the batch, or the batch has no values.
@@ -62,7 +59,6 @@ def measure_costs(
     """
     sizes = _checked_sizes(sizes, batch)
     place = torch.device(torch_device)
-    cold = place.type == "cpu" and _is_cold(capture, sizes[0])
     roofline = Roofline(capture.graph)
     expected = {operator.name: sum(roofline.seconds(operator, sizes[-1], device)) for operator in capture.graph}
     replica = hollow_copy(module, place)
@@ -70,7 +66,7 @@ def measure_costs(
     unlike = {block.content: block for block in reversed(blocks.blocks)}
     with _prepared(place):
         step = blocks.pipeline.step
-        timer = BlockTimer(place, context, budget, cold=cold, after=lambda: step.outputs.clear())
+        timer = BlockTimer(place, context, budget, after=lambda: step.outputs.clear())
         bench = _Bench(capture, blocks, replica, module, timer)
         points = {content: bench.run(batch, block, sizes) for content, block in unlike.items()}
     measured = [BlockSeconds(operators=block.operators, points=points[block.content]) for block in blocks.blocks]
@@ -87,8 +83,8 @@ class _Bench:
         self._replica, self._module = replica, module
         self._step = blocks.pipeline.step
 
-    def run(self, batch: Any, block: Block, sizes: Sequence[int]) -> dict[int, Seconds]:
-        """The block's seconds by the samples of the micro-batch."""
+    def run(self, batch: Any, block: Block, sizes: Sequence[int]) -> dict[int, tuple[float, float]]:
+        """The block's seconds, of a forward and of its backward, by the samples of the micro-batch."""
         step = getattr(self._replica, self._capture.step)
         arguments = step_arguments(step, 0)
         batch = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(self._timer.device), batch)
@@ -101,7 +97,7 @@ class _Bench:
         finally:
             self._step.end()
 
-    def _seconds(self, block: Block, size: int) -> Seconds:
+    def _seconds(self, block: Block, size: int) -> tuple[float, float]:
         micro_batch = MicroBatch(0, 0, size, self._capture.batch_size)
         values, stage = self._values(block, micro_batch), self._blocks.pipeline.stages[block.stage]
         return self._timer.seconds(stage, values, micro_batch)
@@ -136,18 +132,6 @@ def _checked_sizes(sizes: Sequence[int], batch: Any) -> list[int]:
 
 @contextmanager
 def _prepared(device: torch.device) -> Iterator[None]:
-    """Use one thread of a CPU, as in a process of a pipeline; restore the random streams at the end."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(threads if device.type == "cuda" else 1)
-    try:
-        with undisturbed(), torch.enable_grad(), torch.random.fork_rng([device], enabled=device.type == "cuda"):
-            yield
-    finally:
-        torch.set_num_threads(threads)
-
-
-def _is_cold(capture: Capture, num_samples: int) -> bool:
-    """True if the rest of a step takes the caches from one run of a block to the next."""
-    graph = capture.graph
-    touched = 2 * sum(graph.parameter_bytes.values()) + sum(op.saved_bytes.at(num_samples) for op in graph)
-    return touched > OWN_CACHE_BYTES
+    """Restore the random streams at the end."""
+    with undisturbed(), torch.enable_grad(), torch.random.fork_rng([device], enabled=device.type == "cuda"):
+        yield

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from lightning_gpp.cluster import DEVICES
 from lightning_gpp.costs.measured import BlockSeconds, MeasuredCosts, OperatorSeconds, fitted, spread
-from lightning_gpp.costs.model import Roofline, Seconds
+from lightning_gpp.costs.model import Roofline
 from lightning_gpp.errors import ConfigError, PlanError
 from lightning_gpp.graph import Affine, Operator, OperatorGraph, TensorSpec
 
@@ -38,7 +38,7 @@ def graph(flops: tuple[float, ...] = (1e9, 3e9)) -> OperatorGraph:
     return made
 
 
-def block(*operators: str, **points: Seconds) -> BlockSeconds:
+def block(*operators: str, **points: tuple[float, float]) -> BlockSeconds:
     return BlockSeconds(operators=operators, points={int(size[1:]): seconds for size, seconds in points.items()})
 
 
@@ -73,11 +73,16 @@ def test_fits_of_other_numbers_of_points() -> None:
 def test_operators_share_the_seconds_of_their_block() -> None:
     model = graph()
     roofline = Roofline(model)
-    measured = block("op0", "op1", s2=Seconds(8.0, 2.0, 4.0), s4=Seconds(12.0, 4.0, 8.0))
+    measured = block("op0", "op1", s2=(8.0, 6.0), s4=(12.0, 12.0))
     costs = spread(model, [measured], CPU, "here")
     parts = [costs.seconds(model[name], 4, CPU) for name in ("op0", "op1")]
     expected = [roofline.seconds(model[name], 4, CPU) for name in ("op0", "op1")]
-    assert [sum(column) for column in zip(*parts, strict=True)] == pytest.approx([12, 4, 8])
+    assert sum(part.forward for part in parts) == pytest.approx(12)
+    assert sum(part.backward for part in parts) == pytest.approx(12)
+    for part, wanted in zip(parts, expected, strict=True):
+        assert part.input_gradient * wanted.weight_gradient == pytest.approx(
+            wanted.input_gradient * part.weight_gradient
+        )
     assert parts[0].forward / parts[1].forward == pytest.approx(expected[0].forward / expected[1].forward)
     assert parts[0].input_gradient == 0  # what comes from the data needs none
     assert costs.name == "here"
@@ -92,14 +97,13 @@ def test_seconds_that_the_model_does_not_expect_are_not_lost() -> None:
         outputs = tuple(replace(spec, requires_grad=False) for spec in operator.outputs)
         frozen.add(replace(operator, outputs=outputs))
     frozen.connect("input0", "op0", 0)
-    table = spread(frozen, [block("op0", "op1", s4=Seconds(4.0, 1.0, 2.0))], CPU, "here")
-    assert sum(cost.input_gradient.at(4) for cost in table.operators.values()) == pytest.approx(1)
-    assert sum(cost.weight_gradient.at(4) for cost in table.operators.values()) == pytest.approx(2)
+    table = spread(frozen, [block("op0", "op1", s4=(4.0, 3.0))], CPU, "here")
+    assert sum(cost.input_gradient.at(4) for cost in table.operators.values()) == pytest.approx(3)
 
 
 def test_an_operator_of_several_blocks_has_the_mean() -> None:
     model = graph()
-    table = spread(model, [block("op0", s1=Seconds(1.0)), block("op0", s1=Seconds(3.0))], CPU, "here")
+    table = spread(model, [block("op0", s1=(1.0, 0.0)), block("op0", s1=(3.0, 0.0))], CPU, "here")
     assert table.operators["op0"].forward.at(1) == 2
 
 
