@@ -2,18 +2,26 @@
 
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
-from typing import Final
+from typing import ClassVar, Final
 
+from lightning_gpp.explained import named_at_end
 from lightning_gpp.wording import spoken
 
 _ELSEWHERE: Final = "_gpp_shown_elsewhere"
 
 
 class GPPError(Exception):
-    """Base class of all errors of this library. The message says what is wrong, where, which values, and what to do."""
+    """Base class of all errors of this library. The message says what is wrong, where, which values, and what to do.
+
+    It ends with the short name of its section in `docs/troubleshooting.md`.
+    """
+
+    family: ClassVar = "runtime"
+    """The short name of messages whose words are of no family."""
 
     def __str__(self) -> str:
-        return spoken(super().__str__())
+        text = super().__str__()
+        return named_at_end(spoken(text), self.family) if text else text
 
 
 def is_shown_elsewhere(error: BaseException | None) -> bool:
@@ -29,9 +37,13 @@ def show_elsewhere(error: BaseException) -> None:
 class ConfigError(GPPError):
     """A setting of the strategy, the trainer or the command line cannot work."""
 
+    family = "setting"
+
 
 class MicroBatchesError(ConfigError):
     """The mini-batch cannot be cut into the micro-batches of the settings."""
+
+    family = "micro-batches"
 
 
 class CaptureError(GPPError):
@@ -43,6 +55,8 @@ class CaptureError(GPPError):
         refuted: number of the truth value, read by the step, without which it would not have happened.
     """
 
+    family = "capture"
+
     modules: Sequence[str] = ()
     reason: str = ""
     refuted: int | None = None
@@ -51,21 +65,31 @@ class CaptureError(GPPError):
 class NoNetworkError(CaptureError):
     """The user's step calls no module that has parameters."""
 
+    family = "no-network"
+
 
 class PlanError(GPPError):
     """A plan is malformed, does not fit the model, or does not fit the devices."""
+
+    family = "plan"
 
 
 class ScheduleError(GPPError):
     """A schedule is unknown, malformed, or does not fit its plan."""
 
+    family = "schedule"
+
 
 class VerificationError(ScheduleError):
     """A program was refused by the verifier: it would hang, or compute with missing data."""
 
+    family = "refused-program"
+
 
 class CheckpointError(GPPError):
     """A checkpoint does not fit the model."""
+
+    family = "checkpoint"
 
 
 class MissingCheckpointError(CheckpointError, FileNotFoundError):
@@ -75,25 +99,37 @@ class MissingCheckpointError(CheckpointError, FileNotFoundError):
 class ShapeError(GPPError):
     """A batch cannot be cut into micro-batches, or a tensor between stages does not have the expected shape."""
 
+    family = "shape"
+
 
 class SelfCheckError(GPPError):
     """The split model does not compute what the unsplit model computes."""
+
+    family = "other-numbers"
 
 
 class IndivisibleError(SelfCheckError):
     """The training step fails on a part of its mini-batch, in one process, too."""
 
+    family = "part-fails"
+
 
 class StepError(GPPError):
     """The user's step returns no loss that can be trained."""
+
+    family = "loss"
 
 
 class ForeignTensorError(GPPError):
     """User code needs the values of a parameter or buffer that other ranks hold."""
 
+    family = "foreign"
+
 
 class PeerFailure(GPPError):
     """Another rank failed, was killed or stopped answering; carries that rank's cause."""
+
+    family = "peer"
 
 
 def add_note(error: BaseException, note: str) -> None:

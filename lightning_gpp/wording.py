@@ -11,6 +11,8 @@ from typing import Final
 
 import yaml
 
+from lightning_gpp.explained import named_at_end
+
 WORDS: Final = "LIGHTNING_GPP_WORDS"
 """The environment variable that says `hydra` in processes of the commands, for messages before Hydra has started."""
 _VALUE: Final = r"'[^']*'|\{[^}]*\}|\[[^]]*\]|[\w.+:-]*\w"
@@ -26,12 +28,12 @@ def spoken(text: str) -> str:
     config = getattr(sys.modules.get("hydra.core.hydra_config"), "HydraConfig", None)
     if os.environ.get(WORDS) == "hydra" or (config is not None and config.initialized()):
         return text
-    return _SETTING.sub(_in_python, text)
+    return _SETTING.sub(_in_python, text).replace(", or null", ", or None")
 
 
 def warn(text: str, stacklevel: int = 2) -> None:
     """Warn the user, in the words of the reader; the warning has the place of the caller's caller."""
-    warnings.warn(spoken(text), stacklevel=stacklevel + 1)
+    warnings.warn(named_at_end(spoken(text)), stacklevel=stacklevel + 1)
 
 
 def _in_python(setting: re.Match[str]) -> str:

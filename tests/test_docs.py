@@ -1,4 +1,4 @@
-"""Every path, module, link, option and message that the documentation names exists, and its Python can be read."""
+"""Every path, module, link and option that the documentation names exists, and its Python can be read."""
 
 from __future__ import annotations
 
@@ -117,23 +117,6 @@ def inline_options() -> Iterator[tuple[Path, str]]:
 def test_options_in_sentences_exist() -> None:
     known = {definition.name for definition in options_of(Options)}
     assert {(str(page), name) for page, name in inline_options() if name not in known} == set()
-
-
-def constants() -> str:
-    """All text of the package's messages; what an f-string fills in is left out."""
-    trees = [ast.parse(file.read_text()) for file in PACKAGE.rglob("*.py")]
-    texts = (node.value for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Constant))
-    return "\n".join(text for text in texts if isinstance(text, str))
-
-
-def test_messages_of_troubleshooting_exist() -> None:
-    """Headings are parts of messages; an ellipsis stands for what a message fills in."""
-    headings = re.findall(r"(?m)^### (.*)$", (DOCS / "troubleshooting.md").read_text())
-    assert len(headings) >= 30
-    said = constants()
-    foreign = {"Please convert all Tensors to FakeTensors first"}
-    parts = [part.strip() for heading in {*headings} - foreign for part in heading.split("…")]
-    assert [part for part in parts if part not in said] == []
 
 
 @pytest.fixture(scope="module")

@@ -21,6 +21,7 @@ from typing import Any, Final
 
 import torch
 
+from lightning_gpp.explained import named_at_end
 from lightning_gpp.failure.processes import say
 from lightning_gpp.user_code import is_user_code
 
@@ -154,10 +155,11 @@ class Progress:
         """Print where this rank is."""
         self._told = True
         waits = "no rank" if self.wait is None else self.wait.what
-        say(
+        text = (
             f"[rank {self._rank}] Hang report: {self.action}, for {now - self._since:.1f} s. It waits for {waits}. "
             f"Its main thread is at {_main_thread()}."
         )
+        say(named_at_end(text))
 
 
 def conclusion(waits: Mapping[int, tuple[int, ...]]) -> str:

@@ -24,6 +24,7 @@ from typing import Any, Final
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]  # it has no types
 
+from lightning_gpp.explained import named_at_end
 from lightning_gpp.failure.chair import Chair
 from lightning_gpp.failure.hangs import Activity, Progress
 from lightning_gpp.failure.limits import Limits
@@ -382,7 +383,7 @@ class Watch:
         self._wake.set()
 
     def _announce(self, cause: Cause) -> None:
-        text = f"[rank {self._rank}] The job ends. First cause: {cause}"
+        text = named_at_end(f"[rank {self._rank}] The job ends. First cause: {cause}")
         if self._rank in (0, cause.rank):
             line = "=" * 100
             hang = f"A hang was reported before. {self._chair.concluded}" if self._chair.concluded else ""

@@ -283,8 +283,8 @@ def check_devices(plan: Plan, num_devices: int, where: str = PROCESSES) -> None:
     """Raise PlanError if the plan is for another number of devices. `where`: the settings that say their number."""
     if plan.num_devices != num_devices:
         raise PlanError(
-            f"The plan needs {plan.num_devices} devices per pipeline, but there are {num_devices} ({where}). Change "
-            "this number, or the plan (strategy.plan, strategy.stages)."
+            f"The plan needs {plan.num_devices} devices per pipeline, but there are {num_devices} ({where}). Make "
+            f"it {plan.num_devices}, or plan for {num_devices} (strategy.plan, strategy.stages)."
         )
 
 

@@ -18,6 +18,7 @@ from lightning_gpp.capture.attributes import Attribute, dotted
 from lightning_gpp.capture.batch import BatchDims, loose_rows, named_tensors, samples_in
 from lightning_gpp.capture.calls import StepCalls
 from lightning_gpp.errors import CaptureError, GPPError, NoNetworkError, ScheduleError, ShapeError
+from lightning_gpp.explained import without_name
 from lightning_gpp.plan import Plan
 from lightning_gpp.runtime.transport import Transport
 from lightning_gpp.schedules.continuous import check_continuous
@@ -237,7 +238,7 @@ def uncaptured(job: Job, step: str, example: Any, error: CaptureError | ShapeErr
     left_open = options.stages is None and options.plan is None and options.delayed_devices is None
     if not (left_open if alone else step != TRAINING and isinstance(error, NoNetworkError)):
         raise error
-    reason = (error.reason if isinstance(error, CaptureError) else "") or str(error).splitlines()[0]
+    reason = (error.reason if isinstance(error, CaptureError) else "") or without_name(str(error)).splitlines()[0]
     return undivided(job.module, step, samples_in(example), f"It cannot be captured: {reason}.", alone=alone)
 
 

@@ -101,7 +101,8 @@ def _set_up_whole(refused: GPPError, job: Job, *arguments: Any, step: str, **giv
     try:
         engine = _set_up(replace(job, whole=True, evaluates_whole=True), *arguments, step=step, **given)
     except (UncapturedError, ConfigError, PlanError, SelfCheckError) as error:
-        refused.args = (f"{refused} The step was tried as a whole (strategy.step=whole), and refused, too: {error}",)
+        why = "for the same reason." if str(error) == str(refused) else f"too: {error}"
+        refused.args = (f"{refused} The step was tried as a whole (strategy.step=whole), and refused, {why}",)
         raise refused from None
     job.control.warn(why_whole(refused, step, alone=job.control.num_devices == 1))
     return engine

@@ -297,12 +297,18 @@ def _is_count(tensor: Tensor) -> bool:
 
 
 _IN_STEP: Final = (
-    "The step runs on this rank only. Do this in the forward of a module, or let the step run as a whole "
-    "(strategy.step=whole)."
+    "The step runs on this rank only. Do this in the forward of a module, let the step run as a whole "
+    "(strategy.step=whole), or put the modules of these parameters into one stage (strategy.stages)."
 )
 _IN_HOOK: Final = (
     "Hooks run on every rank, each on what it holds. Let all ranks write around this line: "
-    "`with lightning_gpp.summon_full_params(module):`, in which each has all values (docs/reference/lightning.md)."
+    "`with lightning_gpp.summon_full_params(module):`, in which each has all values (docs/reference/lightning.md). "
+    "Or skip what others hold by `if not p.is_meta`; parameters that meet in every step belong into one stage "
+    "(strategy.stages)."
+)
+_IN_PICKLE: Final = (
+    "Save by trainer.save_checkpoint, which puts the module together, and leave modules out of "
+    "save_hyperparameters(ignore=[...])."
 )
 _OF_GRADIENT: Final = (
     "Gradients stay on the ranks that hold them, also inside of lightning_gpp.summon_full_params. Skip those of other "
@@ -318,12 +324,8 @@ def _refusal(name: str, tensors: Sequence[Any]) -> ForeignTensorError:
     lacks = f"`{name}` needs values of {named}, which this rank does not hold."
     if any(getattr(tensor, "gradient_of", "") or getattr(tensor, "from_gradient", False) for tensor in tensors):
         return ForeignTensorError(f"{lacks} {_OF_GRADIENT}")
-    return ForeignTensorError(
-        f"{lacks} {_IN_STEP if alone.get() else _IN_HOOK} Keep parameters that meet in every step (an average of other "
-        "weights) on one device: put their modules into one stage, or both stages on the same device "
-        "(strategy.stages). Skip those of other ranks by `if not p.is_meta`. Leave modules out of "
-        "save_hyperparameters(ignore=[...]), and save by trainer.save_checkpoint."
-    )
+    remedy = _IN_PICKLE if name == "pickle" else _IN_STEP if alone.get() else _IN_HOOK
+    return ForeignTensorError(f"{lacks} {remedy}")
 
 
 ORDERS: Final = (1.0, 2.0, math.inf)
