@@ -1,0 +1,123 @@
+"""`gpp-doctor`: says what the processes of a job have, measures it, and trains a tiny pipeline; explains messages."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from lightning_gpp.cli.help import VERSION, entries, filled
+from lightning_gpp.errors import ConfigError, GPPError, did_you_mean
+from lightning_gpp.explained import sections
+
+if TYPE_CHECKING:
+    from lightning.fabric.plugins import ClusterEnvironment
+
+NAME: Final = "gpp-doctor"
+ABOUT: Final = (
+    "Says what the processes of a job have: devices, versions, ports, a shared folder, and links, which it measures. "
+    "Then trains a tiny pipeline on them, which has to equal one process. Takes a minute; exits with 1 if something "
+    "is wrong."
+)
+EXAMPLES: Final = (
+    (NAME, "This machine: a process for each GPU, or two on the CPU."),
+    (f"{NAME} --processes 4 --output cluster.yaml", "Writes what was measured, for strategy.cluster=cluster.yaml."),
+    (f"srun {NAME} --folder runs", "All tasks of a SLURM job."),
+    ("torchrun --nproc-per-node 4 -m lightning_gpp.cli.doctor", "All processes of torchrun, also on several nodes."),
+    (f"{NAME} explain no-room", "Explains a message, by the short name at its end."),
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command; a user's mistake ends it without a traceback."""
+    given = _parser().parse_args(arguments)
+    try:
+        given.task(given)
+    except GPPError as error:
+        print(f"{NAME}: {error}", file=sys.stderr)
+        sys.exit(1)
+
+
+def _parser() -> argparse.ArgumentParser:
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(
+        NAME, description=filled(ABOUT), epilog=entries("Examples:", EXAMPLES), formatter_class=form
+    )
+    parser.add_argument("--version", action="version", version=VERSION)
+    parser.add_argument("--processes", type=int, metavar="N", help="number of processes, if no launcher starts them")
+    parser.add_argument("--folder", type=Path, default=".", help="the folder of checkpoints; default: the current one")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="write the cluster that was measured")
+    parser.set_defaults(task=_start)
+    explain = parser.add_subparsers(metavar="explain").add_parser("explain", help="explain a message")
+    explain.add_argument("name", help="its short name")
+    explain.set_defaults(task=_explain)
+    return parser
+
+
+def _explain(given: argparse.Namespace) -> None:
+    known = sections()
+    if given.name not in known:
+        raise ConfigError(f"explain {given.name}: no message has this short name.{did_you_mean(given.name, known)}")
+    print(known[given.name])
+
+
+def _start(given: argparse.Namespace) -> None:
+    """Examine the processes of torchrun or srun, or as many that are started here."""
+    import torch  # takes seconds to load, which explanations need not wait for
+    from lightning.fabric.plugins.environments.lightning import LightningEnvironment
+    from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
+    from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
+
+    if given.processes is not None and given.processes < 1:
+        raise ConfigError(f"--processes={given.processes} must be 1 or more.")
+    warnings.filterwarnings("ignore", message=".*treespec, LeafSpec.*", category=FutureWarning)  # of torch, to itself
+    if TorchElasticEnvironment.detect():
+        _examine(TorchElasticEnvironment(), given)
+    elif "SLURM_STEP_ID" in os.environ and SLURMEnvironment.detect():  # not in sbatch's script, which is one process
+        _examine(SLURMEnvironment(auto_requeue=False), given)
+    else:
+        number = given.processes or torch.cuda.device_count() or 2
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        os.environ["MASTER_PORT"] = str(LightningEnvironment().main_port)
+        try:
+            torch.multiprocessing.spawn(_process, (number, given.folder, given.output), number)
+        except torch.multiprocessing.ProcessExitedException as error:
+            sys.exit(error.exit_code)
+
+
+def _process(rank: int, number: int, folder: Path, output: Path | None) -> None:
+    from lightning.fabric.plugins.environments.lightning import LightningEnvironment
+
+    os.environ["LOCAL_RANK"] = str(rank)
+    environment = LightningEnvironment()
+    environment.set_world_size(number)
+    environment.set_global_rank(rank)
+    _examine(environment, argparse.Namespace(folder=folder, output=output))
+
+
+def _examine(environment: ClusterEnvironment, given: argparse.Namespace) -> None:
+    """Print what is found, on rank 0, and what is wrong; exits with 1 if something is."""
+    from lightning_gpp.cli.examination import Examination
+    from lightning_gpp.strategy.processes import leave
+
+    num_nodes, problems = int(os.environ.get("SLURM_NNODES", os.environ.get("GROUP_WORLD_SIZE", "1"))), list[str]()
+    try:
+        examination = Examination(environment, num_nodes, problems)
+        for title, text in examination.findings(given.folder, given.output):
+            if examination.rank == 0:
+                print(f"{title:<11}{text}", flush=True)
+    except GPPError as error:
+        problems.append(str(error))
+    leave()
+    well = ["All of this works."] if environment.global_rank() == 0 else []
+    for line in [f"Problem    {problem}" for problem in problems] or well:
+        print(line, flush=True)
+    sys.exit(int(bool(problems)))
+
+
+if __name__ == "__main__":
+    main()

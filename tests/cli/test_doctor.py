@@ -1,0 +1,100 @@
+"""`gpp-doctor` on the processes that it starts and on those of torchrun; what is wrong is said, and ends it with 1."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_gpp.cli import self_test
+from lightning_gpp.cli.doctor import main
+from lightning_gpp.cluster import Link, load_cluster
+from lightning_gpp.explained import sections
+from lightning_gpp.measure import links
+from tests.cli.commands import command
+from tests.distributed import PATIENCE, run_distributed
+from tests.interpreter import run_ranks
+
+
+def test_it_examines_the_processes_that_it_starts(tmp_path: Path) -> None:
+    result = command("doctor", "--processes=2", "--folder=runs", "--output=lab.yaml", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert "ranks 0-1 on" in result.stdout
+    assert f"torch {torch.__version__}" in result.stdout
+    assert f"2 of 2 ranks see what rank 0 writes into {tmp_path}/runs" in result.stdout
+    assert re.search(r"Links +inside \S+ [\d.e+]+ us, [\d.e+]+ GB/s; between machines none", result.stdout)
+    assert re.search(r"Training .* differs by \d\.\de-1\d ", result.stdout)
+    assert result.stdout.endswith("All of this works.\n")
+    assert list((tmp_path / "runs").iterdir()) == []
+    cluster = load_cluster(tmp_path / "lab.yaml")
+    assert cluster.num_devices == 2
+    assert 0 < cluster.link(0, 1).latency < 1
+    assert cluster.devices[0].source.startswith("measured")
+
+
+def test_machines_that_are_unlike_and_share_nothing(tmp_path: Path) -> None:
+    (tmp_path / "1").mkdir()
+    result = run_ranks(2, "-m", "tests.cli.apart", str(tmp_path), cwd=tmp_path, timeout=PATIENCE)
+    assert result.returncode == 1, result.stderr
+    assert "Processes  ranks 0-0 on node0, ranks 1-1 on node1" in result.stdout
+    assert "1 of 2 ranks see" in result.stdout
+    assert re.search(r"inside node1 none; between machines [\d.e+]+ us", result.stdout)
+    assert "Problem    Rank 1 (node1) has torch 2.10: install what rank 0 has." in result.stdout
+    assert f"Problem    node1 does not see what rank 0 writes into {tmp_path}/0: give a --folder" in result.stdout
+    assert [load_cluster(tmp_path / "lab.yaml").node_of(device) for device in (0, 1)] == [0, 1]
+
+
+def test_it_explains_messages(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["explain", "foreign"])
+    assert capsys.readouterr().out == f"{sections()['foreign']}\n"
+    with pytest.raises(SystemExit, match="1"):
+        main(["explain", "foriegn"])
+    assert "explain foriegn: no message has this short name. Did you mean foreign" in capsys.readouterr().err
+
+
+def test_a_wrong_number_of_processes(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="1"):
+        main(["--processes=0"])
+    assert "--processes=0 must be 1 or more." in capsys.readouterr().err
+
+
+def differences(rank: int, most: int, error: float) -> float:
+    self_test.MOST_DEVICES = most  # type: ignore[misc]
+    copied = self_test.copy.deepcopy
+
+    def perturbed(module: Any) -> Any:
+        copy = copied(module)
+        copy.head.bias.data += error
+        return copy
+
+    self_test.copy.deepcopy = perturbed
+    try:
+        return self_test.self_test(torch.device("cpu"))
+    finally:
+        self_test.copy.deepcopy = copied
+
+
+@pytest.mark.parametrize("most", [4, 2])
+def test_the_self_test_equals_one_process_in_one_pipeline_and_in_two(most: int) -> None:
+    assert max(run_distributed(4, differences, most, 0.0)) <= 1e-12
+
+
+def test_the_self_test_notices_other_numbers() -> None:
+    assert run_distributed(2, differences, 16, 1e-6)[0] > 1e-8
+
+
+@pytest.mark.parametrize(("together", "shared"), [(3.0, "node"), (1.0, "pair")])
+def test_links_between_machines_are_shared_if_messages_at_once_are_slower(
+    together: float, shared: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def seconds(pairs: Any, num_bytes: int, device: Any) -> float:
+        alone = 1e-5 + (num_bytes - 1) / 1e9
+        return alone * (together if len(pairs) > 1 else 1)
+
+    monkeypatch.setattr(links, "_seconds", seconds)
+    link = links.measure_link([0, 2], torch.device("cpu"), [(0, 2), (1, 3)])
+    assert link == Link(latency=1e-5, bytes_per_second=pytest.approx(1e9), shared=shared)
+    assert links.measure_link([0], torch.device("cpu")) is None
