@@ -71,6 +71,7 @@ def _start(given: argparse.Namespace) -> None:
     from lightning.fabric.plugins.environments.lightning import LightningEnvironment
     from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
     from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
+    from torch.multiprocessing.spawn import ProcessExitedException, start_processes
 
     if given.processes is not None and given.processes < 1:
         raise ConfigError(f"--processes={given.processes} must be 1 or more.")
@@ -84,8 +85,8 @@ def _start(given: argparse.Namespace) -> None:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         os.environ["MASTER_PORT"] = str(LightningEnvironment().main_port)
         try:
-            torch.multiprocessing.spawn(_process, (number, given.folder, given.output), number)
-        except torch.multiprocessing.ProcessExitedException as error:
+            start_processes(_process, (number, given.folder, given.output), number)
+        except ProcessExitedException as error:
             sys.exit(error.exit_code)
 
 

@@ -1,4 +1,4 @@
-"""What `gpp-doctor` finds out on all processes of a job: what they have, what is between them, and that they train."""
+"""The findings of `gpp-doctor` on all processes of a job: what they have, what is between them, and that they train."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ class Examination:
 
 
 def _facts(index: int) -> dict[str, str]:
-    """What this process says of itself: its machine, its GPU's id (empty if there is none), and versions."""
+    """This process: its machine, its GPU's id (empty if there is none), and versions."""
     there = torch.cuda.is_available()
     nccl = f" (CUDA {torch.version.cuda}, NCCL {'.'.join(map(str, torch.cuda.nccl.version()))})" if there else ""
     versions = f"torch {torch.__version__}{nccl}, lightning {lightning.__version__}, lightning-gpp "

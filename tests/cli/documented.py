@@ -58,7 +58,8 @@ WAYS: tuple[tuple[str, Way], ...] = (
     (r"gpp-train", Run(SHORT)),
     (r"gpp-plan .*model\.width=2048", Run(("strategy.search_seconds=1",))),
     (r"gpp-plan", Run(QUICK)),
-    (r"gpp-checkpoint", Run()),
+    (r"gpp-checkpoint|gpp-doctor", Run()),
+    (r"srun gpp-doctor", Elsewhere("tests/slurm/test_doctor.py", "SLURM")),
     (r"python -m benchmarks\.workloads", Run()),
 )
 """The first pattern that a command begins with has its way."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,8 @@ from lightning_gpp.cli.doctor import main
 from lightning_gpp.cluster import Link, load_cluster
 from lightning_gpp.explained import sections
 from lightning_gpp.measure import links
+from lightning_gpp.training.engine import Engine
+from lightning_gpp.training.loop import initialize
 from tests.cli.commands import command
 from tests.distributed import PATIENCE, run_distributed
 from tests.interpreter import run_ranks
@@ -62,19 +66,18 @@ def test_a_wrong_number_of_processes(capsys: pytest.CaptureFixture[str]) -> None
 
 
 def differences(rank: int, most: int, error: float) -> float:
-    self_test.MOST_DEVICES = most  # type: ignore[misc]
-    copied = self_test.copy.deepcopy
+    """The result of the self-test with pipelines of so many devices, which add an error to a bias."""
 
-    def perturbed(module: Any) -> Any:
-        copy = copied(module)
-        copy.head.bias.data += error
-        return copy
+    @contextmanager
+    def flawed(module: Any, *arguments: Any, **settings: Any) -> Iterator[Engine]:
+        with initialize(module, *arguments, **settings) as engine:
+            yield engine
+        module.head.bias.data += error
 
-    self_test.copy.deepcopy = perturbed
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(self_test, "MOST_DEVICES", most)
+        patch.setattr(self_test, "initialize", flawed)
         return self_test.self_test(torch.device("cpu"))
-    finally:
-        self_test.copy.deepcopy = copied
 
 
 @pytest.mark.parametrize("most", [4, 2])
