@@ -11,13 +11,16 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 from yaml import YAMLError
 
 from lightning_gpp.config_files import files, groups
-from lightning_gpp.errors import GPPError, close_to
+from lightning_gpp.errors import ConfigError, GPPError, close_to
+from lightning_gpp.explained import named_at_end
 
 
 def told(error: BaseException) -> str:
     """The messages of an error and its causes, and for a key that does not exist, those that do."""
-    if isinstance(error, GPPError):
-        return str(error)
+    return str(error) if isinstance(error, GPPError) else named_at_end(_told(error), ConfigError.family)
+
+
+def _told(error: BaseException) -> str:
     if isinstance(error, YAMLError):
         return f"A configuration file is not YAML: {' '.join(str(error).split())}."
     causes = list(_causes(error))
