@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
+from benchmarks.quality.one_device import on_one_device
 from benchmarks.quality.stages import PartsStage, Stream, computed, plan_of, slots_of
 from benchmarks.quality.tasks import TASKS, Samples, Task
 from lightning_gpp.runtime import Executor
 from lightning_gpp.runtime.weights import make_policy
 from lightning_gpp.runtime.weights.policy import update, weights_of
 from lightning_gpp.schedules.continuous import continuous_program
-from lightning_gpp.schedules.delayed import on_one_device
 from lightning_gpp.schedules.program import Program
 
 OPTIMIZERS: Mapping[str, Callable[[list[nn.Parameter]], Optimizer]] = {

@@ -37,7 +37,7 @@ _GRACE: Final = 5.0
 _NO_SCRIPT: Final = (
     "devices={devices} starts {more} more processes, each of which runs your script from its beginning, but there is "
     "none: this is a notebook, an interactive shell or `python -c`. Save the code in a file and start that, or choose "
-    "devices=1 here: strategy.delayed_devices and gpp-plan show there how a pipeline would train."
+    "devices=1 here: gpp-plan shows there how a pipeline would train."
 )
 
 

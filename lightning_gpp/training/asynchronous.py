@@ -21,7 +21,6 @@ from lightning_gpp.plan import Plan
 from lightning_gpp.runtime.weights import WeightPolicy, Weights
 from lightning_gpp.schedules import Program, compile_program
 from lightning_gpp.schedules.continuous import continuous_program, delays_of
-from lightning_gpp.schedules.delayed import on_one_device
 from lightning_gpp.training.data.batches import Facts, Segments, flushed_if_need_be
 from lightning_gpp.training.host import Job
 
@@ -32,7 +31,7 @@ class Asynchronous:
     Args:
         job: the job of the run.
         policy: policy for the weights with which actions compute, of the same optimizers.
-        plan: the plan of training, on the devices that determine the delays.
+        plan: the plan of training.
         optimizers: optimizers of this rank.
         num_steps: number of mini-batches that were trained earlier.
 
@@ -65,7 +64,6 @@ class Asynchronous:
 
     def program(self, plan: Plan, batch_size: int) -> Program:
         """The program of a mini-batch, without a flush if mini-batches of this size allow that."""
-        plan = self._spread(plan) if self._options.delayed_devices else plan
         for known, size, program in self._programs:
             if (known, size) == (plan, batch_size):
                 return program
@@ -73,12 +71,11 @@ class Asynchronous:
         return self._programs[-1][2]
 
     def _made(self, plan: Plan, batch_size: int) -> Program:
-        program = flushed_if_need_be(
+        return flushed_if_need_be(
             batch_size == self._plan.batch_size,
             partial(self._continuous, plan, batch_size),
             partial(compile_program, plan, batch_size, copies=self._num_pipelines),
         )
-        return on_one_device(program) if self._options.delayed_devices else program
 
     def _continuous(self, plan: Plan, batch_size: int) -> Program:
         program = continuous_program(plan, batch_size, num_pipelines=self._num_pipelines)
@@ -86,20 +83,6 @@ class Asynchronous:
             for delay in delays_of(program).values():
                 self.policy.copies(delay)
         return program
-
-    def _spread(self, plan: Plan) -> Plan:
-        """The plan's stages on the devices of the pipeline whose delays a single device imitates."""
-        where = {stage.name: stage for stage in self._plan.stages}
-        stages = tuple(
-            replace(
-                stage,
-                devices=where[stage.name].devices,
-                micro_batch_size=where[stage.name].micro_batch_size,
-                round_robin=where[stage.name].round_robin,
-            )
-            for stage in plan.stages
-        )
-        return replace(plan, stages=stages, memory_bytes=self._plan.memory_bytes)
 
     # -- segments -----------------------------------------------------------------------------------------------------
 

@@ -200,7 +200,7 @@ def check_together(options: Any) -> None:
 def _beside_weights(options: Any) -> Problems:
     if options.weights == SYNCHRONOUS:
         reason = "is for asynchronous training. Choose a weight policy (strategy.weights=stash), or leave it out"
-        names = ("weight_options", "synchronous_steps", "flush_every", "delayed_devices")
+        names = ("weight_options", "synchronous_steps", "flush_every")
         return {name: (bool(getattr(options, name)), reason) for name in names}
     predicts = options.weights == "predicted" and options.sharding in ("zero1", "auto")
     return {

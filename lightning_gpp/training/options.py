@@ -144,12 +144,6 @@ class Options(SearchOptions):
         None,
         "number of mini-batches after which the pipeline flushes. Default: only at the end of an epoch.",
     )
-    delayed_devices: Count | None = option(
-        None,
-        "train on one process with the delays of a pipeline on this number of devices, to try a weight policy "
-        "without them.",
-    )
-
     streaming: bool | Literal["auto"] = option(
         "auto",
         "validate, test and predict without a flush between mini-batches (docs/howto/evaluate.md), whose results are "

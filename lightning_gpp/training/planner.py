@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import partial
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import nn
@@ -115,7 +115,7 @@ def plan_for(
     else:
         plan = refitted(captured, known)
         check_step_device(plan)
-    check_devices(plan, num_devices, "strategy.delayed_devices" if options.delayed_devices else PROCESSES)
+    check_devices(plan, num_devices)
     return plan
 
 
@@ -275,16 +275,13 @@ def streaming_copies(options: Options) -> WeightCopies | None:
     return no_copies if options.streaming and options.sharding != "fsdp" else None
 
 
-PROCESSES: Final = "trainer.devices x trainer.num_nodes / strategy.num_pipelines"
-"""The settings that say how many devices a pipeline has."""
-
-
-def check_devices(plan: Plan, num_devices: int, where: str = PROCESSES) -> None:
-    """Raise PlanError if the plan is for another number of devices. `where`: the settings that say their number."""
+def check_devices(plan: Plan, num_devices: int) -> None:
+    """Raise PlanError if the plan is for another number of devices."""
     if plan.num_devices != num_devices:
         raise PlanError(
-            f"The plan needs {plan.num_devices} devices per pipeline, but there are {num_devices} ({where}). Make "
-            f"it {plan.num_devices}, or plan for {num_devices} (strategy.plan, strategy.stages)."
+            f"The plan needs {plan.num_devices} devices per pipeline, but there are {num_devices} (trainer.devices x "
+            f"trainer.num_nodes / strategy.num_pipelines). Make it {plan.num_devices}, or plan for {num_devices} "
+            "(strategy.plan, strategy.stages)."
         )
 
 

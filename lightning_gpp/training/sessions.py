@@ -235,7 +235,7 @@ def capture_of(job: Job, step: str, example: Any, known: Plan | None, *, general
 def uncaptured(job: Job, step: str, example: Any, error: CaptureError | ShapeError) -> Undivided:
     """A step that cannot be captured, as a whole on the first device; raises the error if that cannot be."""
     options, alone = job.options, job.control.num_devices == 1
-    left_open = options.stages is None and options.plan is None and options.delayed_devices is None
+    left_open = options.stages is None and options.plan is None
     if not (left_open if alone else step != TRAINING and isinstance(error, NoNetworkError)):
         raise error
     reason = (error.reason if isinstance(error, CaptureError) else "") or without_name(str(error)).splitlines()[0]
@@ -290,7 +290,7 @@ def steps_as_whole(job: Job, step: str) -> frozenset[str]:
 def _as_it_is(job: Job, step: str) -> bool:
     """True for evaluation in one process, which needs no stages, unless an option asks for them."""
     options = job.options
-    cuts = options.num_micro_batches, options.micro_batch_size, options.stages, options.plan, options.delayed_devices
+    cuts = options.num_micro_batches, options.micro_batch_size, options.stages, options.plan
     left_open = options.step == "auto" and options.weights == SYNCHRONOUS and all(each is None for each in cuts)
     return step != TRAINING and job.control.num_processes == 1 and left_open
 

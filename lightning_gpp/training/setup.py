@@ -36,7 +36,6 @@ from lightning_gpp.reports import plan_table, terminal_width
 from lightning_gpp.reports.terminal import wrapped
 from lightning_gpp.runtime.transport import DistributedTransport, pairs_of
 from lightning_gpp.runtime.weights import WeightPolicy, Weights, make_policy
-from lightning_gpp.schedules.delayed import plan_on_one_device
 from lightning_gpp.stages import build
 from lightning_gpp.stages.build import Captured, Undivided
 from lightning_gpp.training.asynchronous import Asynchronous
@@ -151,8 +150,7 @@ def _set_up(
         incoming.depend_on(captured.decided, example)
     batch = job.in_device(batch) if job.control.rank == 0 else batch
     machine = JobMachine(job, footprint or Footprint(), captured)
-    found = noted_whole(_plan_of_rank_0(job, captured, batch, machine), job.whole)
-    plan = plan_on_one_device(found) if job.options.delayed_devices else found
+    plan = noted_whole(_plan_of_rank_0(job, captured, batch, machine), job.whole)
     facts = {"the captured step": str(captured.fingerprint), "the plan (strategy.plan)": str(plan)}
     check_alike(facts, job.control.everyone)
     _announce(job, captured, plan)
@@ -178,7 +176,7 @@ def _set_up(
     incoming.follow()
     asynchronous = gradients = None
     if policy is not None:
-        asynchronous = Asynchronous(job, policy, found, optimizers=optimizers, num_steps=num_steps)
+        asynchronous = Asynchronous(job, policy, plan, optimizers=optimizers, num_steps=num_steps)
         gradients = StageGradients(job, layout)
         ahead = asynchronous.ahead
         incoming.feed = Feed(lambda: ahead)
@@ -217,11 +215,9 @@ def _plan_of_rank_0(job: Job, captured: Captured, batch: Any, machine: JobMachin
     if job.control.first:
         try:
             measured = partial(machine.measured, batch)
-            delayed = 0 if job.known else job.options.delayed_devices
-            devices = delayed or job.control.num_devices
             subject = captured if isinstance(captured, Undivided) else part_of_member(captured, machine.look())
             options = ordered_for(job.options, job.whole)
-            outcome = plan_for(subject, options, devices, job.known, measured)
+            outcome = plan_for(subject, options, job.control.num_devices, job.known, measured)
             if job.options.costs == "measured" and job.known is None and not isinstance(captured, Undivided):
                 measured()  # of given stages, too: the predicted times are made of them
         except MicroBatchesError as error:

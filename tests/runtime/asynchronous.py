@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from benchmarks.quality.one_device import on_one_device
 from lightning_gpp.plan import Plan
 from lightning_gpp.runtime import DistributedTransport, Executor, GradientSync, Mesh, MicroBatch, pairs_of
 from lightning_gpp.runtime.weights import Use, WeightPolicy, Weights, make_policy
 from lightning_gpp.runtime.weights.policy import update, weights_of
 from lightning_gpp.schedules.continuous import continuous_program
-from lightning_gpp.schedules.delayed import on_one_device
 from lightning_gpp.schedules.program import Program
 from tests.distributed import run_distributed
 from tests.runtime.stages import (

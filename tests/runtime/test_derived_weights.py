@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.quality.one_device import on_one_device
 from lightning_gpp.plan import Plan
 from lightning_gpp.runtime import LOSS, MicroBatch
 from lightning_gpp.schedules.continuous import continuous_program
-from lightning_gpp.schedules.delayed import on_one_device
 from tests.runtime.asynchronous import AsyncCase, Run
 from tests.runtime.stages import Mixer, make_data
 from tests.strategies import plan_of

@@ -8,13 +8,13 @@ from dataclasses import replace
 import pytest
 from hypothesis import assume, given, settings
 
+from benchmarks.quality.one_device import on_one_device
 from lightning_gpp.cluster import Link
 from lightning_gpp.errors import ScheduleError
 from lightning_gpp.plan import Plan
 from lightning_gpp.schedules import compile_program, verify
 from lightning_gpp.schedules.actions import Kind
 from lightning_gpp.schedules.continuous import continuous_program, delays_of, unrolled
-from lightning_gpp.schedules.delayed import on_one_device
 from lightning_gpp.schedules.program import Program
 from lightning_gpp.simulation import StageCosts, simulate_period
 from tests.strategies import chain, plan_of, plans, towers

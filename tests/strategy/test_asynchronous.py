@@ -1,4 +1,4 @@
-"""Asynchronous training inside Lightning: many processes train as one process does that has their delays."""
+"""Asynchronous training inside Lightning: processes train as a plain loop with their delays does."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_gpp import GPPStrategy
 from lightning_gpp.errors import ConfigError
-from tests.sampling import sample
 from tests.strategy import harness
+from tests.strategy.stale import Delays, trained
 
 STAGES = [
     {"name": "left", "modules": ["left"], "devices": [2]},
@@ -30,11 +30,11 @@ CHAIN = [
 class Towers(pl.LightningModule):
     """Two towers and a head, with everything that a step may do."""
 
-    def __init__(self, in_line: bool = False, optimizer: str = "SGD") -> None:
+    def __init__(self, in_line: bool = False, optimizer: str = "SGD", dropout: float = 0.2) -> None:
         super().__init__()
         torch.manual_seed(0)
         width = 5
-        self.left = nn.Sequential(nn.Linear(4, width), nn.Tanh(), nn.Linear(width, width), nn.Dropout(0.2))
+        self.left = nn.Sequential(nn.Linear(4, width), nn.Tanh(), nn.Linear(width, width), nn.Dropout(dropout))
         self.right = nn.Sequential(nn.Linear(width if in_line else 3, width), nn.Tanh(), nn.Linear(width, width))
         self.head = nn.Linear(width if in_line else 2 * width, 3)
         self.double()
@@ -119,41 +119,36 @@ def fit(
     }
 
 
-REPLICATED = [
-    {"name": "left", "modules": ["left"], "devices": [1, 2]},
-    {"name": "rest", "modules": ["right", "head", "@step"], "devices": [0]},
-]
+FLUSHED: dict[str, Any] = {"flush_every": 4}
+DELAYS: Delays = {"left": (1, 0), "right": (1, 0), "head": (0, 0)}
+"""The first of two micro-batches is computed before the update of the mini-batch before."""
 
 
-CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
-    "stash": ({"weights": "stash"}, {}, {}),
-    "vertical sync": ({"weights": "stash", "weight_options": {"vertical_sync": True}}, {}, {}),
-    "double buffer": ({"weights": "double_buffer"}, {}, {"gradient_clip_val": 0.5, "gradient_clip_algorithm": "value"}),
-    "latest, validation in between": ({"weights": "latest"}, {}, {"val_check_interval": 3}),
-    "corrected": ({"weights": "corrected", "synchronous_steps": 2}, {"optimizer": "AdamW"}, {"max_epochs": 1}),
-    "predicted, accumulated": ({"weights": "predicted"}, {}, {"accumulate_grad_batches": 2}),
-    "two replicas": ({"weights": "stash", "stages": REPLICATED}, {}, {}),
-    "flushed now and then, max_steps": ({"weights": "stash", "flush_every": 4}, {}, {"max_steps": 9}),
-}
+def stashed(rank: int) -> list[dict[str, Any]]:
+    cases = ({}, FLUSHED)
+    return [fit({"stages": STAGES, "weights": "stash", **more}, 3, {"dropout": 0.0}, {}) for more in cases]
 
 
-RARER = ("stash", "vertical sync", "flushed now and then, max_steps")
-GROUPS = {"few": tuple(name for name in CASES if name not in RARER), "others": RARER}
-
-
-def cases_on_rank(rank: int, devices: int, group: str) -> list[dict[str, Any]]:
-    delayed = {} if devices > 1 else {"delayed_devices": 3}
-    cases = [CASES[name] for name in GROUPS[group]]
-    return [fit({"stages": STAGES, **settings, **delayed}, devices, *given) for settings, *given in cases]
-
-
-@pytest.mark.parametrize("group", sample(GROUPS, ["few"]))
-def test_processes_train_as_one_does_with_their_delays(group: str) -> None:
-    first, *_ = harness.run(3, cases_on_rank, 3, group)
-    (alone,) = harness.run(1, cases_on_rank, 1, group)
-    for name, found, expected in zip(GROUPS[group], first, alone, strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14, msg=name)
-        assert found["seen"][:7] == [8, 8, 8, 8, 8, 8, 2], name
+def test_processes_train_as_a_loop_with_their_delays() -> None:
+    ranks = harness.run(3, stashed)
+    for number, settings in enumerate(({}, FLUSHED)):
+        module = Towers(dropout=0.0)
+        made = module.configure_optimizers()
+        optimizer, schedule = made["optimizer"], made["lr_scheduler"]["scheduler"]
+        losses = trained(
+            module,
+            optimizer,
+            [DataLoader(samples(), batch_size=8)] * 2,
+            lambda call, parts: nn.functional.cross_entropy(call(parts[0], parts[1]), parts[2]),
+            DELAYS,
+            after_step=schedule.step,
+            **settings,
+        )
+        assert ranks[0][number]["losses"] == pytest.approx(losses, rel=1e-12)
+        assert ranks[0][number]["seen"][:7] == [8, 8, 8, 8, 8, 8, 2]
+        found = {name: value for outcomes in ranks for name, value in outcomes[number]["state"].items()}
+        for name, value in module.state_dict().items():
+            torch.testing.assert_close(torch.tensor(found[name], dtype=value.dtype), value, rtol=1e-12, atol=1e-14)
 
 
 SYNCHRONOUS: list[dict[str, Any]] = [
@@ -164,20 +159,20 @@ SYNCHRONOUS: list[dict[str, Any]] = [
 
 
 def synchronous(rank: int) -> list[dict[str, Any]]:
-    one = {"stages": CHAIN, "delayed_devices": 3, "num_micro_batches": 1}
+    one = {"stages": CHAIN, "num_micro_batches": 1}
     two = {**one, "num_micro_batches": 2}
     return [
-        fit({**(two if s["weights"] == "double_buffer" else one), **s}, 1, {"in_line": True}, {"max_epochs": 1})
+        fit({**(two if s["weights"] == "double_buffer" else one), **s}, 3, {"in_line": True}, {"max_epochs": 1})
         for s in [{**SYNCHRONOUS[0], "num_micro_batches": 2}, *SYNCHRONOUS]
     ]
 
 
 def test_a_flush_after_every_mini_batch_is_synchronous_training() -> None:
-    (runs,) = harness.run(1, synchronous, timeout=100)
-    for settings, run in zip(SYNCHRONOUS, runs[1:], strict=True):
-        wanted = runs[0 if settings["weights"] == "double_buffer" else 1]
-        assert run["losses"] == wanted["losses"], settings
-        assert run["state"] == wanted["state"], settings
+    for runs in harness.run(3, synchronous, timeout=100):
+        for settings, run in zip(SYNCHRONOUS, runs[1:], strict=True):
+            wanted = runs[0 if settings["weights"] == "double_buffer" else 1]
+            assert run["losses"] == wanted["losses"], settings
+            assert run["state"] == wanted["state"], settings
 
 
 class Single(Towers):
@@ -186,18 +181,18 @@ class Single(Towers):
 
 
 def under_autocast(rank: int) -> dict[str, dict[str, Any]]:
-    settings = {"stages": CHAIN, "num_micro_batches": 1, "delayed_devices": 3}
+    settings = {"stages": CHAIN, "num_micro_batches": 1}
     trainer = {"max_epochs": 1, "precision": "bf16-mixed"}
     found = {}
     for policy in ("stash", "latest", "corrected"):
         module = Single(in_line=True).float()
-        found[policy] = fit({**settings, "weights": policy}, 1, {}, trainer, module)["state"]
+        found[policy] = fit({**settings, "weights": policy}, 3, {}, trainer, module)["state"]
     return found
 
 
 def test_weights_that_a_policy_writes_count_under_autocast() -> None:
     """Autocast saves casts of the forward's weights."""
-    (found,) = harness.run(1, under_autocast, timeout=100)
+    *_, found = harness.run(3, under_autocast, timeout=100)  # the first stage's rank
     assert found["stash"] != found["latest"]
     assert found["latest"] != found["corrected"]
 
@@ -206,7 +201,7 @@ CLIP = 0.2
 
 
 class Clipped(Towers):
-    """Notes the norm of its gradient before and after clipping, where all of it is."""
+    """Notes the norm of this rank's gradient before and after clipping."""
 
     def __init__(self) -> None:
         super().__init__(in_line=True)
@@ -223,23 +218,22 @@ class Clipped(Towers):
         )
 
 
-def clipped(rank: int, delayed: bool) -> dict[str, Any]:
+def clipped(rank: int) -> list[tuple[float, float]]:
     module = Clipped()
     settings: dict[str, Any] = {"stages": CHAIN, "weights": "stash", "num_micro_batches": 1}
-    one = {"delayed_devices": 3} if delayed else {}
-    outcome = fit({**settings, **one}, 1 if delayed else 3, {}, {"gradient_clip_val": CLIP, "max_epochs": 1}, module)
-    return {"losses": outcome["losses"], "state": outcome["state"], "norms": module.norms}
+    fit(settings, 3, {}, {"gradient_clip_val": CLIP, "max_epochs": 1}, module)
+    return module.norms
 
 
 def test_clipping_by_norm() -> None:
-    """Many processes clip by the same older norm as one does with their delays."""
-    first, *_ = harness.run(3, clipped, False)
-    (alone,) = harness.run(1, clipped, True)
-    assert (first["losses"], first["state"]) == (alone["losses"], alone["state"])
-    for step, (before, after) in enumerate(alone["norms"]):
-        # the first stage is two steps ahead, but at the last mini-batch, which has another size
-        known = alone["norms"][step - 2 if 2 <= step < 6 else step][0]
-        assert after == pytest.approx(before * min(1, CLIP / (known + 1e-6)), rel=1e-12)
+    """All processes clip by the same older norm."""
+    ranks = harness.run(3, clipped)
+    totals = [sum(before**2 for before, _ in step) ** 0.5 for step in zip(*ranks, strict=True)]
+    for norms in ranks:
+        for step, (before, after) in enumerate(norms):
+            # the first stage is two steps ahead, but at the last mini-batch, which has another size
+            known = totals[step - 2 if 2 <= step < 6 else step]
+            assert after == pytest.approx(before * min(1, CLIP / (known + 1e-6)), rel=1e-12)
 
 
 REPLICATED = [
@@ -269,7 +263,7 @@ def test_replicas_may_share_the_state_of_optimizers() -> None:
     ("settings", "match"),
     [
         ({"weights": "stash", "weight_options": {"sync": 1}}, r"weight_options has \['sync'\]"),
-        ({"delayed_devices": 3}, r"strategy.delayed_devices=3 .* is for asynchronous"),
+        ({"flush_every": 3}, r"strategy.flush_every=3 .* is for asynchronous"),
         (
             {"weights": "stash", "sharding": "fsdp"},
             r"sharding='fsdp' does not go together.*strategy.sharding=zero1",

@@ -218,8 +218,7 @@ class JobMachine:
     def look(self) -> Machine:
         """The machine that plans are made for."""
         job = self._job
-        number = job.options.delayed_devices or job.control.num_processes
-        cluster = resolved(job.options.cluster, number, job.num_nodes, job.device.type)
+        cluster = resolved(job.options.cluster, job.control.num_processes, job.num_nodes, job.device.type)
         cluster = cluster.with_headroom(job.options.memory_headroom)
         machine = Machine(cluster=cluster, footprint=self._footprint, costs=self.costs)
         if job.parallel is None:

@@ -136,11 +136,6 @@ def join(options: Options, rank: int, world_size: int) -> Control:
     """
     if world_size > 1:
         check_alike(facts_of_options(options))
-    if options.delayed_devices and world_size > 1:
-        raise ConfigError(
-            f"strategy.delayed_devices={options.delayed_devices} imitates a pipeline on one process, but there are "
-            f"{world_size} processes. Start one (trainer.devices=1, trainer.num_nodes=1)."
-        )
     num_pipelines = pipelines_of(options, world_size)
     devices = devices_per_pipeline(world_size // options.members, num_pipelines)
     for layout, control in list(_connected.items()):
@@ -170,8 +165,6 @@ def pipelines_of(options: Options, world_size: int) -> int:
     Raises:
         ConfigError: the processes cannot be divided into devices.
     """
-    if options.delayed_devices:
-        return 1
     num_devices, rest = divmod(world_size, options.members)
     if rest or not num_devices:
         raise ConfigError(

@@ -2,7 +2,7 @@
 
 In period t no device waits for work of another one in a later period. So one device can run the periods of all devices
 in turn, and then one optimizer step: every forward and backward sees the same weights as in the pipeline. This is the
-reference in tests of asynchronous training, and a way to try a pipeline's staleness on a laptop.
+reference in tests of asynchronous training.
 
 Every replica of a stage has micro-batches of its own: one that r replicas share becomes r micro-batches.
 """
