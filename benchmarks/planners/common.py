@@ -127,8 +127,8 @@ def run(partitioner: str, problem: Problem, seconds: float = 10.0) -> Run:
     answer, elapsed = search(partitioner, problem, seconds)
     if answer.draft is None:
         return Run(answer=answer, seconds=elapsed, prediction=None)
-    trial = best_trial(problem, answer, partial(simulated, problem), SearchControl(seconds=seconds))
-    return Run(answer=answer, seconds=elapsed, prediction=trial.prediction)
+    _, prediction = best_trial(problem, answer, partial(simulated, problem), SearchControl(seconds=seconds))
+    return Run(answer=answer, seconds=elapsed, prediction=prediction)
 
 
 def search(partitioner: str, problem: Problem, seconds: float = 10.0) -> tuple[Answer, float]:

@@ -13,7 +13,6 @@ from typing import Any, Final
 import lightning as L
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from omegaconf import DictConfig
@@ -26,8 +25,7 @@ from lightning_gpp._compat.torch import imitated_processes, pytree
 from lightning_gpp.capture import Capture
 from lightning_gpp.capture.calls import find_calls
 from lightning_gpp.cli.configured import built, refusal
-from lightning_gpp.cluster import Cluster
-from lightning_gpp.costs.model import CostModel, Footprint
+from lightning_gpp.costs.model import Footprint
 from lightning_gpp.errors import CaptureError, ConfigError, ShapeError
 from lightning_gpp.strategy.checks import runs_whole
 from lightning_gpp.strategy.data import peek, transferred
@@ -37,7 +35,7 @@ from lightning_gpp.training.data.batches import outline
 from lightning_gpp.training.divided.parallel_regions import captured_apart
 from lightning_gpp.training.divided.tensor_parallel import TensorParallel, check_divided, dividing
 from lightning_gpp.training.host import TRAINING
-from lightning_gpp.training.measured.machine import footprint_of, measured_costs, present
+from lightning_gpp.training.measured.machine import footprint_of
 from lightning_gpp.training.options import Context, Options
 from lightning_gpp.training.planner import captured_step
 from lightning_gpp.training.updates.optimizers import OptimizerIndex
@@ -58,40 +56,16 @@ class Step:
     captured: Capture
     step: Capture
     model: L.LightningModule
-    batch: Any
-    precision: Precision
     footprint: Footprint
     notes: tuple[str, ...] = ()
     divided: Mapping[str, int] | None = None
     whole: bool = False
 
-    def costs(self, options: Options, cluster: Cluster, device: torch.device) -> CostModel | None:
-        """Seconds of operators according to `strategy.costs`; None for the roofline model.
-
-        Raises:
-            ConfigError: they should be measured, but the cluster has other devices than this machine.
-        """
-        if options.costs != "measured":
-            return None
-        if self.captured.step != TRAINING:
-            raise ConfigError(
-                f"strategy.costs=measured times training steps, not step={self.captured.step}. Choose "
-                "strategy.costs=roofline."
-            )
-        here = present(1, device_type=device.type).devices[0].name
-        if here != cluster.kinds[0].name:
-            raise ConfigError(
-                f"strategy.costs=measured times the model on this machine ({here}), but the cluster {cluster.name!r} "
-                f"has {cluster.kinds[0].name}. Plan on such a machine, or choose strategy.costs=roofline."
-            )
-        context = self.precision.train_step_context
-        return measured_costs(self.captured, self.model, self.batch, options, cluster, device=device, context=context)
-
 
 def captured(config: DictConfig, options: Options) -> Step:
     """The configured step on the first mini-batch, under the configured precision.
 
-    The module has no memory for its parameters, unless its costs are measured or its code needs their values.
+    The module has no memory for its parameters, unless its code needs their values.
 
     Raises:
         ConfigError: there is no such step.
@@ -99,7 +73,10 @@ def captured(config: DictConfig, options: Options) -> Step:
     if config.step not in _LOADERS:
         raise ConfigError(f"step={config.step}; choose one of {', '.join(_LOADERS)}.")
     if options.costs == "measured":
-        return _captured(config, options, nullcontext)
+        raise ConfigError(
+            "strategy.costs=measured times the model in its training run: gpp-train writes the plan that it finds into "
+            "the run folder. For gpp-plan choose strategy.costs=roofline."
+        )
     try:
         return _captured(config, options, partial(torch.device, "meta"))
     except Exception:  # the user's code computes with the values of its parameters, or it is wrong anyway
@@ -138,8 +115,6 @@ def _captured(config: DictConfig, options: Options, placed: Callable[[], Abstrac
         captured=step,
         step=step,
         model=model,
-        batch=batch,
-        precision=trainer.precision_plugin,
         footprint=footprint_of(optimizers, str(config.trainer.precision)),
         notes=(*notes, *([whole] if whole else []), *step.notes),
         divided=None if parallel is None else parallel.cut,

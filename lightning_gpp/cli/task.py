@@ -80,8 +80,7 @@ def task_of(config: DictConfig) -> Task:
     whole = cluster_for(config, options)
     seed_all(config.seed)
     subject = captured(config, options)
-    costs = subject.costs(options, whole, torch.device(device_type(config.trainer.accelerator)))
-    machine = Machine(cluster=whole.with_headroom(options.memory_headroom), footprint=subject.footprint, costs=costs)
+    machine = Machine(cluster=whole.with_headroom(options.memory_headroom), footprint=subject.footprint)
     subject, machine = of_members(subject, machine, options.members)
     whole = machine.cluster
     if config.step != TRAINING:

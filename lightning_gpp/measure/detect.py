@@ -54,11 +54,12 @@ def detect(num_processes: int | None = None) -> Cluster:
     if num_processes is not None and num_processes < 1:
         raise ConfigError(f"num_processes={num_processes} must be 1 or more.")
     if not torch.cuda.is_available():
-        return _processes(num_processes or os.cpu_count() or 1)
+        return processes(num_processes or os.cpu_count() or 1)
     return _gpus(num_processes or torch.cuda.device_count())
 
 
-def _processes(number: int) -> Cluster:
+def processes(number: int) -> Cluster:
+    """Processes on this machine's CPU, which share its memory."""
     share = memory_bytes(torch.device("cpu")) / number
     host = CLUSTERS["cpu_host"]
     return Cluster.uniform(replace(host.device, memory_bytes=share), number, host.link, name="this machine")

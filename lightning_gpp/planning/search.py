@@ -58,13 +58,10 @@ class _Answered:
 
 @dataclass(frozen=True, slots=True)
 class _Outcome(_Answered):
-    """The same with the trial of the best draft for the candidate."""
+    """The same with the best draft and the prediction for the candidate."""
 
-    trial: Trial
-
-    @property
-    def prediction(self) -> Prediction:
-        return self.trial.prediction
+    draft: Draft
+    prediction: Prediction
 
 
 class PlanSearch:
@@ -109,19 +106,20 @@ class PlanSearch:
     def _ask(self, question: Request, group: Sequence[Candidate], control: SearchControl) -> None:
         problem = question.problem(self.graph)
         found = self.partitioner(problem, control.part(ESTIMATES_SHARE))
-        answer, trial = refitted(problem, checked(self.name, problem, found)), None
+        answer = refitted(problem, checked(self.name, problem, found))
+        trial: Trial | None = None
         self._seconds += control.elapsed
         for candidate in group:
             predict = partial(self._predict, candidate, problem)
             with self._noted():
                 if trial is not None:
-                    trial = replace(trial, prediction=predict(trial.draft))
+                    trial = trial[0], predict(trial[0])
                 elif answer.draft is not None:
                     trial = best_trial(problem, answer, predict, control)
-                if trial is None or not (trial.prediction.fits or _fits(problem, answer)):
+                if trial is None or not (trial[1].fits or _fits(problem, answer)):
                     self._failures.append(_Answered(candidate, problem, answer))
                 else:
-                    self._outcomes.append(_Outcome(candidate, problem, answer, trial))
+                    self._outcomes.append(_Outcome(candidate, problem, answer, *trial))
 
     def _predict(self, candidate: Candidate, problem: Problem, draft: Draft) -> Prediction:
         """Lay out, time and simulate."""
@@ -164,7 +162,7 @@ class PlanSearch:
             lower_bound=self._lower_bound(),
             search=replace(
                 answer,
-                draft=best.trial.draft,
+                draft=best.draft,
                 objective=answer.objective / best.problem.num_slices,
                 notes=(*answer.notes, *filter(None, [remark])),
                 alternatives=(),

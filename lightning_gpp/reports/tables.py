@@ -14,8 +14,7 @@ from lightning_gpp.planning import Prediction
 from lightning_gpp.reports.terminal import markdown, wrapped
 from lightning_gpp.reports.timeline import computes
 from lightning_gpp.reports.units import count, distance, duration, percent, rate, size
-from lightning_gpp.schedules import Action, Kind, in_flight
-from lightning_gpp.schedules.actions import RELEASES
+from lightning_gpp.schedules import Kind, in_flight
 from lightning_gpp.simulation import Timeline
 from lightning_gpp.wording import counted
 
@@ -91,8 +90,8 @@ def measures(stage: Stage) -> str:
     return ", ".join(filter(None, [again, "offloaded" * stage.offload]))
 
 
-DEVICES: Final = ("devices", "holds", "idle", "peak memory", "in flight", "sent", "received")
-"""Idle is the fraction of the step, or without a flush of the period; in flight are micro-batches of all stages."""
+DEVICES: Final = ("devices", "holds", "idle", "peak memory", "sent", "received")
+"""Idle is the fraction of the step, or without a flush of the period."""
 
 
 def devices_text(prediction: Prediction, width: int | None = None) -> str:
@@ -104,39 +103,18 @@ def devices_text(prediction: Prediction, width: int | None = None) -> str:
         received[transfer.dst].append(transfer.num_bytes)
     unknown = (0.0,) * plan.num_devices
     peaks, limits = prediction.peak_bytes or unknown, prediction.memory_bytes or unknown
-    flights = devices_in_flight(prediction)
     rows = [
         [
             str(device),
             _stages(plan.stages_on(device)),
             percent(prediction.idle_fractions[device]),
             _memory(peaks[device], limits[device]),
-            str(flights[device]),
             _traffic(sent[device]),
             _traffic(received[device]),
         ]
         for device in range(plan.num_devices)
     ]
     return markdown(DEVICES, [_joined(list(group)) for _, group in groupby(rows, key=lambda row: row[1:])], width)
-
-
-def devices_in_flight(prediction: Prediction) -> list[int]:
-    """The most micro-batches in flight at a time on every device, over all its stages."""
-    ends = RELEASES if _trains(prediction) else (Kind.FORWARD,)
-    return [_in_flight(ends, (span.action for span in spans)) for spans in prediction.drawn.devices]
-
-
-def _trains(prediction: Prediction) -> bool:
-    return any(span.action.kind in RELEASES for spans in prediction.drawn.devices for span in spans)
-
-
-def _in_flight(ends: Sequence[Kind], actions: Iterable[Action]) -> int:
-    now = most = 0
-    for action in actions:
-        now += action.kind is Kind.FORWARD
-        most = max(most, now)
-        now -= action.kind in ends
-    return most
 
 
 def _traffic(messages: Sequence[float]) -> str:
@@ -166,10 +144,10 @@ Compared = Prediction | str
 
 COMPARISON: Final = (
     *("pipelines", "stages", "micro-batches", "step", "samples/s", "of the best", "gap", "idle"),
-    *("peak memory", "in flight", "search"),
+    *("peak memory", "search"),
 )
-"""Stages and micro-batches are those of one pipeline; peak memory and micro-batches in flight those of the device with
-the most, "search" its duration. "of the best" is the throughput relative to the highest among those that fit the
+"""Stages and micro-batches are those of one pipeline; peak memory is that of the device with the most, "search"
+the duration of the search. "of the best" is the throughput relative to the highest among those that fit the
 memory, "gap" the distance of the step time from a lower bound. Without a flush the period replaces the step.
 """
 
@@ -207,7 +185,6 @@ def _prediction_cells(outcome: Compared, best: float) -> list[str]:
         distance(outcome.gap),
         percent(outcome.idle),
         size(max(outcome.peak_bytes)) + (f", {size(excess)} TOO MUCH" if excess else ""),
-        str(max(devices_in_flight(outcome))),
         duration(search.seconds) if search else "-",
     ]
 

@@ -53,7 +53,6 @@ def test_all_schedules_on_the_users_stages(capsys: pytest.CaptureFixture[str]) -
     rows = rows_of(capsys.readouterr().out)
     assert list(rows) == list(schedule_names())
     assert rows["1f1b"]["micro-batches"] == rows["gpipe"]["micro-batches"] == "4"
-    assert (rows["gpipe"]["in flight"], rows["1f1b"]["in flight"]) == ("4", "2")
     assert "1.000" in {row["of the best"] for row in rows.values()}
 
 

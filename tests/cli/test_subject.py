@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from gpp_examples.feature_towers import FeatureTowers
 from lightning_gpp.cli.configured import built
-from lightning_gpp.cli.subject import Step, captured, first_batch
+from lightning_gpp.cli.subject import Step, _captured, captured, first_batch
 from lightning_gpp.cli.task import predict, task_of
 from lightning_gpp.errors import ConfigError
 from lightning_gpp.graph import OperatorGraph
@@ -66,9 +67,8 @@ def test_a_model_larger_than_memory_is_planned() -> None:
 def test_its_operators_are_those_of_the_model_in_memory(experiment: str) -> None:
     config = composed(f"experiment={experiment}", name="plan")
     lean = step_of(config)
-    config.strategy.costs = "measured"
     assert {parameter.device.type for parameter in lean.model.parameters()} == {"meta"}
-    full = step_of(config)
+    full = _captured(config, built(config.strategy).options, nullcontext)
     assert {parameter.device.type for parameter in full.model.parameters()} == {"cpu"}
     assert content(lean.step.graph) == content(full.step.graph)
 

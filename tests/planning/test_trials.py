@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 from benchmarks.planners.common import simulated
 from lightning_gpp.cluster import Cluster, Link
@@ -39,12 +40,13 @@ def answer(**settings: object) -> Answer:
 
 def test_neighbours_improve_a_draft_until_none_is_faster() -> None:
     problem = problem_of()
-    trial = best_trial(problem, answer(neighbours=neighbours), lambda draft: simulated(problem, draft), SearchControl())
-    assert trial.prediction.seconds == simulated(problem, trial.draft).seconds
-    assert trial.prediction.seconds < simulated(problem, cut(1)).seconds
-    assert len(trial.draft.stages[0].units) == 2
-    assert trial.draft.stages[0].slack > 0
-    assert all(simulated(problem, other).seconds >= trial.prediction.seconds for other in neighbours(trial.draft))
+    predict = partial(simulated, problem)
+    draft, found = best_trial(problem, answer(neighbours=neighbours), predict, SearchControl())
+    assert found.seconds == simulated(problem, draft).seconds
+    assert found.seconds < simulated(problem, cut(1)).seconds
+    assert len(draft.stages[0].units) == 2
+    assert draft.stages[0].slack > 0
+    assert all(simulated(problem, other).seconds >= found.seconds for other in neighbours(draft))
 
 
 def test_only_the_best_draft_is_tried_if_the_search_is_over() -> None:

@@ -5,18 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
 
 from lightning_gpp.errors import ScheduleError
 from lightning_gpp.plan import Plan
 from lightning_gpp.planning import Prediction, manual
 from lightning_gpp.reports import comparison_table, comparison_text, devices_text, graph_text, plan_table
-from lightning_gpp.reports.tables import devices_in_flight
 from lightning_gpp.reports.units import count, duration, percent, rate, size
 from lightning_gpp.schedules import Action, Kind, compile_program
 from lightning_gpp.simulation import Collective, Span, StageCosts, Timeline, simulate
 from tests.planning import graphs
-from tests.strategies import chain, plan_of, plans, towers
+from tests.strategies import chain, plan_of, towers
 
 PLAN = manual(
     graphs.two_towers(num_blocks=1),
@@ -93,9 +91,9 @@ def test_figures_of_a_chain() -> None:
     plan = chain([2, 2, 2], 8)  # on devices 2, 1, 0; 4 bytes per sample on every edge
     idle = "33 %"  # 12 of 18 s: (4 micro-batches + 2 to fill the pipeline) x 3
     assert cells_of(devices_text(predicted(plan))) == [
-        ["0", "stage 2", idle, "1 B", "1", "4 (32 B)", "4 (32 B)"],
-        ["1", "stage 1", idle, "2 B", "2", "8 (64 B)", "8 (64 B)"],
-        ["2", "stage 0", idle, "3 B", "3", "4 (32 B)", "4 (32 B)"],
+        ["0", "stage 2", idle, "1 B", "4 (32 B)", "4 (32 B)"],
+        ["1", "stage 1", idle, "2 B", "8 (64 B)", "8 (64 B)"],
+        ["2", "stage 0", idle, "3 B", "4 (32 B)", "4 (32 B)"],
     ]
 
 
@@ -106,22 +104,9 @@ def test_devices_that_are_alike_share_a_row() -> None:
     assert "1 B of 4 B, 25 %" in text
 
 
-def test_inference_keeps_one_micro_batch() -> None:
+def test_inference_sends_only_forwards() -> None:
     prediction = predicted(chain([1, 1, 1], 4, schedule="gpipe"), training=False)
-    assert devices_in_flight(prediction) == [1, 1, 1]
-    assert [row[5] for row in cells_of(devices_text(prediction))] == ["-", "4 (16 B)", "4 (16 B)"]
-
-
-@settings(max_examples=20, deadline=None)
-@given(plan=plans())
-def test_what_is_in_flight_takes_memory(plan: Plan) -> None:
-    program, prediction = compile_program(plan), predicted(plan)
-    entries = zip(devices_in_flight(prediction), prediction.peak_bytes, program.devices, strict=True)
-    for in_flight, peak, instructions in entries:
-        actions = [i.action for i in instructions if i.action is not None]
-        forwards = sum(action.kind is Kind.FORWARD for action in actions)
-        assert (forwards > 0) <= in_flight <= forwards
-        assert peak <= in_flight  # one byte each, empty shares none
+    assert [row[4] for row in cells_of(devices_text(prediction))] == ["-", "4 (16 B)", "4 (16 B)"]
 
 
 def test_the_table_of_schedules() -> None:
@@ -131,7 +116,6 @@ def test_the_table_of_schedules() -> None:
     header, _, *rows = ([cell.strip() for cell in line.split("|")] for line in table.splitlines()[:5])
     cells = [dict(zip(header, row, strict=True)) for row in rows]
     assert [row["peak memory"] for row in cells] == ["3 B", "4 B, 1 B TOO MUCH", "-"]
-    assert [row["in flight"] for row in cells] == ["3", "4", "-"]
     assert [row["gap"] for row in cells] == ["12.5 %", "-", "-"]
     assert [row["of the best"] for row in cells] == ["1.000", "1.000", "-"]
     assert cells[0]["step"] == cells[1]["step"] == "18 s"

@@ -135,12 +135,8 @@ STEPS_UNTIL_STEADY: Final = 10
 """Steps that take as long to simulate as a pipeline without a flush, which is simulated until it is steady."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Trial:
-    """The best draft of a search, and the prediction for its plan."""
-
-    draft: Draft
-    prediction: Prediction
+Trial = tuple[Draft, Prediction]
+"""A draft and the prediction for its plan."""
 
 
 def predicted(
@@ -217,8 +213,7 @@ def best_trial(
     if not trials.known:
         raise trials.failures[0]
     trials.improve(control)
-    draft, prediction = _chosen(problem, answer, list(trials.known.items()))
-    return Trial(draft=draft, prediction=prediction)
+    return _chosen(problem, answer, list(trials.known.items()))
 
 
 @dataclass(slots=True)
@@ -283,11 +278,7 @@ class _Trials:
                 waiting = neighbours(best)
 
 
-Tried = tuple[Draft, Prediction]
-"""A draft and the prediction for its plan."""
-
-
-def _chosen(problem: Problem, answer: Answer, predictions: Sequence[Tried]) -> Tried:
+def _chosen(problem: Problem, answer: Answer, predictions: Sequence[Trial]) -> Trial:
     """The simplest of those that are nearly as fast as the fastest."""
     excess, seconds = min(prediction.rank for _, prediction in predictions)
     limit = excess, seconds * (1 + answer.tolerance)

@@ -22,8 +22,7 @@ from lightning_gpp.errors import ConfigError, PlanError
 from lightning_gpp.graph import OperatorGraph
 from lightning_gpp.graph.parts import part_of
 from lightning_gpp.measure.costs import measure_costs
-from lightning_gpp.measure.detect import detect
-from lightning_gpp.measure.memory import memory_bytes
+from lightning_gpp.measure.detect import detect, processes
 from lightning_gpp.plan import Plan
 from lightning_gpp.planning import estimate
 from lightning_gpp.planning.assignment.complete import resolve_size
@@ -114,7 +113,7 @@ def first(machine: Machine, num_devices: int) -> Machine:
 def present(num_devices: int, num_nodes: int = 1, device_type: str = "cpu") -> Cluster:
     """The cluster of the job's devices, with all nodes like this machine."""
     count = -(-num_devices // num_nodes)
-    machine = detect(count) if device_type == "cuda" else _processes(count)
+    machine = detect(count) if device_type == "cuda" else processes(count)
     if num_nodes == 1:
         return machine
     device, link = machine.devices[0], machine.link(0, count - 1) if count > 1 else machine.levels[0].link
@@ -126,13 +125,6 @@ def present(num_devices: int, num_nodes: int = 1, device_type: str = "cpu") -> C
 
 _NETWORK: Final = CLUSTERS["pcie_a100"].between
 """Link between nodes with devices of kinds that no preset has."""
-
-
-def _processes(num_devices: int) -> Cluster:
-    """Processes on this machine's CPU, which share its memory."""
-    host = CLUSTERS["cpu_host"]
-    device = replace(host.device, memory_bytes=memory_bytes(torch.device("cpu")) / num_devices)
-    return Cluster.uniform(device, num_devices, host.link, name="this machine")
 
 
 def footprint_of(optimizers: Iterable[Optimizer], precision: str) -> Footprint:
