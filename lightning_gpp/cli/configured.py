@@ -41,8 +41,6 @@ class TopLevelKeys:
     optimized_metric: str | None = None
     output: str | None = None
     trace: str | None = None
-    svg: str | None = None
-    graph_svg: str | None = None
     report: str | None = None
 
 

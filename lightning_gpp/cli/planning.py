@@ -11,13 +11,13 @@ from lightning_gpp.cli.task import predict, task_of
 from lightning_gpp.errors import ConfigError
 from lightning_gpp.planning import Prediction
 from lightning_gpp.planning.assignment.layout import layout_mismatch
-from lightning_gpp.reports import graph_svg, prediction_text, terminal_width, timeline_svg
+from lightning_gpp.reports import prediction_text, terminal_width
 from lightning_gpp.reports.report import report_html
 from lightning_gpp.reports.terminal import wrapped
 from lightning_gpp.simulation import trace_of
 from lightning_gpp.training.tensors.replicas import idle_sharding
 
-OUTPUTS = ("output", "trace", "svg", "graph_svg", "report")
+OUTPUTS = ("output", "trace", "report")
 """Settings that name a file to write."""
 
 
@@ -42,8 +42,6 @@ def show(config: DictConfig) -> None:
     writers: dict[str, Callable[[Path], object]] = {
         "output": prediction.plan.save,
         "trace": trace_of(prediction.drawn).save,
-        "svg": lambda path: path.write_text(timeline_svg(prediction.drawn)),
-        "graph_svg": lambda path: path.write_text(graph_svg(prediction.plan)),
         "report": lambda path: path.write_text(report_html(prediction, title=title, notes=notes), encoding="utf-8"),
     }
     for key, path in files.items():

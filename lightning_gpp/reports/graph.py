@@ -1,15 +1,12 @@
 """The stage graph of a plan, as text and as a picture.
 
 The picture has columns by the distance to the sink, such that no edge crosses a stage: one that spans several columns
-keeps a place of its own in each column between, so it passes beside the stages; it bends only in the gaps between
-columns. Orders within columns are found by barycenters (Sugiyama, Tagawa and Toda 1981).
+passes them in a lane of its own below all stages. In a column, stages are in the order of what they read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from collections.abc import Iterator, Sequence
 from statistics import fmean
 from typing import Final
 
@@ -22,85 +19,13 @@ from lightning_gpp.reports.tables import measures
 from lightning_gpp.reports.terminal import together, wrapped
 from lightning_gpp.reports.units import count, size
 
-GridPlace = int | tuple[int, int, int]
-"""A stage, or the place (src, dst, column) of an edge in a column that it passes."""
-
-SWEEPS: Final = 12
-"""Sweeps over all columns for their orders."""
-
-PASSAGE: Final = 0.4
-"""Height of the place of an edge, in heights of a stage."""
-
-
-@dataclass(frozen=True, slots=True)
-class Layers:
-    """The columns of a graph.
-
-    Args:
-        columns: stages and passing edges of every column, from top to bottom.
-        heights: vertical centre of each, in heights of a stage with the gap below it; the least is 0.
-        routes: what every edge (src, dst) passes, both ends included.
-    """
-
-    columns: tuple[tuple[GridPlace, ...], ...]
-    heights: Mapping[GridPlace, float]
-    routes: Mapping[tuple[int, int], tuple[GridPlace, ...]]
-
-
-def layers(graph: nx.DiGraph) -> Layers:
-    """Columns by the distance to the sink: what can compute at the same time is side by side, near its reader."""
-    columns = _columns(graph)
-    column_of = {node: number for number, nodes in enumerate(columns) for node in nodes}
-    routes: dict[tuple[int, int], tuple[GridPlace, ...]] = {}
-    for src, dst in graph.edges:
-        between = [(src, dst, number) for number in range(column_of[src] + 1, column_of[dst])]
-        for place in between:
-            columns[place[2]].append(place)
-        routes[src, dst] = (src, *between, dst)
-    links = nx.Graph([pair for route in routes.values() for pair in pairwise(route)])
-    links.add_nodes_from(node for nodes in columns for node in nodes)
-    ordered = _ordered(columns, links)
-    return Layers(tuple(map(tuple, ordered)), _heights(ordered), routes)
-
-
-def _columns(graph: nx.DiGraph) -> list[list[GridPlace]]:
-    generations = list(nx.topological_generations(graph.reverse()))
-    return [sorted(generation) for generation in reversed(generations)]
-
-
-def _ordered(columns: Sequence[Sequence[GridPlace]], links: nx.Graph) -> list[list[GridPlace]]:
-    """Columns in which every node is as near as possible to its neighbours, so that few edges cross."""
-    ordered = [list(nodes) for nodes in columns]
-    forwards = list(pairwise(range(len(ordered))))
-    backwards = [(after, before) for before, after in reversed(forwards)]
-    for sweep in range(SWEEPS):
-        for fixed, moved in backwards if sweep % 2 else forwards:
-            rank = {node: index for index, node in enumerate(ordered[fixed])}
-            near = {node: [rank[other] for other in links[node] if other in rank] for node in ordered[moved]}
-            centers = {node: fmean(near[node] or [index]) for index, node in enumerate(ordered[moved])}
-            ordered[moved].sort(key=centers.__getitem__)
-    return ordered
-
-
-def _heights(columns: Sequence[Sequence[GridPlace]]) -> dict[GridPlace, float]:
-    """Centres of all nodes. The stages of a column lie around the same middle, so that chains are straight lines."""
-    heights: dict[GridPlace, float] = {}
-    for nodes in columns:
-        sizes = [1.0 if isinstance(node, int) else PASSAGE for node in nodes]
-        centers = {node: end - size / 2 for node, size, end in zip(nodes, sizes, accumulate(sizes), strict=True)}
-        middle = fmean(center for node, center in centers.items() if isinstance(node, int))
-        heights.update({node: center - middle for node, center in centers.items()})
-    top = min(heights.values(), default=0.0)
-    return {node: height - top for node, height in heights.items()}
-
-
 MARGIN: Final = 16
 
 WIDTH, HEIGHT, GAP_X, GAP_Y = 178, 58, 84, 22
 """Pixels of a box, and of the gaps between boxes."""
 
 LABEL: Final = 13
-"""Height of a line of small text."""
+"""Height of a line of small text, and of a lane."""
 
 STRONG: Final = 7.6
 """Width of a strong letter, on average, in the widest of usual fonts."""
@@ -154,11 +79,19 @@ class GraphPicture:
     """The elements of a stage graph, and the room that they need."""
 
     def __init__(self, plan: Plan) -> None:
-        self.plan, self.layers = plan, layers(plan.graph())
-        self.columns = {node: column for column, nodes in enumerate(self.layers.columns) for node in nodes}
-        self.width = len(self.layers.columns) * (WIDTH + GAP_X) - GAP_X
-        self.height = (HEIGHT + GAP_Y) * max(self.layers.heights.values()) + HEIGHT
-        self.ports = _ports(plan, self.layers)
+        self.plan, self.columns = plan, columns(plan.graph())
+        most = max(map(len, self.columns))
+        column_of = {stage: column for column, stages in enumerate(self.columns) for stage in stages}
+        pairs = [(edge.src, edge.dst) for edge in plan.edges if edge.src != SOURCE]
+        self.lanes = [pair for pair in pairs if column_of[pair[1]] > column_of[pair[0]] + 1]
+        self.width = len(self.columns) * (WIDTH + GAP_X) - GAP_X
+        self.height = (HEIGHT + GAP_Y) * most - GAP_Y + (len(self.lanes) + 1) * LABEL * bool(self.lanes)
+        self.ends, self.starts = _ports(pairs, 0), _ports(pairs, 1)
+        self.corners = {
+            stage: (MARGIN + x * (WIDTH + GAP_X), MARGIN + (y + (most - len(stages)) / 2) * (HEIGHT + GAP_Y))
+            for x, stages in enumerate(self.columns)
+            for y, stage in enumerate(stages)
+        }
 
     def elements(self) -> Iterator[str]:
         """Edges, then boxes."""
@@ -168,19 +101,15 @@ class GraphPicture:
         for stage in range(len(self.plan.stages)):
             yield from self._box(stage)
 
-    def corner(self, node: GridPlace) -> svg.Point:
-        """The upper left corner of a stage's box, or of the place of an edge that passes."""
-        x = MARGIN + self.columns[node] * (WIDTH + GAP_X)
-        return x, MARGIN + self.layers.heights[node] * (HEIGHT + GAP_Y)
-
     def route(self, src: int, dst: int) -> list[svg.Point]:
         """The points of an edge: the beginnings and ends of its curves, which lie between columns."""
-        points: list[svg.Point] = []
-        for node in self.layers.routes[src, dst]:
-            x, y = self.corner(node)
-            middle = y + HEIGHT * self.ports.get((node, src, dst), 0.5)
-            points += [(x, middle), (x + WIDTH, middle)]
-        return points[1:-1]
+        (left, top), (right, other) = self.corners[src], self.corners[dst]
+        start = left + WIDTH, top + HEIGHT * self.ends[src, dst]
+        end = right, other + HEIGHT * self.starts[src, dst]
+        if (src, dst) not in self.lanes:
+            return [start, end]
+        y = MARGIN + self.height - LABEL * self.lanes.index((src, dst))
+        return [start, (start[0] + GAP_X, y), (right - GAP_X, y), end]
 
     def _edge(self, edge: Edge) -> Iterator[str]:
         points = self.route(edge.src, edge.dst)
@@ -191,7 +120,7 @@ class GraphPicture:
             yield svg.text(x + 6, y + LABEL / 3, content, classes="small muted halo")
 
     def _box(self, stage: int) -> Iterator[str]:
-        entry, color, (x, y) = self.plan.stages[stage], stage_color(stage), self.corner(stage)
+        entry, color, (x, y) = self.plan.stages[stage], stage_color(stage), self.corners[stage]
         yield svg.rectangle(x, y, WIDTH, HEIGHT, tint(color), ", ".join(entry.modules))
         yield svg.rectangle(x, y, 5, HEIGHT, color)
         title = _clipped(f"{stage} {entry.name}", int((WIDTH - 14) / STRONG))
@@ -203,16 +132,20 @@ class GraphPicture:
         yield svg.text(x + 12, y + 49, _clipped(figures, letters), classes="on small")
 
 
-def _ports(plan: Plan, placed: Layers) -> dict[tuple[GridPlace, int, int], float]:
-    """The share of a box's height at which each edge (src, dst) leaves and enters it, so that lines end apart."""
-    ports: dict[tuple[GridPlace, int, int], float] = {}
-    for stage in range(len(plan.stages)):
-        for end, neighbour in ((0, 1), (-1, -2)):
-            touching = {route[neighbour]: pair for pair, route in placed.routes.items() if route[end] == stage}
-            for number, node in enumerate(sorted(touching, key=placed.heights.__getitem__), start=1):
-                src, dst = touching[node]
-                ports[stage, src, dst] = number / (len(touching) + 1)
-    return ports
+def columns(graph: nx.DiGraph) -> list[list[int]]:
+    """Columns by the distance to the sink: what can compute at the same time is side by side, near its reader."""
+    found, rows = list[list[int]](), dict[int, float]()
+    for generation in reversed(list(nx.topological_generations(graph.reverse()))):
+        near = {stage: [rows[other] for other in graph.predecessors(stage)] or [stage] for stage in generation}
+        found.append(sorted(generation, key=lambda stage: (fmean(near[stage]), stage)))
+        rows |= {stage: row - len(generation) / 2 for row, stage in enumerate(found[-1])}
+    return found
+
+
+def _ports(pairs: Sequence[tuple[int, int]], end: int) -> dict[tuple[int, int], float]:
+    """The share of a box's height at which each edge (src, dst) leaves it, or with `end` 1 enters it."""
+    together = {pair: sorted(other for other in pairs if other[end] == pair[end]) for pair in pairs}
+    return {pair: (others.index(pair) + 1) / (len(others) + 1) for pair, others in together.items()}
 
 
 def where(stage: Stage) -> str:

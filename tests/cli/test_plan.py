@@ -39,18 +39,16 @@ def test_the_examples_are_planned(
 
 
 def test_what_it_writes_can_be_read(tmp_path: Path) -> None:
-    files = {
-        name: str(tmp_path / name) for name in ("plan.yaml", "trace.json", "picture.svg", "graph.svg", "report.html")
-    }
-    names = zip(("output", "trace", "svg", "graph_svg", "report"), files.values(), strict=True)
+    files = {name: str(tmp_path / name) for name in ("plan.yaml", "trace.json", "report.html")}
+    names = zip(("output", "trace", "report"), files.values(), strict=True)
     config = composed("experiment=feature_towers", *(f"{key}={path}" for key, path in names))
     show(config)
     saved = composed("experiment=feature_towers", f"strategy.plan={files['plan.yaml']}")
     plan, _ = make_plan(saved)
     assert Plan.load(files["plan.yaml"]) == plan
-    assert (tmp_path / "picture.svg").read_text().startswith("<svg")
-    assert "trunk" in (tmp_path / "graph.svg").read_text()
-    assert "<h1>feature_towers on " in (tmp_path / "report.html").read_text()
+    report = (tmp_path / "report.html").read_text()
+    assert "<h1>feature_towers on " in report
+    assert report.count("<svg") == 2
 
 
 def test_the_planner_may_choose_the_schedule() -> None:
