@@ -1,12 +1,9 @@
-"""Every command of README and docs is run by a test: here in a folder of a user, or in the test that its way names."""
+"""Every command of README and docs is run: here in a folder of a user, or by another test."""
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,31 +11,11 @@ import pytest
 from lightning_gpp.cli.configured import check_settings
 from lightning_gpp.cli.plan import overrides
 from tests.cli.commands import ROOT, check_targets, command, composed
-from tests.cli.documented import COMMANDS, PAGES, Documented, Elsewhere, Run, way_of
+from tests.cli.documented import COMMANDS, ELSEWHERE, PAGES, Documented, further
 
-RUNNABLE = sorted({item.page for item in COMMANDS if isinstance(way_of(item), Run)})
+HERE = [item for item in COMMANDS if not ELSEWHERE.match(item.text)]
 INVENTED = re.compile(r"runs/two_tower/2026-01-01_12-00-00|(?<![\w./])last\.ckpt")
 """Names of folders that a reader has others for."""
-
-
-@pytest.mark.parametrize("item", COMMANDS, ids=lambda item: f"{item.page}: {item.text}")
-def test_every_command_has_a_way(item: Documented) -> None:
-    way = way_of(item)
-    assert way is not None, f"tests/cli/documented.py does not say how {item.text!r} of {item.page} is tested"
-    assert isinstance(way, Run) or (ROOT / way.test).is_file()
-
-
-def test_other_tests_are_for_what_they_need() -> None:
-    reasons = {way.reason for item in COMMANDS if isinstance(way := way_of(item), Elsewhere)}
-    assert reasons == {
-        "SLURM",
-        "makes an environment",
-        "a GPU",
-        "a model of the internet",
-        "hours",
-        "an extra",
-        "another launcher",
-    }
 
 
 COMPOSED = [
@@ -58,14 +35,12 @@ def test_configurations_compose_and_name_what_exists(text: str) -> None:
 
 @pytest.mark.acceptance
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("page", RUNNABLE)
+@pytest.mark.parametrize("page", sorted({item.page for item in HERE}))
 def test_every_command_of_a_page_runs(page: str, tmp_path: Path) -> None:
     folder = tmp_path
     prepare(ROOT / page, folder)
-    for item in (item for item in COMMANDS if item.page == page):
-        way = way_of(item)
-        if isinstance(way, Run):
-            folder = run(item, way, folder)
+    for item in (item for item in HERE if item.page == page):
+        folder = run(item, folder)
 
 
 def prepare(page: Path, folder: Path) -> None:
@@ -81,16 +56,12 @@ def prepare(page: Path, folder: Path) -> None:
             (folder / name[1]).write_text(block)
 
 
-def run(item: Documented, way: Run, folder: Path) -> Path:
+def run(item: Documented, folder: Path) -> Path:
     """Run a command in a folder; returns the folder of the next one."""
-    words = [*item.words, *way.arguments]
+    words = [*item.words, *further(item)]
     print(item.text, flush=True)
     if words[0] == "cd":
         return folder / words[1]
-    if words[0] == "python":
-        *words, _, file = words
-        (folder / file).write_text(shell(words, folder))
-        return folder
     name, *arguments = [INVENTED.sub(lambda found: newest(found[0], folder), word) for word in words]
     ended = command(name.removeprefix("gpp-"), *arguments, cwd=folder, timeout=900)
     assert ended.returncode == 0, f"{item.text}\n{ended.stdout[-2000:]}\n{ended.stderr[-4000:]}"
@@ -103,13 +74,6 @@ def newest(name: str, folder: Path) -> str:
     complete = (path for path in (folder / "runs" / "two_tower").iterdir() if (path / "checkpoints/last.ckpt").exists())
     latest = max(complete, key=lambda path: path.stat().st_mtime)
     return str(latest / "checkpoints" / name if name.endswith(".ckpt") else latest)
-
-
-def shell(words: list[str], folder: Path) -> str:
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'examples'}"}
-    ran = subprocess.run([sys.executable, *words[1:]], cwd=folder, env=environment, capture_output=True, text=True)
-    assert ran.returncode == 0, ran.stderr
-    return ran.stdout
 
 
 def test_pages_are_found() -> None:
