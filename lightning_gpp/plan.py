@@ -66,7 +66,6 @@ class Plan:
         period: samples after which micro-batches start anew, where several mini-batches are written out in a row; 0 if
             there is only one.
         unused: devices that compute nothing, because the others are faster without them.
-        sequence_dim: the dimension of tensors between stages that counts tokens, if stages are slices.
         tensor_parallel_size: number of processes of every device, its members, which share the work of its stages. All
             figures are those of one process.
         notes: remarks by name, for people.
@@ -84,7 +83,6 @@ class Plan:
     memory_bytes: tuple[float, ...] = ()
     period: int = 0
     unused: tuple[int, ...] = ()
-    sequence_dim: int = 1
     tensor_parallel_size: int = 1
     notes: dict[str, str] = field(default_factory=dict)
 

@@ -24,6 +24,9 @@ from lightning_gpp.plan import SOURCE, Edge, Figures, Plan, Stage
 CARRY: Final = "carry_"
 """Prefix of the names of operators that carry a tensor to later tokens; the dimension of the tokens follows."""
 
+DIM: Final = 1
+"""The dimension of tensors between stages that counts tokens; 0 counts samples."""
+
 COSTS: Final = tuple(entry.name for entry in fields(Figures) if entry.type == "Affine")
 """The figures of a stage that its slices share."""
 

@@ -16,7 +16,7 @@ from lightning_gpp.planning.assignment.assign import assign
 from lightning_gpp.planning.assignment.slices import carried, carried_by, cut_spec, is_cut
 from lightning_gpp.runtime.stage import MicroBatch, Slot, StageModule, StageWrapper
 from lightning_gpp.sequence import computing
-from lightning_gpp.slices import Unsliced, slice_name
+from lightning_gpp.slices import DIM, Unsliced, slice_name
 from lightning_gpp.stages.step import StepRunner
 
 Tokens = tuple[int, int]
@@ -33,8 +33,8 @@ class SlicedTensor:
     def part(self) -> str:
         return slice_name(self.name, self.tokens)
 
-    def of(self, tensor: Tensor, dim: int) -> Tensor:
-        return tensor.narrow(dim, self.tokens[0], self.tokens[1] - self.tokens[0])
+    def of(self, tensor: Tensor) -> Tensor:
+        return tensor.narrow(DIM, self.tokens[0], self.tokens[1] - self.tokens[0])
 
 
 @dataclass(slots=True, kw_only=True)
@@ -83,20 +83,18 @@ class WholeStage(StageWrapper):
 
     Args:
         stage: the stage itself.
-        dim: the dimension that counts tokens.
         received: slices of every received tensor, in order, by its name.
         sent: slices of tensors that sliced stages receive.
     """
 
-    dim: int
     received: Mapping[str, Sequence[SlicedTensor]]
     sent: tuple[SlicedTensor, ...]
 
     def forward(self, values: Mapping[str, Tensor], micro_batch: MicroBatch) -> dict[str, Tensor]:
         """The stage's results, and their slices."""
-        joined = {name: torch.cat([values[cut.part] for cut in cuts], self.dim) for name, cuts in self.received.items()}
+        joined = {name: torch.cat([values[cut.part] for cut in cuts], DIM) for name, cuts in self.received.items()}
         outputs = self.stage.forward({**values, **joined}, micro_batch)
-        return {**outputs, **{cut.part: cut.of(outputs[cut.name], self.dim) for cut in self.sent}}
+        return {**outputs, **{cut.part: cut.of(outputs[cut.name]) for cut in self.sent}}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,13 +102,12 @@ class CutSource:
     """The source of a plan with slices: cuts data for them."""
 
     source: StepRunner
-    dim: int
     sent: tuple[SlicedTensor, ...]
 
     def inputs(self, micro_batch: MicroBatch) -> dict[str, Tensor]:
         """All inputs, and their slices."""
         values = self.source.inputs(micro_batch)
-        return {**values, **{cut.part: cut.of(values[cut.name], self.dim) for cut in self.sent}}
+        return {**values, **{cut.part: cut.of(values[cut.name]) for cut in self.sent}}
 
 
 class Slicer:
@@ -148,7 +145,7 @@ class Slicer:
 
     def source(self, source: StepRunner) -> CutSource:
         """The source of inputs and of their slices."""
-        return CutSource(source=source, dim=self.plan.sequence_dim, sent=self._sent(SOURCE))
+        return CutSource(source=source, sent=self._sent(SOURCE))
 
     def _check_carrying(self) -> None:
         """Raise PlanError if the plan, which may have been edited, has too few or too many edges between slices."""
@@ -183,7 +180,7 @@ class Slicer:
             return stage
         names = dict.fromkeys(cut.name for cut in received)
         joined = {name: sorted((c for c in received if c.name == name), key=lambda c: c.tokens) for name in names}
-        return WholeStage(stage=stage, dim=self.plan.sequence_dim, received=joined, sent=sent)
+        return WholeStage(stage=stage, received=joined, sent=sent)
 
     def _edges(self) -> list[tuple[Edge, tuple[SlicedTensor, ...]]]:
         return list(zip(self.plan.edges, self._cuts, strict=True))
@@ -208,7 +205,7 @@ class Slicer:
         return tuple(SlicedTensor(slot.name, tokens) for slot in slots if self._is_cut(slot))
 
     def _is_cut(self, slot: Slot) -> bool:
-        return slot.name not in self._uncut and is_cut(slot.spec, self.plan.sequence_dim, self._length)
+        return slot.name not in self._uncut and is_cut(slot.spec, self._length)
 
     def _slots_of(self, edge: Edge, cuts: Sequence[SlicedTensor]) -> tuple[Slot, ...]:
         ends = self._ends(edge)
@@ -222,7 +219,7 @@ class Slicer:
     def _slot(self, slot: Slot, cut: SlicedTensor | None) -> Slot:
         if cut is None:
             return slot
-        return Slot(cut.part, cut_spec(slot.spec, self.plan.sequence_dim, cut.tokens[1] - cut.tokens[0]))
+        return Slot(cut.part, cut_spec(slot.spec, DIM, cut.tokens[1] - cut.tokens[0]))
 
     def _carried_slots(self, edge: Edge) -> tuple[Slot, ...]:
         stage = self.plan.stages[edge.src]
@@ -242,15 +239,11 @@ def repeated(items: Sequence[tuple[str, ...]], whole: Unsliced) -> tuple[tuple[s
     return tuple(items[number] for number in whole.numbers)
 
 
-def with_whole_inputs(graph: OperatorGraph, dim: int) -> OperatorGraph:
+def with_whole_inputs(graph: OperatorGraph) -> OperatorGraph:
     """The graph with the operators marked that work on sequences of another length than the carried one.
 
     A sliced decoder reads all results of an encoder. Two sequences of one length look the same: the self-check refuses
     what becomes wrong then.
-
-    Args:
-        graph: graph of the model.
-        dim: the dimension of tensors between stages that counts tokens.
     """
     lengths = {int(operator.outputs[0].shape[at].fixed) for operator, at in carried(graph).values()}
     if len(lengths) != 1:
@@ -259,7 +252,7 @@ def with_whole_inputs(graph: OperatorGraph, dim: int) -> OperatorGraph:
     for operator in graph:
         sources = set(graph.nx.predecessors(operator.name))
         is_input = operator.target == "input"
-        if sources & sliced or (is_input and is_cut(operator.outputs[0], dim, length)):
+        if sources & sliced or (is_input and is_cut(operator.outputs[0], length)):
             sliced.add(operator.name)
         elif sources & whole or is_input:
             whole.add(operator.name)

@@ -217,13 +217,13 @@ def _beside_weights(options: Any) -> Problems:
 
 def _problems(options: Any) -> dict[str, Problems]:
     """Options that exclude others, and these."""
-    unsliced = options.slices is None
     sliced, sharded = options.slicing is not None, options.sharding == "fsdp"
-    unused = "is given without the number of slices. Give that, or leave it out"
     return {
         "slices=null": {
-            "slice_dim": (unsliced and options.slice_dim != 1, unused),
-            "slice_modules": (unsliced and options.slice_modules is not None, unused),
+            "slice_modules": (
+                options.slices is None and options.slice_modules is not None,
+                "is given without the number of slices. Give that, or leave it out",
+            ),
         },
         f"slices={options.slices}": {
             "offload": (

@@ -178,11 +178,6 @@ class Options(SearchOptions):
         section="Slices of sequences (docs/howto/slicing.md)",
         allowed="a whole number >= 1, or the tokens of each slice as a list",
     )
-    slice_dim: Count = option(
-        1,
-        "the dimension of the tensors between stages that counts tokens.",
-        allowed="a whole number >= 1: dimension 0 counts the samples",
-    )
     slice_modules: Sequence[str] | None = option(
         None,
         "paths of the modules that may be sliced. Default: all that can be.",
@@ -293,7 +288,6 @@ class Options(SearchOptions):
             return None
         return Slicing(
             slices=self.slices if isinstance(self.slices, int) else tuple(self.slices),
-            dim=self.slice_dim,
             modules=None if self.slice_modules is None else tuple(self.slice_modules),
         )
 

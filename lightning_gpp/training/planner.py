@@ -67,8 +67,7 @@ def captured_step(
     slicing = options.slicing or (slicing_of(plan) if plan is not None else None)
     if slicing is None or step != TRAINING:
         return captured
-    captured = replace(captured, graph=with_whole_inputs(captured.graph, slicing.dim))
-    return replace(captured, graph=kept_together(captured.graph, slicing.dim))
+    return replace(captured, graph=kept_together(with_whole_inputs(captured.graph)))
 
 
 def _refuse_early_metrics(captured: Capture) -> None:

@@ -25,7 +25,7 @@ def slicing_of(plan: Plan) -> Slicing | None:
     modules = dict.fromkeys(module for stage in parts for module in stage.modules)
     if not tokens:
         return None
-    return Slicing(slices=tuple(stop - start for start, stop in tokens), dim=plan.sequence_dim, modules=tuple(modules))
+    return Slicing(slices=tuple(stop - start for start, stop in tokens), modules=tuple(modules))
 
 
 def unslice(plan: Plan, graph: OperatorGraph) -> Plan:

@@ -15,7 +15,7 @@ from lightning_gpp.plan import SOURCE, STEP, Edge, Figures, Plan, Stage
 from lightning_gpp.planning.assignment.assign import Assignment, assign, crossing
 from lightning_gpp.schedules.work import StageCost
 from lightning_gpp.simulation.stage_costs import StageCosts
-from lightning_gpp.slices import CARRY, Unsliced, part_of, slice_name
+from lightning_gpp.slices import CARRY, DIM, Unsliced, part_of, slice_name
 
 ValueKey = tuple[str, int]
 """Operator and number of its output."""
@@ -29,12 +29,10 @@ class Slicing:
 
     Args:
         slices: number of slices, or the tokens of each.
-        dim: the dimension of tensors between stages that counts tokens.
         modules: paths of the modules that may be sliced; None: all that can be.
     """
 
     slices: int | tuple[int, ...]
-    dim: int = 1
     modules: tuple[str, ...] | None = None
 
     @property
@@ -66,9 +64,9 @@ def carried_bytes(graph: OperatorGraph, assignment: Mapping[str, Sequence[int]],
     return sum((spec.affine_bytes for spec, _ in carried_by(graph, assignment, stage)), Affine())
 
 
-def is_cut(spec: TensorSpec, dim: int, length: int) -> bool:
-    """True if a tensor between stages has one index per token in this dimension."""
-    return len(spec.shape) > dim and spec.shape[dim] == Affine(0, length)
+def is_cut(spec: TensorSpec, length: int) -> bool:
+    """True if a tensor between stages has one index per token."""
+    return len(spec.shape) > DIM and spec.shape[DIM] == Affine(0, length)
 
 
 def cut_spec(spec: TensorSpec, dim: int, tokens: int) -> TensorSpec:
@@ -76,9 +74,9 @@ def cut_spec(spec: TensorSpec, dim: int, tokens: int) -> TensorSpec:
     return replace(spec, shape=(*spec.shape[:dim], Affine(0, tokens), *spec.shape[dim + 1 :]))
 
 
-def kept_together(graph: OperatorGraph, dim: int) -> OperatorGraph:
+def kept_together(graph: OperatorGraph) -> OperatorGraph:
     """The graph with operators tied into clusters, so that every tensor that can cross a stage border has the sequence
-    in dimension `dim`.
+    in dimension 1.
 
     Operators joined by a tensor that has it in another dimension form a cluster, and so does each module that carries,
     as attention does.
@@ -97,14 +95,14 @@ def kept_together(graph: OperatorGraph, dim: int) -> OperatorGraph:
             )
     lengths = {int(operator.outputs[0].shape[at].fixed) for operator, at in carried(graph).values()}
     outside = [other for other in graph if not any(_inside(other, operator) for operator in carriers)]
-    if lengths and not any(is_cut(spec, dim, n) for other in outside for spec in other.outputs for n in lengths):
+    if lengths and not any(is_cut(spec, n) for other in outside for spec in other.outputs for n in lengths):
         raise ConfigError(
-            f"strategy.slice_dim={dim}: no tensor of the model has its {sorted(lengths)} tokens there. Give the "
-            "dimension that counts tokens in the tensors between modules, or remove strategy.slices."
+            f"strategy.slices: no tensor between modules has its {sorted(lengths)} tokens in dimension {DIM}. Make the "
+            "modules hand on [batch, tokens, ...], or remove strategy.slices."
         )
 
     def hides(spec: TensorSpec) -> bool:
-        return any(Affine(0, n) in spec.shape and not is_cut(spec, dim, n) for n in lengths)
+        return any(Affine(0, n) in spec.shape and not is_cut(spec, n) for n in lengths)
 
     ties = nx.Graph()
     for operator in carriers:
@@ -214,7 +212,7 @@ class _SliceCut:
         for index in chosen:
             edges += self._carrying(numbers[index], index)
         ordered = tuple(sorted(edges, key=lambda edge: (edge.src, edge.dst)))
-        return replace(self.plan, stages=tuple(stages), edges=ordered, sequence_dim=self.slicing.dim)
+        return replace(self.plan, stages=tuple(stages), edges=ordered)
 
     def _can(self, index: int, flows: Mapping[tuple[int, int], Sequence[ValueKey]]) -> bool:
         stage = self.plan.stages[index]
@@ -239,10 +237,10 @@ class _SliceCut:
 
     def _nothing(self) -> str:
         return (
-            f"strategy.slices: no stage can be sliced along dimension {self.slicing.dim} (strategy.slice_dim) into "
-            f"slices of {self.length} tokens: each hands on tensors without it, runs the user's step, works mostly on "
-            "another sequence, or has modules that are not in strategy.slice_modules. Choose other stages "
-            "(strategy.stages), change these settings, or remove strategy.slices."
+            f"strategy.slices: no stage can be sliced along dimension {DIM} into slices of {self.length} tokens: each "
+            "hands on tensors without it, runs the user's step, works mostly on another sequence, or has modules that "
+            "are not in strategy.slice_modules. Choose other stages (strategy.stages), change this setting, or remove "
+            "strategy.slices."
         )
 
     def _parts(self, stage: Stage, carried_bytes: Affine) -> list[Stage]:
@@ -284,7 +282,7 @@ class _SliceCut:
 
     def _is_cut(self, value: ValueKey) -> bool:
         """True if slices receive their own tokens of a tensor instead of all."""
-        return value[0] not in self.graph.whole and is_cut(self._spec(value), self.slicing.dim, self.length)
+        return value[0] not in self.graph.whole and is_cut(self._spec(value), self.length)
 
     def _carrying(self, parts: Sequence[int], index: int) -> Iterator[Edge]:
         """Edges from each slice to the next if the stage carries anything; they stay on the device and take no time."""
