@@ -67,21 +67,16 @@ def _legend(timeline: Timeline) -> list[str]:
 
 
 def summary(timeline: Timeline, width: int | None = None) -> str:
-    """Time and idle fraction, and for each stage its warm-up and peak of micro-batches in flight.
+    """Time and idle fraction, and for each stage the most micro-batches in flight.
 
     Args:
         timeline: simulated or measured.
         width: characters of a line, longer ones are broken; None: any number.
     """
-    flights, warm_up = timeline.peak_in_flight, timeline.warm_up
-    stages = ", ".join(
-        together(f"{timeline.stages[stage]} {warm_up.get(stage, 0)}/{flights[stage]}") for stage in sorted(flights)
-    )
+    flights = timeline.peak_in_flight.items()
+    stages = ", ".join(together(f"{timeline.stages[stage]} {most}") for stage, most in flights)
     whole = "step" if timeline.num_batches == 1 else f"{timeline.num_batches} mini-batches without a flush"
-    line = (
-        f"{whole} {duration(timeline.makespan)}, idle {percent(timeline.bubble_fraction)}; "
-        f"warm-up/peak in flight: {stages}"
-    )
+    line = f"{whole} {duration(timeline.makespan)}, idle {percent(timeline.bubble_fraction)}; in flight: {stages}"
     return wrapped(line, width or len(line))
 
 

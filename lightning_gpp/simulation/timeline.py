@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import accumulate, takewhile
+from itertools import accumulate
 
 from lightning_gpp.schedules import Action, Kind
 from lightning_gpp.schedules.actions import RELEASES
@@ -113,19 +113,11 @@ class Timeline:
     @property
     def peak_in_flight(self) -> dict[int, int]:
         """The most micro-batches in flight on a replica of every stage."""
-        return self._most(_peak)
-
-    @property
-    def warm_up(self) -> dict[int, int]:
-        """Number of forwards before the first backward of every stage, on the replica with the most."""
-        return self._most(_before_backward)
-
-    def _most(self, count: Callable[[list[Kind]], int]) -> dict[int, int]:
         most: dict[int, int] = {}
         for device in self.devices:
             for stage in {span.action.stage for span in device}:
                 kinds = [span.action.kind for span in device if span.action.stage == stage]
-                most[stage] = max(most.get(stage, 0), count(kinds))
+                most[stage] = max(most.get(stage, 0), _peak(kinds))
         return dict(sorted(most.items()))
 
 
@@ -133,8 +125,3 @@ def _peak(kinds: list[Kind]) -> int:
     if not any(kind in RELEASES for kind in kinds):
         return min(1, kinds.count(Kind.FORWARD))  # inference: a micro-batch is in flight only during its forward
     return max(accumulate((kind is Kind.FORWARD) - (kind in RELEASES) for kind in kinds))
-
-
-def _before_backward(kinds: list[Kind]) -> int:
-    backward = (Kind.BACKWARD, Kind.INPUT)
-    return sum(kind is Kind.FORWARD for kind in takewhile(lambda kind: kind not in backward, kinds))
