@@ -14,7 +14,7 @@ host), 6 microseconds to call an operator, and latencies (of starting an NCCL se
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Final, TypeVar
 
@@ -26,52 +26,24 @@ from lightning_gpp.files import read_yaml
 Named = TypeVar("Named")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClusterPreset:
-    """A kind of machine; a cluster is any number of them as its nodes.
-
-    Args:
-        name: name of its clusters.
-        device: kind of all its devices.
-        count: devices of a node.
-        link: link between two devices of a node.
-        between: link between devices of different nodes.
-        any_count: True if a node can have more devices than `count`, as a host can have more processes.
-    """
-
-    name: str
-    device: Device
-    count: int
-    link: Link
-    between: Link
-    any_count: bool = False
-
-    def of(self, num_nodes: int, count: int) -> Cluster:
-        """A cluster of nodes with so many devices."""
-        node = Node(device=self.device, count=count, link=self.link)
-        return Cluster.of_nodes(self.name, [node] * num_nodes, self.between)
-
-
-def _written_in(path: Path) -> ClusterPreset:
+def _written_in(path: Path) -> Cluster:
     content = read_yaml(path, error=ConfigError)
     (node,) = content["nodes"]
-    return ClusterPreset(
-        name=content["name"],
-        device=Device(**node["device"]),
-        count=node["count"] or content["num_devices"],
-        link=Link(**node["link"]),
-        between=Link(**content["between"]),
-        any_count=node["count"] is None,
-    )
+    count = node["count"] or content["num_devices"]
+    machine = Node(device=Device(**node["device"]), count=count, link=Link(**node["link"]))
+    return Cluster.of_nodes(content["name"], [machine], Link(**content["between"]))
 
 
 CLUSTERS: Final = {path.stem: _written_in(path) for path in sorted((config_folder() / "cluster").glob("*.yaml"))}
-"""Clusters by name."""
+"""Clusters by name, each of one node; their second level is the link between several."""
+
+HOST: Final = "cpu_host"
+"""The cluster whose nodes have as many devices (processes) as are asked for."""
 
 
 def _devices() -> dict[str, Device]:
     """The devices of the clusters, and others of their kinds."""
-    known = {machine.device.name: machine.device for machine in CLUSTERS.values()}
+    known = {device.name: device for cluster in CLUSTERS.values() for device in cluster.kinds}
     v100 = replace(known["v100_sxm2_16gb"], name="v100_sxm2_32gb", memory_bytes=32e9)
     a100 = replace(
         known["a100_sxm_80gb"],
@@ -107,12 +79,13 @@ def preset_cluster(name: str, num_nodes: int = 1, num_devices: int | None = None
     Raises:
         ConfigError: the name is unknown, num_nodes or num_devices is below 1, or the preset has fewer devices.
     """
-    machine = one_of(CLUSTERS, name, "cluster.preset", "cluster")
+    one = one_of(CLUSTERS, name, "cluster.preset", "cluster")
     check_counts(num_nodes, num_devices)
-    if num_devices is None:
-        return machine.of(num_nodes, machine.count)
-    count = -(-num_devices // num_nodes) if machine.any_count else machine.count
-    return first(machine.of(num_nodes, count), num_devices)
+    count = one.num_devices if name != HOST or num_devices is None else -(-num_devices // num_nodes)
+    inside, between = (level.link for level in one.levels)
+    nodes = [Node(device=one.devices[0], count=count, link=inside)] * num_nodes
+    cluster = Cluster.of_nodes(one.name, nodes, between)
+    return cluster if num_devices is None else first(cluster, num_devices)
 
 
 def one_of(known: Mapping[str, Named], name: object, key: str, what: str) -> Named:

@@ -10,7 +10,7 @@ from typing import Final
 
 import torch
 
-from lightning_gpp.cluster import CLUSTERS, DEVICES, Cluster, Device
+from lightning_gpp.cluster import CLUSTERS, DEVICES, HOST, Cluster, Device
 from lightning_gpp.errors import ConfigError
 from lightning_gpp.measure.calibrate import calibrate
 from lightning_gpp.measure.memory import memory_bytes
@@ -28,13 +28,13 @@ PRODUCTS: Final = (
 )
 """Devices by the driver's names for them, without "NVIDIA" or "Tesla"; a name must match entirely."""
 
-LINKS: Final = {machine.device.name: machine.link for machine in CLUSTERS.values()} | {
-    "a100_sxm_40gb": CLUSTERS["dgx_a100"].link,
-    "v100_sxm2_32gb": CLUSTERS["summit"].link,
+LINKS: Final = {known.devices[0].name: known.levels[0].link for known in CLUSTERS.values()} | {
+    "a100_sxm_40gb": CLUSTERS["dgx_a100"].levels[0].link,
+    "v100_sxm2_32gb": CLUSTERS["summit"].levels[0].link,
 }
 """Links between devices of a kind, in the preset that consists of them."""
 
-PCIE: Final = CLUSTERS["pcie_a100"].link
+PCIE: Final = CLUSTERS["pcie_a100"].levels[0].link
 """The link between devices of unknown or different kinds."""
 
 
@@ -61,8 +61,9 @@ def detect(num_processes: int | None = None) -> Cluster:
 def processes(number: int) -> Cluster:
     """Processes on this machine's CPU, which share its memory."""
     share = memory_bytes(torch.device("cpu")) / number
-    host = CLUSTERS["cpu_host"]
-    return Cluster.uniform(replace(host.device, memory_bytes=share), number, host.link, name="this machine")
+    host = CLUSTERS[HOST]
+    device = replace(host.devices[0], memory_bytes=share)
+    return Cluster.uniform(device, number, host.levels[0].link, name="this machine")
 
 
 def _gpus(number: int) -> Cluster:

@@ -37,7 +37,7 @@ def test_without_gpus_the_processes_share_the_memory(asked: int | None, number: 
     share = memory_bytes(torch.device("cpu")) / number
     assert cluster.devices == (replace(DEVICES["cpu"], memory_bytes=share),) * number
     assert {cluster.node_of(device) for device in range(number)} == {0}
-    assert number == 1 or cluster.link(0, 1) == CLUSTERS["cpu_host"].link
+    assert number == 1 or cluster.link(0, 1) == CLUSTERS["cpu_host"].levels[0].link
 
 
 @pytest.mark.parametrize(
@@ -100,4 +100,4 @@ def test_more_processes_than_gpus_have_parts_of_them(products: list[str]) -> Non
 
 def test_processes_on_one_gpu_talk_through_its_host(products: list[str]) -> None:
     products.append("NVIDIA H200")
-    assert detect(2).link(0, 1) == CLUSTERS["pcie_a100"].link
+    assert detect(2).link(0, 1) == CLUSTERS["pcie_a100"].levels[0].link

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_gpp.capture import Capture
-from lightning_gpp.cluster import CLUSTERS, Cluster, Node, preset_cluster
+from lightning_gpp.cluster import CLUSTERS, HOST, Cluster, Node, preset_cluster
 from lightning_gpp.cluster.groups import grouped, num_members, num_processes
 from lightning_gpp.costs.measured import MeasuredCosts
 from lightning_gpp.costs.model import OPTIMIZER_STATES, PRECISIONS, CostModel, Footprint, ForwardOnly, Roofline
@@ -78,8 +78,7 @@ def resolved(cluster: Cluster | str | None, num_devices: int, num_nodes: int = 1
     if cluster is None:
         return present(num_devices, num_nodes, device_type)
     if isinstance(cluster, str):
-        machine = CLUSTERS[cluster]
-        num_nodes = num_nodes if machine.any_count else -(-num_devices // machine.count)
+        num_nodes = num_nodes if cluster == HOST else -(-num_devices // CLUSTERS[cluster].num_devices)
         return preset_cluster(cluster, num_nodes, num_devices)
     if num_devices > cluster.num_devices:
         raise ConfigError(
@@ -118,12 +117,12 @@ def present(num_devices: int, num_nodes: int = 1, device_type: str = "cpu") -> C
         return machine
     device, link = machine.devices[0], machine.link(0, count - 1) if count > 1 else machine.levels[0].link
     nodes = [Node(device=device, count=count, link=link)] * num_nodes
-    usual = {known.device.name: known.between for known in CLUSTERS.values()}
+    usual = {known.devices[0].name: known.levels[1].link for known in CLUSTERS.values()}
     cluster = Cluster.of_nodes(f"{num_nodes} x {machine.name}", nodes, usual.get(device.name, _NETWORK))
     return cluster.subset(range(num_devices))
 
 
-_NETWORK: Final = CLUSTERS["pcie_a100"].between
+_NETWORK: Final = CLUSTERS["pcie_a100"].levels[1].link
 """Link between nodes with devices of kinds that no preset has."""
 
 
