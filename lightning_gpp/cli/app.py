@@ -42,14 +42,14 @@ class Command:
         config: the configuration file that it composes.
         about: its description, in a sentence or two.
         examples: command lines with their purposes.
-        task: called with the composed configuration; a sweeper gets its result.
+        task: called with the composed configuration.
     """
 
     name: str
     config: str
     about: str
     examples: Sequence[tuple[str, str]]
-    task: Callable[[DictConfig], float | None]
+    task: Callable[[DictConfig], None]
 
     def tell(self, text: str) -> None:
         """Print a sentence for the user on standard error."""
@@ -107,10 +107,11 @@ class _Job:
         self.failed = False
         update_wrapper(self, command.task)
 
-    def __call__(self, config: DictConfig) -> float | None:
+    def __call__(self, config: DictConfig) -> None:
         self.started = True
         try:
-            return self.command.task(config)
+            self.command.task(config)
+            return
         except (GPPError, OmegaConfBaseException) as error:
             if HydraConfig.get().mode is RunMode.MULTIRUN:
                 raise
@@ -123,7 +124,6 @@ class _Job:
             log.info("the job's end", exc_info=error)
             self.command.tell(place_of_traceback())
         self.failed = True
-        return None
 
 
 def in_order(arguments: Sequence[str]) -> list[str]:

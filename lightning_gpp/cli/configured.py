@@ -38,7 +38,6 @@ class TopLevelKeys:
     test: bool = True
     compare: bool = False
     ckpt_path: str | None = None
-    optimized_metric: str | None = None
     output: str | None = None
     trace: str | None = None
     report: str | None = None

@@ -34,8 +34,8 @@ class Job:
     datamodule: L.LightningDataModule
 
 
-def run_job(config: DictConfig) -> dict[str, float]:
-    """Train, test, and print where the results are. Returns the last value of every logged metric.
+def run_job(config: DictConfig) -> None:
+    """Train, test, and print where the results are.
 
     Raises:
         ConfigError: the configuration names something that does not exist.
@@ -47,7 +47,6 @@ def run_job(config: DictConfig) -> dict[str, float]:
     except MisconfigurationException as error:
         raise refusal("the settings", error) from error
     _finish(config, metrics)
-    return metrics
 
 
 def checkpoint_of(config: DictConfig) -> str | None:

@@ -39,8 +39,8 @@ _ABOUT = (
 )
 
 
-def train(config: DictConfig) -> float | None:
-    """Train and test the configured model. Returns the metric that `optimized_metric` names, for sweepers.
+def train(config: DictConfig) -> None:
+    """Train and test the configured model.
 
     Raises:
         ConfigError: the configuration cannot work.
@@ -48,7 +48,7 @@ def train(config: DictConfig) -> float | None:
     check_sweep(config, os.environ)
     from lightning_gpp.cli.job import run_job  # takes seconds to load, which refusals above should not wait for
 
-    return optimized(run_job(config), config.optimized_metric)
+    run_job(config)
 
 
 def check_sweep(config: DictConfig, environment: Mapping[str, str]) -> None:
@@ -64,19 +64,6 @@ def check_sweep(config: DictConfig, environment: Mapping[str, str]) -> None:
             "the sweep again. hydra/launcher=slurm makes each run a job of SLURM; on one machine write a loop in the "
             "shell: for rate in 1e-3 3e-3; do gpp-train model.learning_rate=$rate ...; done"
         )
-
-
-def optimized(metrics: Mapping[str, float], name: str | None) -> float | None:
-    """The metric that a sweeper optimises; None if there is none.
-
-    Raises:
-        ConfigError: nothing of that name was logged.
-    """
-    if name is None:
-        return None
-    if name not in metrics:
-        raise ConfigError(f"optimized_metric={name} was not logged. There are: {', '.join(sorted(metrics)) or 'none'}.")
-    return metrics[name]
 
 
 _COMMAND = Command(name="gpp-train", config="train", about=_ABOUT, examples=_EXAMPLES, task=train)

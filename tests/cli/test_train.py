@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from lightning_gpp.cli.app import quiet_overrides
-from lightning_gpp.cli.train import optimized
 from lightning_gpp.errors import ConfigError
 from lightning_gpp.plan import Plan
 from tests.cli.commands import called, command, launched
@@ -122,10 +121,3 @@ def test_a_sweep_whose_jobs_start_processes_is_refused(tmp_path: Path, monkeypat
     refused = "--multirun with trainer.devices=4: the processes that a job starts would start the sweep again"
     with pytest.raises(ConfigError, match=refused):
         called(monkeypatch, "train", "--multirun", *SHORT, "seed=1,2", "hydra/job_logging=none", cwd=tmp_path)
-
-
-def test_the_optimized_metric_is_one_that_was_logged() -> None:
-    assert optimized({"val/loss": 0.5}, "val/loss") == 0.5
-    assert optimized({}, None) is None
-    with pytest.raises(ConfigError, match="optimized_metric=val/los was not logged. There are: val/loss"):
-        optimized({"val/loss": 0.5}, "val/los")

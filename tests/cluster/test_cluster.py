@@ -61,7 +61,7 @@ def test_figures_of_a_device_are_checked(changes: dict[str, object], message: st
 @pytest.mark.parametrize(("latency", "bandwidth"), [(-1, 1), (0, 0), (nan, 1), (0, nan), (0, -inf)])
 def test_figures_of_a_link_are_checked(latency: float, bandwidth: float) -> None:
     wrong = "latency=.* must not be below 0" if not latency >= 0 else "bytes_per_second=.* must be above 0"
-    with pytest.raises(ConfigError, match=rf"^Link: {wrong}\.$"):
+    with pytest.raises(ConfigError, match=rf"^Link: {wrong}\."):
         Link(latency=latency, bytes_per_second=bandwidth)
 
 
