@@ -198,4 +198,4 @@ def _dtype(operator: Operator) -> str:
 
 def has_backward(operator: Operator) -> bool:
     """True if autograd visits the operator: an output requires a gradient, or it is the user's step."""
-    return operator.target == "step" or any(spec.requires_grad for spec in operator.outputs)
+    return operator.target == "step" or any(spec.requires_grad or spec.local_loss for spec in operator.outputs)

@@ -66,12 +66,14 @@ class TensorSpec:
     """Shape (affine in the number of samples), dtype and differentiability of a tensor.
 
     `mixes_samples`: the values depend on the samples, but not sample by sample (a mean over them, a loss).
+    `local_loss`: a loss at which its stage starts its backward, so it gets no gradient from others.
     """
 
     shape: tuple[Affine, ...]
     dtype: str
     requires_grad: bool = False
     mixes_samples: bool = False
+    local_loss: bool = False
 
     def sizes(self, num_samples: int) -> tuple[int, ...]:
         """Concrete shape for `num_samples` samples."""

@@ -28,7 +28,7 @@ from lightning_gpp.runtime.random import RandomStreams
 from lightning_gpp.runtime.receipts import receipts
 from lightning_gpp.runtime.recompute import ModuleState, RecomputedForward
 from lightning_gpp.runtime.split import SplitBackward, Splitter
-from lightning_gpp.runtime.stage import DataSource, MicroBatch, Slot, StageForward, StageModule, StageSync
+from lightning_gpp.runtime.stage import LOSS, DataSource, MicroBatch, Slot, StageForward, StageModule, StageSync
 from lightning_gpp.runtime.transport import Receive, Send, TransferLink, releasing
 from lightning_gpp.runtime.weights.derived import Derived, Derives
 from lightning_gpp.runtime.weights.policy import WeightPolicy
@@ -209,7 +209,7 @@ class Compiler:
             "promised": promises(common["outgoing"], micro_batch.num_samples),
             "saved": self._saved(action) if training else None,
             "differentiable": _differentiable(common["outgoing"]),
-            "has_loss": training and action.stage == self._plan.step_stage,
+            "losses": _losses(common["outgoing"], training and action.stage == self._plan.step_stage),
         }
 
     def _offloading(self, action: Action, forward: StageForward) -> StageForward:
@@ -321,6 +321,12 @@ _COMPUTED_WITH: Final = (Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD, Kind.INPUT
 def _differentiable(outgoing: Iterable[EdgeTensors]) -> tuple[str, ...]:
     names = (slot.name for b in outgoing for slot in b.slots if slot.spec.requires_grad)
     return tuple(dict.fromkeys(names))
+
+
+def _losses(outgoing: Iterable[EdgeTensors], runs_step: bool) -> tuple[str, ...]:
+    """The results at which the stage's backward starts."""
+    local = dict.fromkeys(slot.name for border in outgoing for slot in border.slots if slot.spec.local_loss)
+    return (*local, LOSS) if runs_step else (*local,)
 
 
 def action_of(program: Program, instruction: Instruction) -> Action:

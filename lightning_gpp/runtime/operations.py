@@ -17,7 +17,7 @@ from lightning_gpp.errors import GPPError
 from lightning_gpp.runtime.boundary import DeviceState, EdgeTensors, MessageTensors, Promise, check_promises, hand_out
 from lightning_gpp.runtime.random import RandomStreams
 from lightning_gpp.runtime.split import SplitBackward
-from lightning_gpp.runtime.stage import LOSS, DataSource, MicroBatch, StageForward, StageModule
+from lightning_gpp.runtime.stage import DataSource, MicroBatch, StageForward, StageModule
 from lightning_gpp.runtime.weights.policy import Use, WeightPolicy
 from lightning_gpp.schedules.actions import Action, Kind
 
@@ -49,7 +49,7 @@ class State:
 
 class Saved:
     """State that a forward keeps for its backward: the leaves that collect gradients, the edges at which gradients
-    enter, and the loss with its seed gradient. Outputs are not kept: autograd needs only their edges.
+    enter, and the losses with their seed gradients. Outputs are not kept: autograd needs only their edges.
     """
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ class Saved:
     def clear(self) -> None:
         self.leaves: dict[str, Tensor] = {}
         self.outputs: dict[str, GradientEdge] = {}
-        self.loss: tuple[GradientEdge, Tensor] | None = None
+        self.losses: list[tuple[GradientEdge, Tensor]] = []
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -100,14 +100,15 @@ class ReadData(Compute):
 class ComputeForward(Compute):
     """Run a stage; in training, keep the state for the backward.
 
-    `differentiable` names the outputs that will get gradients; `saved` is None in inference.
+    `differentiable` names the outputs that will get gradients, `losses` those at which the backward starts; `saved` is
+    None in inference.
     """
 
     forward: StageForward
     promised: list[Promise]
     saved: Saved | None
     differentiable: tuple[str, ...]
-    has_loss: bool
+    losses: tuple[str, ...]
 
     def run(self) -> None:
         saved = self.saved
@@ -137,10 +138,17 @@ class ComputeForward(Compute):
             output = outputs.get(name)
             if output is not None and output.requires_grad:
                 saved.outputs[name] = get_gradient_edge(output)
-        if self.has_loss:
-            loss = _checked_loss(outputs.get(LOSS), self.owner)
-            seed = torch.full_like(loss, self.state.loss_weight * self.micro_batch.num_samples)
-            saved.loss = get_gradient_edge(loss), seed
+        for name in self.losses:
+            loss = outputs.get(name)
+            if loss is None or loss.requires_grad or not self._adds_losses:
+                loss = _checked_loss(loss, self.owner)
+                seed = torch.full_like(loss, self.state.loss_weight * self.micro_batch.num_samples)
+                saved.losses.append((get_gradient_edge(loss), seed))
+
+    @property
+    def _adds_losses(self) -> bool:
+        """True if the loss may be the sum of others' alone, which start their own backwards."""
+        return any(slot.spec.local_loss for border in self.incoming for slot in border.slots)
 
 
 def _as_received(tensor: Tensor, border: EdgeTensors) -> Tensor:
@@ -190,10 +198,8 @@ class ComputeGradients(Compute):
         names = [name for name in gradients if name in saved.outputs]
         roots = [saved.outputs[name] for name in names]
         seeds = [gradients[name] for name in names]
-        if saved.loss is not None:
-            root, seed = saved.loss
-            roots.append(root)
-            seeds.append(seed)
+        roots += [root for root, _ in saved.losses]
+        seeds += [seed for _, seed in saved.losses]
         return roots, seeds
 
     def _collect(self) -> dict[str, Tensor]:

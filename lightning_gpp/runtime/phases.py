@@ -25,7 +25,7 @@ from lightning_gpp.runtime.transport import Transport
 from lightning_gpp.schedules.actions import Kind
 from lightning_gpp.schedules.program import Instruction, Op, Program
 
-Graphs = tuple[dict[str, Tensor], dict[str, GradientEdge], tuple[GradientEdge, Tensor] | None]
+Graphs = tuple[dict[str, Tensor], dict[str, GradientEdge], list[tuple[GradientEdge, Tensor]]]
 """The content of `Saved`."""
 
 _FORWARDS: Final = (Kind.DATA, Kind.FORWARD, Kind.OFFLOAD)
@@ -106,7 +106,7 @@ class PhasedExecutor(Executor):
         lane = self._kept_lane
         if self._compiler.host is not None:
             self._compiler.host.settle()
-        graphs = {key: (saved.leaves, saved.outputs, saved.loss) for key, saved in lane.saved.items()}
+        graphs = {key: (saved.leaves, saved.outputs, saved.losses) for key, saved in lane.saved.items()}
         inputs = {key: (each.inputs, each.versions, each.snapshot) for key, each in lane.recomputed.items()}
         for kept in (lane.saved, lane.recomputed):
             for entry in kept.values():
@@ -114,9 +114,9 @@ class PhasedExecutor(Executor):
         return KeptForwards(graphs, inputs, {key: each.take() for key, each in lane.offloaded.items()})
 
     def _put(self, kept: KeptForwards) -> None:
-        for key, (leaves, outputs, loss) in kept.graphs.items():
+        for key, (leaves, outputs, losses) in kept.graphs.items():
             saved = self._kept_lane.saved[key]
-            saved.leaves, saved.outputs, saved.loss = dict(leaves), dict(outputs), loss
+            saved.leaves, saved.outputs, saved.losses = dict(leaves), dict(outputs), losses
         for key, (inputs, versions, snapshot) in kept.recomputed.items():
             again = self._kept_lane.recomputed[key]
             again.inputs, again.versions, again.snapshot = dict(inputs), dict(versions), snapshot

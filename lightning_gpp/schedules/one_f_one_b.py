@@ -151,7 +151,8 @@ def in_flight_samples(plan: Plan) -> dict[int, int]:
 def samples_ahead(plan: Plan, lead: float = 1) -> list[float]:
     """Samples that every unsliced stage holds in flight: a micro-batch, and `lead` times the rest of 1F1B's.
 
-    With one micro-batch size these are 1 + lead (d - 1) micro-batches on a stage of depth d.
+    With one micro-batch size these are 1 + lead (d - 1) micro-batches on a stage of depth d. Stages that wait for no
+    gradient hold one.
 
     Each of the n slices of a micro-batch counts as many samples as the micro-batch. Backwards begin with the last
     slice, so stages nearest to the sink hold n slices, and others `lead` more for each stage on the path: in a chain
@@ -166,7 +167,8 @@ def samples_ahead(plan: Plan, lead: float = 1) -> list[float]:
         graph.remove_nodes_from([stage for stage in graph if _shares_device(plan, full, graph, stage)])
     else:
         slack = [stage.slack * stage.micro_batch_size for stage in plan.stages]
-    successors = [list(graph.successors(i)) if i in graph else [] for i in range(len(sizes))]
+    waiting = {edge.src for edge in full.plan.edges if edge.differentiable or plan.is_sliced}
+    successors = [list(graph.successors(i)) if i in graph and i in waiting else [] for i in range(len(sizes))]
 
     def step(stage: int, successor: int) -> int:
         of = sizes if least[stage] == least[successor] else least

@@ -218,7 +218,12 @@ def _beside_weights(options: Any) -> Problems:
 def _problems(options: Any) -> dict[str, Problems]:
     """Options that exclude others, and these."""
     sliced, sharded = options.slicing is not None, options.sharding == "fsdp"
+    local, sums = bool(options.local_losses), options.loss_reduction != "mean"
     return {
+        f"local_losses={options.local_losses}": {
+            "loss_reduction": (local and sums, "weighs losses by what only the step's process knows. Use mean"),
+            "slices": (local and sliced, "cuts the sequences of a loss. Leave it out"),
+        },
         "slices=null": {
             "slice_modules": (
                 options.slices is None and options.slice_modules is not None,

@@ -127,8 +127,8 @@ class Options(SearchOptions):
     weights: str = option(
         "synchronous",
         "policy for the weights with which mini-batches are computed (docs/howto/asynchronous.md). synchronous flushes "
-        "the pipeline after every mini-batch; stash (PipeDream), double_buffer (PipeDream-2BW), latest, corrected "
-        "(PipeMare) and predicted (PipeOptim) do not, but train with older weights.",
+        "the pipeline after every mini-batch; stash (PipeDream), double_buffer (PipeDream-2BW), error_feedback, "
+        "latest, corrected (PipeMare) and predicted (PipeOptim) do not, but train with older weights.",
         section="Asynchronous training",
         convert=weights_given,
     )
@@ -207,6 +207,12 @@ class Options(SearchOptions):
         "language models shift them) or mask:except0. Then micro-batches count by these entries, also in what the "
         "step logs.",
         convert=reduction_given,
+    )
+    local_losses: Sequence[str] | None = option(
+        None,
+        "paths of modules that return losses of their own, which the step only adds up (docs/howto/local_learning.md). "
+        "Their stages start backwards at once, and wait for no gradient of theirs.",
+        allowed="a list of paths of modules, or null",
     )
     on_nonfinite: Literal["stop", "skip", "ignore"] | None = option(
         None,

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from lightning_gpp.capture import Capture, capture_step
+from lightning_gpp.capture.local_losses import with_local_losses
 from lightning_gpp.capture.refusal import refusal
 from lightning_gpp.errors import ConfigError, PlanError
 from lightning_gpp.plan import STEP, Plan
@@ -63,6 +64,8 @@ def captured_step(
         general=general,
     )
     _refuse_early_metrics(captured)
+    if step == TRAINING and options.local_losses:
+        captured = with_local_losses(captured, options.local_losses)
     plan = known or options.plan
     slicing = options.slicing or (slicing_of(plan) if plan is not None else None)
     if slicing is None or step != TRAINING:

@@ -9,12 +9,14 @@ from torch.utils.data import DataLoader
 
 from gpp_examples.feature_towers import BreastCancer, FeatureTowers
 from gpp_examples.gpt_text import GPT, PythonTopics
+from gpp_examples.local_digits import Digits, LocalDigits
 from gpp_examples.two_tower import CAPTION_BYTES, CaptionedDigits, TwoTower, caption
 
 EXAMPLES = {
     "two_tower": (TwoTower, CaptionedDigits),
     "feature_towers": (FeatureTowers, BreastCancer),
     "gpt_text": (GPT, PythonTopics),
+    "local_digits": (LocalDigits, Digits),
 }
 
 

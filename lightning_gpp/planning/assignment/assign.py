@@ -8,7 +8,7 @@ from dataclasses import replace
 import networkx as nx
 
 from lightning_gpp.errors import PlanError
-from lightning_gpp.graph import Affine, Operator, OperatorGraph
+from lightning_gpp.graph import Affine, Operator, OperatorGraph, TensorSpec
 from lightning_gpp.plan import SOURCE, STEP, Edge, Plan, Stage, topological
 from lightning_gpp.planning.assignment.modules import DATA, ModuleNode, figures_of, module_tree
 
@@ -173,11 +173,19 @@ class _Assignment:
         return last[0] if len(last) == 1 else None
 
     def _shrinks(self, operator: Operator) -> bool:
-        """True if an operator produces fewer bytes than it reads; inputs from the data do not count."""
+        """True if an operator produces fewer bytes than it reads; inputs from the data do not count.
+
+        Gradients do: behind a `detach`, none are sent back.
+        """
         edges = self.graph.nx.in_edges(operator.name, data="outputs")
         read = [(self.graph[source], outputs) for source, _, outputs in edges if self.graph[source].target != "input"]
-        size = sum(source.outputs[output].bytes(1) for source, outputs in read for output in outputs)
-        return bool(sum(spec.bytes(1) for spec in operator.outputs) < size)
+        size = sum(_sent(source.outputs[output]) for source, outputs in read for output in outputs)
+        return bool(sum(map(_sent, operator.outputs)) < size)
+
+
+def _sent(spec: TensorSpec) -> int:
+    """Bytes that a value and its gradient take on their way, for one sample."""
+    return spec.bytes(1) * (1 + spec.requires_grad)
 
 
 def _may_repeat(operator: Operator) -> bool:

@@ -277,8 +277,10 @@ class Evaluator:
         if schedule == "gpipe":
             return [most] * len(slack)
         successors: list[list[int]] = [[] for _ in slack]
+        waiting = {src for (src, _), flow in edges.items() if flow.differentiable}
         for src, dst in edges:
-            successors[src].append(dst)
+            if src in waiting:
+                successors[src].append(dst)
         samples = samples_in_flight([1] * len(slack), successors, slack=slack)
         return [min(most, count + apart) for count in samples]
 

@@ -265,6 +265,7 @@ def check_whole(options: Options, *, steps_itself: bool = False) -> None:
         "weights": (options.weights != SYNCHRONOUS, "does not wait for the end of a step. Leave it out"),
         "slices": (options.slices not in (None, 1), "cuts sequences in the program of a step. Leave it out"),
         "sharding": (options.sharding not in (None, "none"), "reduces gradients inside the program. Leave it out"),
+        "local_losses": (bool(options.local_losses), "starts backwards before the step has its loss. Leave it out"),
         "costs": (options.costs == "measured", "times the step on micro-batches. Use roofline"),
         "trace": (options.trace, "measures the program of a step. Leave it out"),
         "on_nonfinite": (
