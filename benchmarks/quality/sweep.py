@@ -15,18 +15,24 @@ SEEDS = range(3)
 STAGES = (8, 12)
 """1F1B with one micro-batch per mini-batch: a chain of 8 stages has delays of 7 to 0, one of 12 stages 11 to 0."""
 
-SYNCHRONOUS, DOUBLE_BUFFER = "sync", "2BW"
-METHODS = (SYNCHRONOUS, DOUBLE_BUFFER, "latest", "stash", "PipeMare", "PipeMare, T3", "PipeOptim", "SpecTrain", "MSNAG")
+EQUALLY_LATE = {"sync": 1, "2BW": 2, "2BW, EF": 2}
+"""Methods with one delay in every pipeline, and the stages that it takes to show it."""
+
+NESTEROV = "Nesterov"
+LATER = ("latest", "stash", NESTEROV, "PipeMare", "PipeMare, T3", "PipeOptim", "SpecTrain", "MSNAG")
+METHODS = (*EQUALLY_LATE, *LATER)
 
 
 def method_of(name: str, num_steps: int) -> Method:
     """PipeMare anneals its rates over a quarter of the run; T3 is an eighth of it."""
     pipemare = {"rescale_steps": num_steps // 4}
     return {
-        SYNCHRONOUS: Method(policy="latest"),
-        DOUBLE_BUFFER: Method(policy="double_buffer"),
+        "sync": Method(policy="latest"),
+        "2BW": Method(policy="double_buffer"),
+        "2BW, EF": Method(policy="error_feedback"),
         "latest": Method(policy="latest"),
         "stash": Method(policy="stash"),
+        NESTEROV: Method(policy="stash", optimizer="nadamw"),
         "PipeMare": Method(policy="corrected", options=pipemare),
         "PipeMare, T3": Method(policy="corrected", options=pipemare, synchronous_steps=num_steps // 8),
         "PipeOptim": Method(policy="predicted"),
@@ -35,13 +41,15 @@ def method_of(name: str, num_steps: int) -> Method:
     }[name]
 
 
-def pipelines_of(task: str, method: str) -> list[tuple[int, bool]]:
-    """Numbers of stages, and whether they are a chain.
+def methods_of(optimizer: str) -> list[str]:
+    """The methods that are tried with an optimizer: Nesterov's brings a relative of AdamW with it."""
+    return [method for method in METHODS if method != NESTEROV or optimizer == "adamw"]
 
-    One stage has no delay. Double buffering has a delay of one update in every pipeline, so two stages show it.
-    """
-    if method in (SYNCHRONOUS, DOUBLE_BUFFER):
-        return [(METHODS.index(method) + 1, True)]
+
+def pipelines_of(task: str, method: str) -> list[tuple[int, bool]]:
+    """Numbers of stages, and whether they are a chain."""
+    if method in EQUALLY_LATE:
+        return [(EQUALLY_LATE[method], True)]
     return [(number, chain) for number in STAGES for chain in ((True,) if task == "text" else (True, False))]
 
 
@@ -49,7 +57,7 @@ def runs() -> Iterator[Run]:
     """All of them, seed by seed, so that every table can be read early."""
     for seed, (task, content) in product(SEEDS, TASKS.items()):
         for optimizer, rates in content.rates.items():
-            for method, rate in product(METHODS, rates):
+            for method, rate in product(methods_of(optimizer), rates):
                 for number, chain in pipelines_of(task, method):
                     yield Run(
                         task=task,

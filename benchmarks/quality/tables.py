@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 
 from benchmarks.planners.common import table
-from benchmarks.quality.sweep import METHODS, SEEDS, STAGES, pipelines_of, runs
+from benchmarks.quality.sweep import METHODS, SEEDS, STAGES, methods_of, pipelines_of, runs
 from benchmarks.quality.tasks import TASKS
 from benchmarks.quality.training import Outcome, Run, pipeline_of
 from lightning_gpp.schedules.continuous import delays_of
@@ -81,7 +81,7 @@ def pages(outcomes: Mapping[Run, Outcome]) -> str:
 BEST = "Mean of the final validation losses of the seeds, their standard deviation, and in brackets the rate."
 ALL = (
     "The same at every rate: a column compares methods at a fixed rate. First the chain of 8 stages, then that of 12; "
-    "`sync` and `2BW` are the same in both."
+    "`sync` and `2BW`, also with `EF`, are the same in both."
 )
 GRAPH = (
     "Each at its own best rate, and the number of pairs of runs (all rates, all seeds) in which the graph ends with "
@@ -125,6 +125,8 @@ def best_of_sweep(losses: Losses) -> str:
 
 
 def _best(losses: Losses, method: str, setting: Setting, num_stages: int) -> str:
+    if method not in methods_of(setting[1]):
+        return "–"
     pipeline = pipeline_for(setting[0], method, num_stages)
     return f"{mean(losses.best(setting, method, pipeline))} ({losses.best_rate(setting, method, pipeline):g})"
 
@@ -134,7 +136,7 @@ def all_rates(losses: Losses, setting: Setting) -> str:
     columns = list(product(STAGES, rates))
     rows = [
         [method, *(mean(losses.at(setting, method, pipeline_for(setting[0], method, n), rate)) for n, rate in columns)]
-        for method in METHODS
+        for method in methods_of(setting[1])
     ]
     return table(["", *(f"{number} stages, {rate:g}" for number, rate in columns)], rows)
 
@@ -146,7 +148,7 @@ def graph_against_chain(losses: Losses) -> str:
 
 def _graph_rows(losses: Losses) -> Iterator[list[object]]:
     for setting, number, method in product(settings(losses), STAGES, METHODS):
-        if (number, False) in pipelines_of(setting[0], method):
+        if method in methods_of(setting[1]) and (number, False) in pipelines_of(setting[0], method):
             best = [losses.best(setting, method, (number, chain)) for chain in (True, False)]
             difference = f"{fmean(best[1]) - fmean(best[0]):+.3f}"
             yield [

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, AdamW, Optimizer
+from torch.optim import SGD, AdamW, NAdam, Optimizer
 
 from benchmarks.quality.one_device import on_one_device
 from benchmarks.quality.stages import PartsStage, Stream, computed, plan_of, slots_of
@@ -24,6 +24,7 @@ from lightning_gpp.schedules.program import Program
 OPTIMIZERS: Mapping[str, Callable[[list[nn.Parameter]], Optimizer]] = {
     "adamw": lambda parameters: AdamW(parameters, fused=True),
     "sgd": lambda parameters: SGD(parameters, momentum=0.9, fused=True),
+    "nadamw": lambda parameters: NAdam(parameters, betas=(0.99, 0.999), weight_decay=0.01, decoupled_weight_decay=True),
 }
 WARM_UP, LAST_RATE = 0.1, 0.1
 """Share of the steps in which the rate rises; share of the rate at the end of its cosine."""
@@ -31,11 +32,12 @@ WARM_UP, LAST_RATE = 0.1, 0.1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Method:
-    """A weight policy, and the mini-batches with a flush after each before it begins."""
+    """A weight policy, and the mini-batches with a flush after each before it begins. `optimizer`: instead of AdamW."""
 
     policy: str
     options: Mapping[str, Any] = field(default_factory=dict)
     synchronous_steps: int = 0
+    optimizer: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +97,7 @@ class Training:
         self.stages = [PartsStage(self.task, group, modules, self.stream) for group in groups]
         by_stage = {i: [p for part in stage.parts for p in part.parameters()] for i, stage in enumerate(self.stages)}
         self.parameters = [parameter for listed in by_stage.values() for parameter in listed]
-        self.optimizer = OPTIMIZERS[run.optimizer](self.parameters)
+        self.optimizer = OPTIMIZERS[method.optimizer or run.optimizer](self.parameters)
         weights = weights_of(self.program, 0, by_stage, lambda: [self.optimizer])
         self.policy = make_policy(method.policy, weights, **method.options)
 

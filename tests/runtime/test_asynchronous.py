@@ -63,6 +63,7 @@ def test_processes_equal_one_device_with_the_same_delays() -> None:
     ]
     cases += [AsyncCase(plan=CHAIN, policy=name, every=2, segments=(6, 4)) for name in ("double_buffer", "predicted")]
     cases += [AsyncCase(plan=replace(CHAIN_OF_TWO, schedule=name), policy="stash") for name in ("zb_h1", "layerpipe")]
+    cases.append(AsyncCase(plan=TOWERS, policy="error_feedback"))
     for case, outcomes in zip(cases, run_all(cases), strict=True):
         assert_same(case, outcomes)
 
@@ -205,13 +206,14 @@ def loss_of(plan: Plan, stages: list[Any], batch: int) -> torch.Tensor:
     [
         ("stash", [2, 1, 0]),  # one for every version in flight that is not the newest
         ("double_buffer", [1, 1, 1]),
+        ("error_feedback", [2, 2, 2]),  # and the latest update
         ("latest", [0, 0, 0]),
         ("corrected", [1, 1, 0]),  # the velocity, where there is a delay
         ("predicted", [0, 0, 0]),  # what is written over is kept for the time of a forward
     ],
 )
 def test_copies_of_the_weights(policy: str, copies: list[int]) -> None:
-    plan = CHAIN_OF_TWO if policy == "double_buffer" else CHAIN
+    plan = CHAIN_OF_TWO if policy in ("double_buffer", "error_feedback") else CHAIN
     outcomes = run_async(AsyncCase(plan=plan, policy=policy, segments=(9,)))
     found = [outcome.most_bytes / outcome.own_bytes for outcome in reversed(outcomes)]
     assert found == copies

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
+from itertools import count, islice, pairwise
 from typing import Any
 
 import pytest
@@ -139,6 +139,37 @@ def test_largest_step_under_a_mismatch_of_forward_and_backward(delay: int, decay
     options = {"rescale_steps": 0, "discrepancy_decay": decay} if decay else {}
     found = first_unstable(policy, delay, MISMATCHES, **options)
     assert found == [pytest.approx(step, rel=TOLERANCE) for step in TABLE[delay, decay]]
+
+
+def grows(step: float, coefficient: float) -> bool:
+    """True if x' = x - step * ((1 + c) x_1 - c x_2) has a root outside the unit circle; x_n is n updates old."""
+    recurrence = [[1, -step * (1 + coefficient), step * coefficient], [1, 0, 0], [0, 1, 0]]
+    roots = torch.linalg.eigvals(torch.tensor(recurrence, dtype=torch.float64))
+    return bool(roots.abs().max() > 1)
+
+
+@pytest.mark.parametrize("coefficient", [0.0, 0.5, 1.0])
+def test_largest_step_under_error_feedback(coefficient: float) -> None:
+    """By the eigenvalues of its recurrence."""
+    bound = next(step for step in tried(1e-3, 2.1).tolist() if grows(step, coefficient))
+    found = first_unstable("error_feedback", 1, [0.0], coefficient=coefficient)
+    assert found == [pytest.approx(bound, rel=TOLERANCE)]
+
+
+def test_error_feedback_is_on_time_while_updates_change_steadily() -> None:
+    """Each update is that of one version ago, 2 + 3 (t - 1); all but the first move the weight by 2 + 3 t."""
+    weight, ago = nn.Parameter(torch.zeros((), dtype=torch.float64)), count(-1)
+    values = driven("error_feedback", weight, 1, 6, lambda f, b: torch.tensor(-2.0 - 3.0 * next(ago)))
+    moved = [after - before for before, after in pairwise([0.0, *map(float, values)])]
+    assert moved == pytest.approx([-1, 5, 8, 11, 14, 17])
+
+
+def test_the_differences_of_error_feedback_cancel() -> None:
+    """The weight is that of the sum of all updates, and of the difference from the first to the latest."""
+    updates = [3.0, -1.0, 4.0, 1.0, -5.0]
+    weight, left = nn.Parameter(torch.zeros((), dtype=torch.float64)), iter(updates)
+    *_, last = driven("error_feedback", weight, 1, 5, lambda f, b: torch.tensor(-next(left)), coefficient=0.5)
+    assert float(last) == pytest.approx(sum(updates) + 0.5 * (updates[-1] - updates[0]))
 
 
 # -- predictors -------------------------------------------------------------------------------------------------------

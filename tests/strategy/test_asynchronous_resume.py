@@ -77,6 +77,7 @@ CASES: dict[str, list[tuple[dict[str, Any], dict[str, Any]]]] = {
         ({"weights": "corrected", "state_dict_type": "sharded", **DEEP}, {"in_line": True, "optimizer": "AdamW"}),
         ({"weights": "predicted", **DEEP}, {"in_line": True, "optimizer": "RMSprop"}),
         ({"weights": "predicted", "weight_options": {"bellwether": True}, "stages": STAGES}, {}),
+        ({"weights": "error_feedback", "stages": STAGES}, {"optimizer": "plain"}),
     ],
 }
 
