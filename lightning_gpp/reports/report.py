@@ -10,7 +10,6 @@ from string import Template
 from lightning_gpp.plan import Plan
 from lightning_gpp.planning import Prediction
 from lightning_gpp.reports.graph import graph_svg, graph_text
-from lightning_gpp.reports.svg import DARK, LIGHT
 from lightning_gpp.reports.tables import comparison_text, devices_text, plan_table
 from lightning_gpp.reports.terminal import wrapped
 from lightning_gpp.reports.timeline import WIDTH, timeline_svg, timeline_text
@@ -132,8 +131,6 @@ def report_html(
     template = Template(files("lightning_gpp.reports").joinpath("report.html").read_text(encoding="utf-8"))
     return template.substitute(
         title=escape(title),
-        light=_variables(LIGHT),
-        dark=_variables(DARK),
         sections="\n".join(sections),
     )
 
@@ -144,7 +141,3 @@ def _section(heading: str, *content: str) -> str:
 
 def _text(text: str) -> str:
     return f"<pre>{escape(text)}</pre>"
-
-
-def _variables(colors: dict[str, str]) -> str:
-    return "".join(f"--{name}:{color};" for name, color in colors.items())

@@ -1,8 +1,8 @@
-"""Elements and colours of SVG pictures. They follow the light or dark scheme of the reader through CSS classes."""
+"""Elements and colours of SVG pictures."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final
 from xml.sax.saxutils import escape, quoteattr
 
@@ -14,21 +14,8 @@ STAGES: Final = ("#4c8edf", "#cf752d", "#3a9e57", "#aa75cf", "#0c9ba1", "#d9696c
 NEUTRAL: Final = "#8b949e"
 """The colour of what belongs to no stage: the user's step up to the network."""
 
-LIGHT: Final = {
-    "page": "#ffffff",
-    "text": "#1f2328",
-    "muted": "#59636e",
-    "line": "#d1d9e0",
-    "arrow": "#818b98",
-}
-
-DARK: Final = {
-    "page": "#0d1117",
-    "text": "#e6edf3",
-    "muted": "#9198a1",
-    "line": "#30363d",
-    "arrow": "#6e7681",
-}
+PAGE, TEXT, MUTED, LINE, ARROW = "#ffffff", "#1f2328", "#59636e", "#d1d9e0", "#818b98"
+"""Colours of the background, of text and quieter text, of lines behind all, and of arrows."""
 
 FAINT: Final = (Kind.FORWARD, Kind.RECOMPUTE)
 """Kinds in a lighter tint of the stage's colour."""
@@ -63,19 +50,11 @@ LETTER: Final = 6.6
 """Width of a letter of 12 pixels, on average."""
 
 
-def _rules(colors: Mapping[str, str]) -> str:
-    return (
-        f".page{{fill:{colors['page']}}}"
-        f"text{{fill:{colors['text']}}}text.halo{{stroke:{colors['page']}}}text.muted{{fill:{colors['muted']}}}"
-        f".grid{{stroke:{colors['line']}}}.arrow{{stroke:{colors['arrow']};fill:none}}"
-        f".head{{fill:{colors['arrow']}}}"
-    )
-
-
 STYLE: Final = (
     f"<style>text{{font:12px {FONT}}}text.strong{{font-weight:600}}text.title{{font-size:15px;font-weight:600}}"
-    f"text.small{{font-size:11px}}text.halo{{paint-order:stroke;stroke-width:4px}}{_rules(LIGHT)}"
-    f"@media(prefers-color-scheme:dark){{{_rules(DARK)}}}text.on{{fill:#111}}</style>"
+    f"text.small{{font-size:11px}}text.halo{{paint-order:stroke;stroke-width:4px;stroke:{PAGE}}}.page{{fill:{PAGE}}}"
+    f"text{{fill:{TEXT}}}text.muted{{fill:{MUTED}}}.grid{{stroke:{LINE}}}.arrow{{stroke:{ARROW};fill:none}}"
+    f".head{{fill:{ARROW}}}text.on{{fill:#111}}</style>"
 )
 """The classes of elements: `on` is text on the colour of a stage, `halo` text on lines, `grid` a line behind all."""
 

@@ -45,7 +45,6 @@ def test_the_page_needs_nothing_else(prediction: Prediction) -> None:
     assert not {"script", "link", "img", "a"} & tags(page)
     assert not re.search(r"@import|url\((?!#)|\$\w", page)
     assert set(re.findall(r"https?://[^\"' ]+", page)) == {"http://www.w3.org/2000/svg"}
-    assert "prefers-color-scheme: dark" in page
 
 
 def test_names_and_notes_are_escaped(prediction: Prediction) -> None:
