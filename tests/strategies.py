@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from lightning_gpp.graph import Affine
 from lightning_gpp.plan import SOURCE, STEP, Edge, Plan, Stage
 from lightning_gpp.schedules import Action, Kind, Schedule
+from tests.schedules.random_plans import Limits, any_plan
 
 
 def action_of(text: str) -> Action:
@@ -83,56 +84,11 @@ def towers(num_towers: int, length: int, batch_size: int, size: int = 1, schedul
     return plan_of(sorted(pairs), [size] * (head + 1), batch_size, schedule=schedule, data=True)
 
 
-@st.composite
 def plans(
-    draw: st.DrawFn,
-    max_stages: int = 7,
-    max_devices: int = 5,
-    max_replicas: int = 3,
-    max_size: int = 5,
-    max_batch: int = 16,
-    schedules: Sequence[str] = ("1f1b", "gpipe"),
-    detached: bool = True,
-) -> Plan:
+    schedules: Sequence[str] = ("1f1b", "gpipe"), *, detached: bool = True, **limits: int
+) -> st.SearchStrategy[Plan]:
     """Any plan: a DAG whose only sink runs the step, stages on shared devices, replicas, unequal micro-batch sizes,
     an uneven last micro-batch. `detached` allows edges through which no gradients flow."""
-    number = draw(st.integers(1, max_stages))
-    pairs = _pairs(draw, number)
-    sources = {stage for stage in range(number) if all(dst != stage for _, dst in pairs)}
-    sources |= set(draw(st.lists(st.integers(0, number - 1), max_size=2)))
-    flags = st.booleans() if detached else st.just(True)
-    edges = [Edge(src=SOURCE, dst=stage, bytes=Affine(4, 0), differentiable=False) for stage in sorted(sources)]
-    edges += [Edge(src=i, dst=j, bytes=Affine(8, 0), differentiable=draw(flags)) for i, j in pairs]
-    devices = _devices(draw, number, max_devices, max_replicas)
-    stages = tuple(
-        Stage(
-            name=f"stage{stage}",
-            modules=(STEP,) if stage == number - 1 else (f"module{stage}",),
-            devices=devices[stage],
-            micro_batch_size=draw(st.integers(1, max_size)),
-        )
-        for stage in range(number)
-    )
-    batch_size = draw(st.integers(1, max_batch))
-    schedule = draw(st.sampled_from(list(schedules)))
-    return Plan(stages=stages, edges=tuple(edges), batch_size=batch_size, schedule=schedule)
-
-
-def _pairs(draw: st.DrawFn, number: int) -> list[tuple[int, int]]:
-    """Edges from lower to higher stages; every stage but the last has a successor."""
-    pairs: set[tuple[int, int]] = set()
-    for stage in range(number - 1):
-        later = st.integers(stage + 1, number - 1)
-        pairs |= {(stage, target) for target in draw(st.lists(later, min_size=1, max_size=3))}
-    return sorted(pairs)
-
-
-def _devices(draw: st.DrawFn, number: int, max_devices: int, max_replicas: int) -> list[tuple[int, ...]]:
-    """Devices of each stage, numbered without gaps from the sink on."""
-    chosen = st.lists(st.integers(0, max_devices - 1), min_size=1, max_size=max_replicas, unique=True)
-    places = [draw(chosen) for _ in range(number)]
-    numbers: dict[int, int] = {}
-    for place in reversed(places):
-        for device in place:
-            numbers.setdefault(device, len(numbers))
-    return [tuple(numbers[device] for device in place) for place in places]
+    known = Limits(**{"max_stages": 7, "max_devices": 5, "max_batch": 16, **limits})
+    numbers, names = st.integers(0, 2**32), st.sampled_from(list(schedules))
+    return st.builds(lambda number, name: any_plan(number, name, known, detached=detached), numbers, names)

@@ -30,6 +30,7 @@ class Limits:
 
     max_stages: int = 9
     max_devices: int = 6
+    max_replicas: int = 3
     max_copies: int = 3
     max_batch: int = 24
     max_size: int = 5
@@ -89,6 +90,16 @@ def case_of(number: int, limits: Limits | None = None) -> Case:
         training=draw.random() < 0.9,
         reduce=draw.random() < 0.9,
     )
+
+
+def any_plan(number: int, schedule: str, limits: Limits, *, detached: bool = True) -> Plan:
+    """The plan with this number: stages anywhere, whose replicas share micro-batches, without figures."""
+    draw = random.Random(number)
+    plan = _anywhere(draw, _bare(draw, schedule, limits), limits)
+    stages = tuple(replace(stage, round_robin=False) for stage in plan.stages)
+    edges = _edges(draw, plan, timed=False, cut=True)
+    flowing = (edge if detached or edge.src == SOURCE else replace(edge, differentiable=True) for edge in edges)
+    return replace(plan, stages=stages, edges=tuple(flowing))
 
 
 def _bare(draw: random.Random, schedule: str, limits: Limits) -> Plan:
@@ -192,7 +203,7 @@ def _anywhere(draw: random.Random, plan: Plan, limits: Limits) -> Plan:
     stages = list(plan.stages)
     most = draw.randint(1, limits.max_devices)
     for index in reversed(range(len(stages))):
-        count = min(most, draw.choice((1, 1, 1, 2, 3)))
+        count = min(most, limits.max_replicas, draw.choice((1, 1, 1, 2, limits.max_replicas)))
         places = [numbers.setdefault(device, len(numbers)) for device in draw.sample(range(most), count)]
         turns = count > 1 and draw.random() < 0.4
         stages[index] = replace(stages[index], devices=tuple(places), round_robin=turns)
