@@ -9,17 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final
-
-import numpy as np
 
 from lightning_gpp.cluster import Device
 from lightning_gpp.costs.model import Roofline, Seconds
 from lightning_gpp.errors import ConfigError, PlanError
 from lightning_gpp.graph import Affine, Operator, OperatorGraph
-
-SHORTEST: Final = 1e-9
-"""The shortest time that can be measured, in seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,20 +127,15 @@ def _mean(parts: Sequence[OperatorSeconds]) -> OperatorSeconds:
 
 
 def fitted(points: Mapping[int, float]) -> Affine:
-    """The non-negative affine function of samples that minimises the squares of relative errors.
+    """The line through the points of fewest and of most samples, if it neither falls nor is negative at 0 samples.
 
-    It is exact for two points, unless it would fall or be negative at 0 samples. A single point is assumed to be
-    proportional to the samples. Seconds below a hundredth of the largest are weighted as that hundredth.
+    Otherwise the seconds of most samples count: as constant, or as proportional to samples. So does a single point.
     """
-    largest = max(points.values())
-    if largest < SHORTEST:
-        return Affine(0, 0)
-    sizes, seconds = (np.array(column, dtype=float) for column in zip(*points.items(), strict=True))
-    weights = 1 / np.maximum(seconds, 0.01 * largest)
-    ways = (np.stack([sizes, np.ones(len(sizes))]), sizes[None], np.ones((1, len(sizes))))  # both, or one of the two
-    both, proportional, constant = (
-        np.linalg.lstsq((way * weights).T, seconds * weights, rcond=None)[0] for way in ways
-    )
-    if len(points) == 1 or both[1] < 0:
-        return Affine(float(proportional[0]), 0)
-    return Affine(*map(float, both)) if both[0] >= 0 else Affine(0, float(constant[0]))
+    small, large = min(points), max(points)
+    low, high = points[small], points[large]
+    if low > high:
+        return Affine(0, high)
+    if small == large or low * large < high * small:
+        return Affine(high / large, 0)
+    slope = (high - low) / (large - small)
+    return Affine(slope, max(0.0, low - slope * small))
