@@ -327,7 +327,8 @@ def _message(what: str) -> str:
         "stage (strategy.stages). Or a step that depends on what it changes outside of the module, such as a global "
         "variable: keep that in an attribute of the module, or use strategy.step=whole. With strategy.slices, a "
         "module whose tokens depend on later ones, or on earlier ones without lightning_gpp.sequence, or that counts "
-        "them itself: exclude it with strategy.slice_modules. If the difference is intended, switch the check off with "
+        "them itself: exclude it with strategy.slice_modules. With strategy.local_losses, a loss that the step does "
+        "not add as it is: weigh it in its module. If the difference is intended, switch the check off with "
         "strategy.self_check=false."
     )
 
