@@ -147,7 +147,7 @@ def prove(program: Program) -> None:
     most: dict[int, int] = {}
     for number in range(1, program.lead + 3):
         several = unrolled(program, number)
-        counts = flights(Schedule(tuple(map(actions_of, several.devices)))) if program.training else {}
+        counts = flights([*map(actions_of, several.devices)]) if program.training else {}
         verify(several, counts)
         if number > program.lead + 1 and any(counts[stage] > most[stage] for stage in counts):
             raise ScheduleError("A continuous program holds more micro-batches with every mini-batch.")

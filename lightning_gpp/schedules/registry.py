@@ -6,7 +6,7 @@ A generator is a function that orders the actions of every stage, or of every de
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -134,7 +134,7 @@ def compile_program(
         program = lower(plan, schedule if reduce else schedule.without(Kind.REDUCE), batch_size, training)
         if not collective_deadlock(program):
             break
-    verify(program, flights(schedule) if training else {})
+    verify(program, flights(schedule.devices) if training else {})
     return program
 
 
@@ -154,17 +154,22 @@ def _forwards(orders: Orders) -> Orders:
 
 def in_flight(plan: Plan, batch_size: int | None = None) -> dict[int, int]:
     """The most micro-batches in flight on a replica of every stage under the plan's schedule."""
-    return flights(make_schedule(plan, batch_size))
+    return flights(make_schedule(plan, batch_size).devices)
 
 
-def flights(schedule: Schedule) -> dict[int, int]:
-    """The most micro-batches in flight on a replica of every stage: their forward ran, but not their backward."""
+def flights(rows: Sequence[Sequence[Action]]) -> dict[int, int]:
+    """The most micro-batches in flight on a replica of every stage: their forward ran, but not their backward.
+
+    In inference, a micro-batch is in flight only during its forward. `rows`: the actions of every device.
+    """
     most: dict[int, int] = {}
-    for actions in schedule.devices:
+    trains = any(action.kind in RELEASES for actions in rows for action in actions)
+    for actions in rows:
         now: Counter[int] = Counter()
         for action in actions:
             now[action.stage] += (action.kind is Kind.FORWARD) - (action.kind in RELEASES)
-            most[action.stage] = max(most.get(action.stage, 0), now[action.stage])
+            number = now[action.stage] if trains else min(1, now[action.stage])
+            most[action.stage] = max(most.get(action.stage, 0), number)
     return dict(sorted(most.items()))
 
 

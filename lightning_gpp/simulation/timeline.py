@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import accumulate
 
-from lightning_gpp.schedules import Action, Kind
-from lightning_gpp.schedules.actions import RELEASES
+from lightning_gpp.schedules import Action
+from lightning_gpp.schedules.registry import flights
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,15 +112,4 @@ class Timeline:
     @property
     def peak_in_flight(self) -> dict[int, int]:
         """The most micro-batches in flight on a replica of every stage."""
-        most: dict[int, int] = {}
-        for device in self.devices:
-            for stage in {span.action.stage for span in device}:
-                kinds = [span.action.kind for span in device if span.action.stage == stage]
-                most[stage] = max(most.get(stage, 0), _peak(kinds))
-        return dict(sorted(most.items()))
-
-
-def _peak(kinds: list[Kind]) -> int:
-    if not any(kind in RELEASES for kind in kinds):
-        return min(1, kinds.count(Kind.FORWARD))  # inference: a micro-batch is in flight only during its forward
-    return max(accumulate((kind is Kind.FORWARD) - (kind in RELEASES) for kind in kinds))
+        return flights([[span.action for span in device] for device in self.devices])
