@@ -217,7 +217,7 @@ def _layout_hint(outcome: _Answered) -> str:
     )
 
 
-def best_order(plan: Plan, graph: OperatorGraph, request: Request, num_pipelines: int = 1) -> Prediction:
+def best_order(plan: Plan, graph: OperatorGraph, request: Request) -> Prediction:
     """The user's stages under the fastest of the request's schedules that fits the memory.
 
     Raises:
@@ -227,17 +227,8 @@ def best_order(plan: Plan, graph: OperatorGraph, request: Request, num_pipelines
     for schedule in request.schedules:
         scheduled = replace(plan, schedule=schedule)
         try:
-            predictions.append(
-                predicted(
-                    scheduled,
-                    graph,
-                    request.cluster,
-                    costs,
-                    request.footprint,
-                    num_pipelines,
-                    weight_copies=request.weight_copies,
-                )
-            )
+            cluster, footprint, copies = request.cluster, request.footprint, request.weight_copies
+            predictions.append(predicted(scheduled, graph, cluster, costs, footprint, weight_copies=copies))
         except GPPError as error:
             failures.append(error)
     if not predictions:

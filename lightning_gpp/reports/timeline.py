@@ -125,8 +125,8 @@ def computed_kinds(timeline: Timeline) -> list[Kind]:
     return [kind for kind in MEANINGS if kind in kinds]
 
 
-BAR, GAP, LEFT, MARGIN = 24, 8, 150, 16
-"""Pixels: heights of a bar and of the gap between devices; before the axis, and around all."""
+PIXELS, BAR, GAP, LEFT, MARGIN = 1000, 24, 8, 150, 16
+"""Pixels: width; heights of a bar and of the gap between devices; before the axis, and around all."""
 
 TICK: Final = 90
 """Least distance of two ticks of the axis."""
@@ -135,15 +135,14 @@ LABEL, LETTER = 16, 8
 """Widths of the narrowest box with its micro-batch, and of one more letter."""
 
 
-def timeline_svg(timelines: Timeline | Mapping[str, Timeline], width: int = 1000) -> str:
+def timeline_svg(timelines: Timeline | Mapping[str, Timeline]) -> str:
     """The picture. Action, stage and times of each box appear under the mouse pointer.
 
     Args:
         timelines: a timeline, or several of one plan by their names, such as simulated and measured.
-        width: width in pixels.
     """
-    chart = Chart(timelines, width)
-    return svg.document(width, chart.height, chart.elements(), label=chart.label)
+    chart = Chart(timelines, PIXELS)
+    return svg.document(PIXELS, chart.height, chart.elements(), label=chart.label)
 
 
 class Chart:

@@ -17,7 +17,7 @@ from lightning_gpp.graph import OperatorGraph
 from lightning_gpp.plan import STEP, Plan, Stage
 from lightning_gpp.planning.assignment.assign import assign, make_plan, owner_of, step_owner
 from lightning_gpp.planning.assignment.complete import resolve_size
-from lightning_gpp.planning.assignment.layout import count_pipelines, number_devices
+from lightning_gpp.planning.assignment.layout import number_devices
 from lightning_gpp.planning.assignment.modules import around, module_tree, stage_names
 from lightning_gpp.slices import unsliced
 from lightning_gpp.validation import validated
@@ -49,7 +49,6 @@ def manual(
     spec: StagesSpec,
     *,
     batch_size: int,
-    num_devices: int | None = None,
     num_micro_batches: int | None = None,
     micro_batch_size: int | None = None,
     schedule: str = "1f1b",
@@ -63,7 +62,6 @@ def manual(
             `micro_batch_size`, `recompute`, `offload`, `round_robin`, `slack`; all but `modules` may be left out. The
             module "@step" is the user's step; without it the step joins the stage that makes most of what it reads.
         batch_size: samples of the mini-batch of one pipeline replica.
-        num_devices: devices of the job, if known; a plan that needs more is refused.
         num_micro_batches: for stages without a `micro_batch_size`, as is the argument `micro_batch_size`; by default
             twice the depth.
         schedule: name written into the plan.
@@ -71,8 +69,8 @@ def manual(
 
     Raises:
         ConfigError: the stages spec has none of the forms, or micro-batches do not fit the mini-batch.
-        PlanError: a module does not exist or is listed twice, a parameter is left without a stage, stages form a
-            cycle, or the devices do not suffice.
+        PlanError: a module does not exist or is listed twice, a parameter is left without a stage, or stages form a
+            cycle.
     """
     entries = _with_step(graph, _checked(graph, read(spec)))
     names = stage_names([entry.modules for entry in entries])
@@ -94,8 +92,6 @@ def manual(
     given = {entry.modules: entry.micro_batch_size for entry in entries}
     sized = tuple(replace(stage, micro_batch_size=given[stage.modules] or size) for stage in plan.stages)
     plan = _with_devices(replace(plan, stages=sized), entries)
-    if num_devices is not None:
-        count_pipelines(plan, num_devices)
     _check_sizes(plan)
     return plan
 
