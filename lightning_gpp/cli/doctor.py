@@ -68,7 +68,7 @@ def _explain(given: argparse.Namespace) -> None:
 def _start(given: argparse.Namespace) -> None:
     """Examine the processes of torchrun or srun, or as many that are started here."""
     import torch  # takes seconds to load, which explanations need not wait for
-    from lightning.fabric.plugins.environments.lightning import LightningEnvironment
+    from lightning.fabric.plugins.environments.lightning import find_free_network_port
     from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
     from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
     from torch.multiprocessing.spawn import ProcessExitedException, start_processes
@@ -83,21 +83,17 @@ def _start(given: argparse.Namespace) -> None:
     else:
         number = given.processes or torch.cuda.device_count() or 2
         os.environ.setdefault("OMP_NUM_THREADS", "1")
-        os.environ["MASTER_PORT"] = str(LightningEnvironment().main_port)
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(find_free_network_port()))
         try:
-            start_processes(_process, (number, given.folder, given.output), number)
+            start_processes(_process, (number, given), number)
         except ProcessExitedException as error:
             sys.exit(error.exit_code)
 
 
-def _process(rank: int, number: int, folder: Path, output: Path | None) -> None:
-    from lightning.fabric.plugins.environments.lightning import LightningEnvironment
-
-    os.environ["LOCAL_RANK"] = str(rank)
-    environment = LightningEnvironment()
-    environment.set_world_size(number)
-    environment.set_global_rank(rank)
-    _examine(environment, argparse.Namespace(folder=folder, output=output))
+def _process(rank: int, number: int, given: argparse.Namespace) -> None:
+    """A process that is started here, as if torchrun had."""
+    os.environ.update(RANK=f"{rank}", LOCAL_RANK=f"{rank}", WORLD_SIZE=f"{number}", TORCHELASTIC_RUN_ID=NAME)
+    _start(given)
 
 
 def _examine(environment: ClusterEnvironment, given: argparse.Namespace) -> None:

@@ -21,14 +21,12 @@ import torch
 import torch.distributed as dist
 import yaml
 from lightning.fabric.plugins import ClusterEnvironment
-from torch.distributed import Store  # type: ignore[attr-defined]  # it has no types
 
 import lightning_gpp
 from lightning_gpp.cli.self_test import self_test
 from lightning_gpp.cluster import Device, Link, cluster_of
-from lightning_gpp.measure.calibrate import calibrate
+from lightning_gpp.measure.detect import measured
 from lightning_gpp.measure.links import measure_link
-from lightning_gpp.measure.memory import memory_bytes
 from lightning_gpp.runtime.mesh import open_queues
 from lightning_gpp.strategy.meeting import meeting_point
 from lightning_gpp.strategy.processes import start_process_group
@@ -52,20 +50,13 @@ class Examination:
         self._address = f"{environment.main_address}:{environment.main_port}"
         open_queues()
         store = meeting_point(environment, num_nodes, PATIENCE)
-        facts = self._exchanged(store, environment.world_size())
-        self._hosts, self._versions, self._gpus = (
-            [each[name] for each in facts] for name in ("host", "versions", "gpu")
-        )
-        self._nodes = [
-            [rank for rank, _ in group] for _, group in groupby(enumerate(self._hosts), lambda pair: pair[1])
-        ]
-        self._device = self._own_device()
-        start_process_group(environment, None, self._device, PATIENCE, store)
-
-    def _exchanged(self, store: Store | None, size: int) -> list[dict[str, str]]:
         assert store is not None  # there is no process group yet
         store.set(f"facts {self.rank}", json.dumps(_facts(self._index)))
-        return [json.loads(store.get(f"facts {rank}")) for rank in range(size)]
+        facts = [json.loads(store.get(f"facts {rank}")) for rank in range(environment.world_size())]
+        self._hosts, self._gpus, self._versions = map(list[str], zip(*facts, strict=True))
+        self._nodes = [list(ranks) for _, ranks in groupby(range(len(facts)), self._hosts.__getitem__)]
+        self._device = self._own_device()
+        start_process_group(environment, None, self._device, PATIENCE, store)
 
     def _own_device(self) -> torch.device:
         """The GPU of this process; the CPU if not every process has one of its own."""
@@ -129,10 +120,10 @@ class Examination:
     def _measured_devices(self) -> list[Device]:
         """The device of every rank; the slowest of each name stands for all."""
         users = Counter(self._hosts)[self._hosts[self.rank]] if self._device.type == "cpu" else 1
-        own = replace(calibrate(self._device), memory_bytes=memory_bytes(self._device) / users)
-        found = sorted(_gathered((own.name, own.flops_per_second(), own)), reverse=True)
-        slowest = {name: device for name, _, device in found}
-        return [slowest[name] for name in _gathered(own.name)]
+        own = measured(self._device)
+        found: list[Device] = _gathered(replace(own, memory_bytes=own.memory_bytes / users))
+        slowest = {device.name: device for device in sorted(found, key=Device.flops_per_second, reverse=True)}
+        return [slowest[device.name] for device in found]
 
     def _measured_links(self) -> tuple[list[Link | None], Link | None]:
         """The link inside each machine, and that between them."""
@@ -147,16 +138,13 @@ class Examination:
         return f"in stages and in one process differs by {difference:.1e} ({time.perf_counter() - start:.0f} s)"
 
 
-def _facts(index: int) -> dict[str, str]:
+def _facts(index: int) -> tuple[str, str, str]:
     """This process: its machine, its GPU's id (empty if there is none), and versions."""
     there = torch.cuda.is_available()
+    gpu = str(torch.cuda.get_device_properties(index).uuid) if there else ""
     nccl = f" (CUDA {torch.version.cuda}, NCCL {'.'.join(map(str, torch.cuda.nccl.version()))})" if there else ""
-    versions = f"torch {torch.__version__}{nccl}, lightning {lightning.__version__}, lightning-gpp "
-    return {
-        "host": socket.gethostname(),
-        "gpu": str(torch.cuda.get_device_properties(index).uuid) if there else "",
-        "versions": f"Python {platform.python_version()}, {versions}{lightning_gpp.__version__}",
-    }
+    versions = f"Python {platform.python_version()}, torch {torch.__version__}{nccl}, lightning {lightning.__version__}"
+    return socket.gethostname(), gpu, f"{versions}, lightning-gpp {lightning_gpp.__version__}"
 
 
 def _is_free(port: int) -> bool:

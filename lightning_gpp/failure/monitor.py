@@ -21,8 +21,9 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from types import TracebackType
-from typing import ClassVar, Final
+from typing import Any, ClassVar, Final
 
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # they have no types
@@ -76,7 +77,7 @@ class FailureMonitor:
         self._watch: Watch | None = None
         self._reported: tuple[BaseException, bool] | None = None
         self._process = ProcessIdentity.current()
-        self._excepthook = sys.excepthook
+        self._excepthook: Callable[..., Any] = sys.excepthook
 
     def start(self, store: Store | None = None) -> FailureMonitor:
         """Watch, through a store of all ranks; default: that of the default process group. All ranks call it together.
@@ -190,7 +191,16 @@ class FailureMonitor:
             return False
         words = f"Rank {first.rank} raised this one first." if first.event == event else f"First cause: {first}"
         add_note(error, f"All ranks have raised exceptions. {words}")  # shown only if nobody catches it
+        if self.rank and first.event == event and isinstance(error, GPPError):
+            self._excepthook = partial(self._show_repeated, error, self._excepthook)
         return True
+
+    def _show_repeated(self, repeated: GPPError, usual: Callable[..., Any], *uncaught: Any) -> None:
+        """Show an error that nobody catches: in a line, if rank 0 shows its traceback."""
+        if uncaught[1] is repeated:
+            say(f"[rank {self.rank}] {type(repeated).__name__}, as on rank 0, which shows it.")
+        else:
+            usual(*uncaught)
 
     def _cause(self, event: str, trace: str = "", point: str = "", code: int = EXIT_CODE) -> Cause:
         return Cause(

@@ -92,13 +92,21 @@ def _gpu(device: torch.device, known: dict[str, Device]) -> Device:
     """The device of a GPU. Products without a preset are measured once, and kept in `known`."""
     product = torch.cuda.get_device_properties(device).name
     if product not in known:
-        known[product] = _preset(product) or _measured(device)
+        known[product] = _preset(product) or measured(device)
     return replace(known[product], memory_bytes=memory_bytes(device))
 
 
-def _measured(device: torch.device) -> Device:
-    full, half = calibrate(device), calibrate(device, torch.bfloat16)
-    return replace(full, peak_flops={**full.peak_flops, **half.peak_flops})
+def measured(device: torch.device) -> Device:
+    """A device of this machine as `calibrate` finds it, a GPU in bfloat16, too. A known GPU's link to the host is its
+    preset's.
+    """
+    full = calibrate(device)
+    if device.type == "cpu":
+        return full
+    half, preset = calibrate(device, torch.bfloat16), _preset(full.name)
+    to_host = 0.0 if preset is None else preset.host_bytes_per_second
+    peaks = {**full.peak_flops, **half.peak_flops}
+    return replace(full, peak_flops=peaks, peak_host_bytes_per_second=to_host)
 
 
 def _preset(product: str) -> Device | None:

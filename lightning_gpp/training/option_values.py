@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Final, TypeAlias
 
 from lightning_gpp.cluster import CLUSTERS, Cluster, cluster_of, load_cluster
-from lightning_gpp.errors import ConfigError, did_you_mean
+from lightning_gpp.errors import ConfigError, close_to, did_you_mean
 from lightning_gpp.option import Problems, refusal, refuse_beside
 from lightning_gpp.plan import Plan
 from lightning_gpp.planning import partitioner_names
@@ -152,12 +152,12 @@ def partitioner_given(name: Any) -> str:
 def _registered(option: str, name: Any, names: Sequence[str]) -> str:
     if isinstance(name, str) and name in names:
         return name
-    raise refusal(
-        option,
-        name,
+    allowed = (
         f"one of {', '.join(names)}; or add your own with @lightning_gpp.register_{option}(...) before the trainer "
-        "starts",
+        "starts"
     )
+    close = close_to(str(name).lower(), names)
+    raise ConfigError(f"{refusal(option, name, allowed).args[0]}{f' Did you mean {close[0]}?' if close else ''}")
 
 
 def duration(option: str) -> Callable[[Any], timedelta]:
@@ -219,7 +219,9 @@ def _problems(options: Any) -> dict[str, Problems]:
     """Options that exclude others, and these."""
     sliced, sharded = options.slicing is not None, options.sharding == "fsdp"
     local, sums = bool(options.local_losses), options.loss_reduction != "mean"
+    by_hand = options.stages is not None and options.partitioner != AUTO
     return {
+        "stages": {"partitioner": (by_hand, "finds stages, and these are given. Leave one of them out")},
         f"local_losses={options.local_losses}": {
             "loss_reduction": (local and sums, "weighs losses by what only the step's process knows. Use mean"),
             "slices": (local and sliced, "cuts the sequences of a loss. Leave it out"),

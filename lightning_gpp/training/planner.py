@@ -281,7 +281,7 @@ def check_devices(plan: Plan, num_devices: int) -> None:
     """Raise PlanError if the plan is for another number of devices."""
     if plan.num_devices != num_devices:
         raise PlanError(
-            f"The plan needs {plan.num_devices} devices per pipeline, but there are {num_devices} (trainer.devices x "
+            f"The plan needs {plan.num_devices} devices per pipeline, not {num_devices} (trainer.devices x "
             f"trainer.num_nodes / strategy.num_pipelines). Make it {plan.num_devices}, or plan for {num_devices} "
             "(strategy.plan, strategy.stages)."
         )

@@ -12,5 +12,5 @@ RANK = os.environ["RANK"]
 VERSIONS = {"0": "torch 2.13", "1": "torch 2.10"}
 
 if __name__ == "__main__":
-    examination._facts = lambda index: {"host": f"node{RANK}", "gpu": "", "versions": VERSIONS[RANK]}
+    examination._facts = lambda index: (f"node{RANK}", "", VERSIONS[RANK])
     main([f"--folder={sys.argv[1]}/{RANK}", f"--output={sys.argv[1]}/lab.yaml"])

@@ -40,6 +40,25 @@ def test_an_exception_of_all_ranks_is_everybodys_own(tmp_path: Path) -> None:
         assert "The job ends" not in running.output(rank)
 
 
+def all_refusing(rank: Rank) -> None:
+    """Ends as a script does whose error nobody catches."""
+    rank.exchange()
+    try:
+        raise GPPError("None of this works.")
+    except GPPError as error:
+        sys.excepthook(GPPError, error, error.__traceback__)
+
+
+def test_a_refusal_of_all_ranks_is_shown_by_rank_0(tmp_path: Path) -> None:
+    with job(tmp_path, all_refusing) as running:
+        running.wait(30)
+    assert "Traceback" in running.output(0)
+    assert "GPPError: None of this works." in running.output(0)
+    for rank in (1, 2):
+        assert "Traceback" not in running.output(rank)
+        assert f"[rank {rank}] GPPError, as on rank 0, which shows it." in running.output(rank)
+
+
 def raising_and_going_on(rank: Rank) -> None:
     """All ranks raise three times; then one raises alone while the others wait for it."""
     for number in range(3):

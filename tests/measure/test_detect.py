@@ -84,6 +84,14 @@ def test_an_unknown_gpu_is_measured_once_for_each_kind(
     assert cluster.devices[1].peak_flops == {"float32": 1e12, "bfloat16": 2e12}
 
 
+def test_a_known_gpu_is_measured_but_for_its_link_to_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = Device(name="NVIDIA H200", memory_bytes=1, peak_flops={"float32": 1e12}, peak_bytes_per_second=1e9)
+    monkeypatch.setattr(module, "calibrate", lambda device, dtype=torch.float32: found)
+    preset = DEVICES["h200_sxm"]
+    assert module.measured(torch.device("cuda", 0)).peak_host_bytes_per_second == preset.host_bytes_per_second > 0
+    assert module.measured(torch.device("cpu")) is found
+
+
 def test_only_so_many_gpus(products: list[str]) -> None:
     products += ["NVIDIA L4"] * 3
     assert detect(2).num_devices == 2

@@ -63,6 +63,20 @@ def test_a_wrong_value_is_refused_with_the_key_and_what_is_allowed(settings: dic
         GPPStrategy(**settings)
 
 
+def test_names_that_are_close() -> None:
+    with pytest.raises(ConfigError, match=r"before the trainer starts\. Did you mean 1f1b\?"):
+        GPPStrategy(schedule="1F1B")
+    with pytest.raises(ConfigError, match=r"Did you mean pipedream\?"):
+        GPPStrategy(partitioner="pipe_dream")
+
+
+def test_a_partitioner_beside_stages() -> None:
+    with pytest.raises(
+        ConfigError, match=r"partitioner='pipedream' does not go together with strategy\.stages: it finds"
+    ):
+        GPPStrategy(stages={"a": 0, "b": 1}, partitioner="pipedream")
+
+
 def test_an_argument_that_does_not_exist() -> None:
     with pytest.raises(ConfigError, match=r"GPPStrategy has no option 'shedule'\. Did you mean schedule"):
         GPPStrategy(shedule="gpipe")  # type: ignore[call-arg]

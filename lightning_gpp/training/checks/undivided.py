@@ -136,6 +136,11 @@ class CutComparison:
         """A warning with the difference and the remedy; empty if there is none."""
         whole, parts = self._both()
         self.combined.update(other_reductions(whole.logged, parts.logged, self._near))
+        if not math.isfinite(whole.sum):
+            return (
+                f"The loss of the first {self.total} samples is {whole.sum}, in one process, too. Look for a division "
+                "by zero or a logarithm in the step, and for values in the data that are not finite."
+            )
         if self._same(whole, parts):
             return self._logged_otherwise(whole, parts)
         if self.of_calls:
