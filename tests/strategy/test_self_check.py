@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import warnings
 from typing import Any
 
@@ -72,7 +73,8 @@ class Module(pl.LightningModule):
         self.kept.clear()
         logits = self.head(self.left(batch[0])) + sum(kept[:, :3] for kept in self.kept)
         labels = batch[2].where(batch[0][:, 0] > 0, -100) if self.kind == "masked" else batch[2]
-        return F.cross_entropy(logits, labels, reduction="sum" if self.kind == "sum" else "mean")
+        loss = F.cross_entropy(logits, labels, reduction="sum" if self.kind == "sum" else "mean")
+        return loss * float("nan") if self.kind == "nan" else loss
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.1)
@@ -91,6 +93,12 @@ def warnings_of(rank: int, kind: str, stages: Any, **options: Any) -> list[str]:
 def test_a_wrong_gradient_is_refused_with_its_stage(kind: str) -> None:
     with pytest.raises(AssertionError, match=r"SelfCheckError: .*parameters differ, in stages \['left'\], first"):
         harness.run(2, warnings_of, kind, TWO)
+
+
+def test_a_loss_that_is_not_finite_is_no_matter_of_micro_batches() -> None:
+    (told,), _ = harness.run(2, warnings_of, "nan", TWO)
+    assert re.match(r"The loss of the first \d samples is nan, undivided, too\. Look for a division by zero", told)
+    assert "micro-batches" not in told
 
 
 def told_of_both(rank: int) -> list[list[str]]:

@@ -138,8 +138,8 @@ class CutComparison:
         self.combined.update(other_reductions(whole.logged, parts.logged, self._near))
         if not math.isfinite(whole.sum):
             return (
-                f"The loss of the first {self.total} samples is {whole.sum}, in one process, too. Look for a division "
-                "by zero or a logarithm in the step, and for values in the data that are not finite."
+                f"The loss of the first {self.total} samples is {whole.sum:g}, undivided, too. Look for a division by "
+                "zero, a logarithm or a mean over nothing in the step, and for such values in the data."
             )
         if self._same(whole, parts):
             return self._logged_otherwise(whole, parts)
