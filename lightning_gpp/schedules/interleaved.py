@@ -71,7 +71,7 @@ SHORT: Final = 0.1
 def line(plan: Plan) -> list[int]:
     """All stages by their distance to the sink, the farthest first; stages at one distance in the plan's order.
 
-    Layouts with several stages per device put branches side by side in the same way.
+    In layouts with several stages per device, branches are side by side in this line.
     """
     depths = plan.depths()
     return sorted(depths, key=lambda stage: (-depths[stage], stage))

@@ -21,6 +21,7 @@ from lightning_gpp.graph import OperatorGraph
 from lightning_gpp.plan import STEP, Plan, Stage
 from lightning_gpp.planning.assignment.assign import make_plan
 from lightning_gpp.planning.assignment.complete import separated
+from lightning_gpp.schedules.interleaved import line
 from lightning_gpp.schedules.registry import method_of
 
 
@@ -59,16 +60,16 @@ def laid_out(plan: Plan, num_devices: int, layout: str) -> Plan:
     Raises:
         ConfigError: there are fewer stages than devices.
     """
-    line = _line(plan)
-    if len(line) < num_devices:
+    stages = [stage for stage in line(plan) if plan.stages[stage].modules != (STEP,)]
+    if len(stages) < num_devices:
         raise ConfigError(
-            f"{len(line)} stages cannot be laid out over {num_devices} devices. Give more stages (strategy.stages, or "
-            "strategy.stages_per_device with a partitioner), or fewer devices."
+            f"{len(stages)} stages cannot be laid out over {num_devices} devices. Give more stages (strategy.stages, "
+            "or strategy.stages_per_device with a partitioner), or fewer devices."
         )
-    devices = {stage: _device_at(position, num_devices, layout) for position, stage in enumerate(line)}
+    devices = {stage: _device_at(position, num_devices, layout) for position, stage in enumerate(stages)}
     device = _renumbered(devices, devices.get(plan.step_stage, 0), num_devices)
-    stages = tuple(replace(stage, devices=(device.get(i, 0),)) for i, stage in enumerate(plan.stages))
-    return replace(plan, stages=stages)
+    placed = (replace(stage, devices=(device.get(i, 0),)) for i, stage in enumerate(plan.stages))
+    return replace(plan, stages=tuple(placed))
 
 
 def both_ways(graph: OperatorGraph, plan: Plan) -> Plan:
@@ -85,13 +86,6 @@ def both_ways(graph: OperatorGraph, plan: Plan) -> Plan:
             stages.append(replace(stage, devices=devices, round_robin=twofold))
     made = make_plan(graph, stages, batch_size=plan.batch_size, schedule=plan.schedule, model=plan.model)
     return replace(made, tensor_parallel_size=plan.tensor_parallel_size)
-
-
-def _line(plan: Plan) -> list[int]:
-    """Stages from the farthest to the sink; those at the same distance keep their order in the plan."""
-    depths = plan.depths()
-    stages = (i for i, stage in enumerate(plan.stages) if stage.modules != (STEP,))
-    return sorted(stages, key=lambda stage: (-depths[stage], stage))
 
 
 def _device_at(position: int, num_devices: int, layout: str) -> int:
