@@ -338,7 +338,7 @@ def test_fewest_in_flight_at_the_source_for_a_target(seeds: range) -> None:
 # The paper's cases.
 
 
-def chained(tree: Line, size: float = 0.0) -> list[Value]:
+def chained(tree: Line, size: float = 1e-6) -> list[Value]:
     order = order_of(tree)
     return [Value(src=src, dsts=(dst,), bytes=Affine(size)) for src, dst in order.edges]
 
