@@ -14,7 +14,7 @@ import pytest
 from lightning_gpp.cluster import Cluster, Link, Node
 from lightning_gpp.costs.model import Footprint
 from lightning_gpp.graph import Affine, Operator, OperatorGraph
-from lightning_gpp.planning import Answer, Draft, Evaluator, Problem
+from lightning_gpp.planning import Answer, Draft, DraftStage, Evaluator, Problem
 from lightning_gpp.planning.partitioners.graphpipe import graphpipe, lines
 from lightning_gpp.planning.partitioners.graphpipe.lines import converted, orders_of
 from lightning_gpp.planning.partitioners.graphpipe.search import PRECISION, Piece, strategy
@@ -384,9 +384,9 @@ def test_candle_has_the_in_flight_samples_of_its_authors_strategy() -> None:
     in_flight = {piece.units[0]: piece.in_flight * problem.sizes[0] for piece in pieces}
     assert {len(piece.units): piece.units for piece in pieces}[5] == (16, 17, 18, 19, 20)
     assert in_flight == {0: 192, 4: 192, 8: 192, 12: 192, 16: 128, 21: 64}
-    draft = graphpipe(problem, SearchControl()).draft
-    assert draft is not None
-    assert sorted(Evaluator(problem)(draft).in_flight) == [1, 2, 3, 3, 3, 3]
+    units = sorted(piece.units for piece in pieces)
+    stages = (DraftStage(units=own, devices=(5 - i,), micro_batch_size=64) for i, own in enumerate(units))
+    assert Evaluator(problem)(Draft(stages=tuple(stages))).in_flight == (3, 3, 3, 3, 2, 1)
 
 
 # Memory.
