@@ -24,6 +24,8 @@ BatchDims = Mapping[str, int | None]
 """The dimension that counts samples, or None, by the path of a part of the batch, such as "tokens" or "0.boxes"."""
 
 GUESSED: Final[BatchDims] = {}
+UNCOUNTED: Final[BatchDims] = {"": None}
+"""For a batch that is never cut: no tensor counts samples."""
 
 
 def batch_size_of(batch: Any, dims: BatchDims = GUESSED) -> int:
@@ -40,6 +42,8 @@ def batch_size_of(batch: Any, dims: BatchDims = GUESSED) -> int:
     sizes = [*_told(parts, dims), *_listed(parts, dims), *_first(parts, dims)]
     if sizes:
         return sizes[0]
+    if dims == UNCOUNTED:
+        return 1
     raise ShapeError(
         f"The batch ({with_article(type(batch).__name__)}) has no tensor with a batch dimension, so it cannot be cut "
         "into micro-batches. Let the dataloader collate samples into tensors whose first dimension counts the "
@@ -114,6 +118,18 @@ class Samples:
 
         return pytree.tree_unflatten([other(node, dim) for _, node, dim in self.leaves], self._structure)
 
+    def chosen(self, samples: Sequence[int], rows: Mapping[str, Sequence[int]]) -> Any:
+        """The batch with these samples, and these rows of other tensors, by their paths."""
+
+        def other(name: str, node: Any, dim: Any) -> Any:
+            if name in rows:
+                return _rows_of(node, 0, rows[name])
+            if dim is _LIST:
+                return type(node)(node[sample] for sample in samples)
+            return node if dim is None else _rows_of(node, dim, samples)
+
+        return pytree.tree_unflatten([other(*leaf) for leaf in self.leaves], self._structure)
+
     def part(self, start: int, stop: int) -> tuple[Any, list[Any]]:
         """The batch with samples `[start, stop)`, and the lists of samples in it."""
         lists: list[Any] = []
@@ -127,6 +143,13 @@ class Samples:
 
 _LIST: Final = object()
 """Stands for the dimension of a list of samples."""
+
+
+def _rows_of(tensor: torch.Tensor, dim: int, numbers: Sequence[int]) -> torch.Tensor:
+    first = numbers[0] if numbers else 0
+    if list(numbers) == list(range(first, first + len(numbers))):
+        return tensor.narrow(dim, first, len(numbers))
+    return tensor.index_select(dim, torch.tensor(numbers, device=tensor.device))
 
 
 def resized(batch: Any, num_samples: int, dims: BatchDims = GUESSED, listed: OnList = lambda items: items) -> Any:
@@ -210,7 +233,7 @@ def _parts(node: Any, name: str) -> Iterator[tuple[str, Any]]:
 
 def _check_names(parts: Sequence[tuple[str, Any]], dims: BatchDims) -> None:
     names = [name for name, _ in parts]
-    for wrong in (name for name in dims if name not in names):
+    for wrong in (name for name, dim in dims.items() if name not in names and dim is not None):
         raise ConfigError(
             f"strategy.batch_dims names {wrong!r}, which is no part of the batch.{did_you_mean(wrong, names[1:])}"
         )
@@ -328,6 +351,11 @@ def _children(node: Any) -> list[tuple[Any, Any]] | None:
 def _key_of(entry: Any) -> Any:
     """The index, key or attribute that an entry of a pytree's path stands for."""
     return next(getattr(entry, name) for name in ("idx", "key", "name") if hasattr(entry, name))
+
+
+def named_parts(batch: Any) -> list[tuple[str, Any]]:
+    """All parts of a batch with their paths, outer ones first."""
+    return list(_parts(batch, ""))
 
 
 def known_to_pytree(batch: Any) -> Any:

@@ -37,11 +37,12 @@ OTHER_RUN_TIME = RunTime(batch_idx=1_000_003, current_epoch=1_000_033, global_st
 class Capture:
     """The computation of the user's step in its modules, for any number of samples.
 
-    `uncut`: reasons why modules are called whole and never cut, by path. `opened`: reasons why the forwards of modules
-    run as parts of the step, by path. `cut`: the parts of the batch that are cut into micro-batches, and those that
-    every micro-batch gets. `decided`: the values of uniform tensors of the batch by which forwards have decided, by
-    number; batches with others there need another capture, see `uniform_values`. `dims`: what the user said about
-    the dimensions that count samples. `function`: what was captured, if it is not the step.
+    `uncut`: reasons why modules are called whole and never cut, by path. `opened`: reasons why the forwards of
+    modules run as parts of the step, by path. `cut`: the parts of the batch that are cut into micro-batches, and
+    those that every micro-batch gets; None if the batch is a micro-batch. `decided`: the values of uniform tensors
+    of the batch by which forwards have decided, by number; batches with others there need another capture, see
+    `uniform_values`. `dims`: what the user said about the dimensions that count samples. `function`: what was
+    captured, if it is not the step.
     """
 
     graph: OperatorGraph
@@ -52,7 +53,7 @@ class Capture:
     batch_size: int
     uncut: Mapping[str, str] = field(default_factory=dict)
     opened: Mapping[str, str] = field(default_factory=dict)
-    cut: tuple[list[str], list[str]] = field(default_factory=lambda: ([], []))
+    cut: tuple[list[str], list[str]] | None = None
     decided: Mapping[int, int] = field(default_factory=dict)
     dims: BatchDims = field(default_factory=dict)
     function: StepFunction | None = None
@@ -70,7 +71,7 @@ class Capture:
         return list(self._notes())
 
     def _notes(self) -> Iterator[str]:
-        if self.function is None:
+        if self.function is None and self.cut is not None:
             yield f"The mini-batch has {counted(self.batch_size, 'sample')}. {cut_note(*self.cut)}"
         for path, reason in self.uncut.items():
             yield f"Module {path!r} is called whole and never cut. {sentence(reason)}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
@@ -28,7 +29,16 @@ from lightning_gpp.runtime.random import RandomStreams
 from lightning_gpp.runtime.receipts import receipts
 from lightning_gpp.runtime.recompute import ModuleState, RecomputedForward
 from lightning_gpp.runtime.split import SplitBackward, Splitter
-from lightning_gpp.runtime.stage import LOSS, DataSource, MicroBatch, Slot, StageForward, StageModule, StageSync
+from lightning_gpp.runtime.stage import (
+    LOSS,
+    Binding,
+    DataSource,
+    MicroBatch,
+    Slot,
+    StageForward,
+    StageModule,
+    StageSync,
+)
 from lightning_gpp.runtime.transport import Receive, Send, TransferLink, releasing
 from lightning_gpp.runtime.weights.derived import Derived, Derives
 from lightning_gpp.runtime.weights.policy import WeightPolicy
@@ -55,6 +65,10 @@ class Lane:
     splits: dict[tuple[int, int], SplitBackward] = field(default_factory=dict)
     offloaded: dict[tuple[int, int], Offloaded] = field(default_factory=dict)
     derived: dict[tuple[int, int], Derived] = field(default_factory=dict)
+
+    def apart(self) -> Lane:
+        """The same mini-batch for micro-batches of other sizes; what was sent is known by the numbers of messages."""
+        return Lane(number=self.number, state=self.state, link=self.link, sends=self.sends)
 
     def clear(self) -> None:
         """Drop all tensors."""
@@ -91,9 +105,23 @@ class Compiler:
         self._armed = _armed(program, device)
         self.splitters: dict[int, Splitter] = {}
         self._module_states: dict[int, ModuleState] = {}
+        self._binding: Binding | None = None
         self._receipts = receipts(program)[device]
         offloads = any(self._plan.stages[stage].offload for stage in self._plan.stages_on(device))
         self.host = HostLink(lanes[0].state.device.token.device) if offloads and program.training else None
+
+    def bound(self, binding: Binding) -> Compiler:
+        """A compiler for micro-batches of other sizes of the same mini-batch."""
+        other = copy(self)
+        other._stages, other._slots, other._source = binding.stages, binding.slots, binding.source
+        other._binding, other.splitters, other._module_states = binding, {}, {}
+        other._lanes = [lane.apart() for lane in self._lanes]
+        return other
+
+    def clear(self) -> None:
+        """Drop all tensors."""
+        for lane in self._lanes:
+            lane.clear()
 
     def operation(self, position: int, instruction: Instruction, phase: int, *, hollow: bool = False) -> Operation:
         """The operation of instruction `position` in a period whose mini-batch takes lane `phase`.
@@ -159,6 +187,8 @@ class Compiler:
             Kind.OFFLOAD: self._offload,
             Kind.LOAD: self._load,
         }[action.kind]
+        if self._binding is not None:
+            return make(action, self._binding.micro_batch(action.micro_batch))
         return make(action, MicroBatch(action.micro_batch, start, stop, self._program.batch_size, self._lane.number))
 
     def _zeros(self, action: Action) -> Operation:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -23,7 +24,7 @@ from lightning_gpp.runtime.boundary import DeviceState, carried, describe_edge
 from lightning_gpp.runtime.compiler import Compiler, Lane, action_of
 from lightning_gpp.runtime.operations import Operation, State
 from lightning_gpp.runtime.random import RandomStreams
-from lightning_gpp.runtime.stage import DataSource, Slot, StageModule, StageSync
+from lightning_gpp.runtime.stage import Binding, DataSource, Slot, StageModule, StageSync
 from lightning_gpp.runtime.transport import Routes, Send, TransferLink, Transport
 from lightning_gpp.runtime.weights.policy import WeightPolicy
 from lightning_gpp.schedules.actions import COLLECTIVES, Action
@@ -98,8 +99,10 @@ class Executor:
         sends = enumerate(self._instructions)
         self._position_of = {each.message: position for position, each in sends if each.op is Op.SEND}
         self._lead, self._own_lead = program.lead, program.lead_of(device)
-        self._periods = [self._compiled(phase, trace) for phase in range(len(self._lanes))]
+        self._trace = trace
+        self._periods = [self._compiled(phase) for phase in range(len(self._lanes))]
         self._hollow: list[list[Operation]] = []
+        self._bound = WeakKeyDictionary[Binding, tuple[Compiler, dict[int, Operation]]]()
 
     def _routes_of(self, transport: Transport, loading: int) -> Routes:
         """Routes for mini-batches; the first ones, until one has left the pipeline, may have to load kernels."""
@@ -176,6 +179,7 @@ class Executor:
         step: int = 0,
         first: int | None = None,
         last: int | None = None,
+        bindings: Sequence[Binding] | None = None,
     ) -> None:
         """Run this device's part for one mini-batch; gradients are added to the parameters' `.grad`.
 
@@ -189,6 +193,8 @@ class Executor:
             step: number of the mini-batch, also for the random streams.
             first: the mini-batch with which the pipeline filled; by default `step`.
             last: the mini-batch after the last one; by default `step` + 1.
+            bindings: of each micro-batch, if they have different sizes; only for programs that flush, whose
+                micro-batches are the same for all stages.
 
         Raises:
             ShapeError: a stage returned a tensor of an unexpected shape or dtype.
@@ -203,7 +209,7 @@ class Executor:
                 if step == first:
                     for period in range(first - self._own_lead, first):  # the pipeline fills
                         self._run_period(period, first, last)
-                self._run_period(step, first, last)
+                self._run_period(step, first, last, None if bindings is None else self._of_micro_batches(bindings))
                 if step + 1 == last:
                     self._finish_sends()
             self.is_complete = True
@@ -225,7 +231,7 @@ class Executor:
             last: the mini-batch after the last one that any device has started.
         """
         if not self._hollow:
-            self._hollow = [self._compiled(phase, trace=False, hollow=True) for phase in range(len(self._lanes))]
+            self._hollow = [self._compiled(phase, hollow=True) for phase in range(len(self._lanes))]
         self._state.steady = False
         for period in range(step, last):
             for position, ahead in enumerate(self._ahead):
@@ -242,8 +248,8 @@ class Executor:
             lane.state.begin(weight, batch)
             lane.link.transport = self._routes.next()
 
-    def _run_period(self, period: int, first: int, last: int) -> None:
-        operations = self._periods[period % len(self._lanes)]
+    def _run_period(self, period: int, first: int, last: int, bound: list[Operation] | None = None) -> None:
+        operations = self._periods[period % len(self._lanes)] if bound is None else bound
         self._state.steady = first <= period and period + self._lead < last
         if self._state.steady:
             for self._position, operation in enumerate(operations):  # noqa: B020
@@ -259,13 +265,30 @@ class Executor:
             self._position = self._position_of[self._unfinished[0].message]
             self._unfinished.popleft().release()
 
-    def _compiled(self, phase: int, trace: bool, hollow: bool = False) -> list[Operation]:
-        operations: list[Operation] = []
+    def _compiled(self, phase: int, hollow: bool = False) -> list[Operation]:
+        return [self._operation(self._compiler, place, phase, hollow) for place in range(len(self._instructions))]
+
+    def _operation(self, compiler: Compiler, position: int, phase: int, hollow: bool = False) -> Operation:
+        instruction = self._instructions[position]
+        operation = compiler.operation(position, instruction, phase, hollow=hollow)
+        if self._trace and not hollow and instruction.op is Op.COMPUTE:
+            return self._traced(action_of(self.program, instruction), operation)
+        return operation
+
+    def _of_micro_batches(self, bindings: Sequence[Binding]) -> list[Operation]:
+        """The operations of a period, each for the sizes of its micro-batch."""
+        operations = list(self._periods[0])
         for position, instruction in enumerate(self._instructions):
-            operation = self._compiler.operation(position, instruction, phase, hollow=hollow)
-            if trace and instruction.op is Op.COMPUTE:
-                operation = self._traced(action_of(self.program, instruction), operation)
-            operations.append(operation)
+            action = action_of(self.program, instruction)
+            if action.kind in COLLECTIVES:
+                continue
+            binding = bindings[action.micro_batch]
+            if binding not in self._bound:
+                self._bound[binding] = self._compiler.bound(binding), {}
+            compiler, known = self._bound[binding]
+            if position not in known:
+                known[position] = self._operation(compiler, position, 0)
+            operations[position] = known[position]
         return operations
 
     def _traced(self, action: Action, operation: Operation) -> Operation:
@@ -284,5 +307,5 @@ class Executor:
         self._unfinished.clear()
         if self._compiler.host is not None:
             self._compiler.host.clear()
-        for lane in self._lanes:
-            lane.clear()
+        for compiler in (self._compiler, *(compiler for compiler, _ in self._bound.values())):
+            compiler.clear()

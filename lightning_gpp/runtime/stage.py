@@ -42,6 +42,24 @@ class MicroBatch:
         object.__setattr__(self, "num_samples", self.stop - self.start)
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)  # without slots: executors refer to it weakly
+class Binding:
+    """The stages and the tensors of a micro-batch that has other sizes than others of its mini-batch.
+
+    `stages`, `source`, `slots`: see `Executor`; the shapes in `slots` are those of its `num_samples` samples. The
+    user's step has it as a mini-batch of its own, in the lane of its number.
+    """
+
+    stages: Sequence[StageModule]
+    slots: Sequence[Sequence[Slot]]
+    source: DataSource | None
+    num_samples: int
+
+    def micro_batch(self, index: int) -> MicroBatch:
+        """It as micro-batch number `index`."""
+        return MicroBatch(index, 0, self.num_samples, self.num_samples, index)
+
+
 StageForward = Callable[[Mapping[str, Tensor], MicroBatch], dict[str, Tensor]]
 """`StageModule.forward`, with what belongs around it."""
 

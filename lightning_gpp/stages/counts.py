@@ -14,7 +14,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from lightning_gpp.capture.batch import BatchDims, named_tensors
+from lightning_gpp.capture.batch import BatchDims, named_parts, named_tensors
 from lightning_gpp.errors import ConfigError, did_you_mean
 
 IGNORED: Final = -100
@@ -52,8 +52,25 @@ class Counted:
 
     def of_samples(self, batch: Any, total: int, dims: BatchDims) -> list[float] | None:
         """The entries of each sample; None if the mini-batch has no such tensor with one row for each."""
-        found = next((tensor for name, tensor in named_tensors(batch, total, dims) if name == self.path), None)
+        found = self.rows(batch, total, dims)
         return None if found is None else self._of_rows(found)
+
+    def in_part(self, batch: Any, total: int, dims: BatchDims) -> float:
+        """The entries of a micro-batch, whatever counts its samples.
+
+        Raises:
+            ConfigError: it has no such tensor.
+        """
+        found = self.rows(batch, total, dims)
+        if found is None:
+            found = next((node for name, node in named_parts(batch) if name == self.path), None)
+        if not isinstance(found, Tensor) or not found.dim():
+            raise self.missing(batch, total, dims)
+        return sum(self._of_rows(found))
+
+    def rows(self, batch: Any, total: int, dims: BatchDims) -> Tensor | None:
+        """The tensor, with the samples as its first dimension; None if the mini-batch has none."""
+        return next((tensor for name, tensor in named_tensors(batch, total, dims) if name == self.path), None)
 
     def _of_rows(self, rows: Tensor) -> list[float]:
         rows = rows[:, 1:] if self.shifted and rows.dim() > 1 else rows
@@ -87,6 +104,21 @@ def reduction(value: object) -> str:
 def counted(reduction: str) -> Counted | None:
     """The entries by which micro-batches count; None for those that count by their samples."""
     return None if reduction in ("mean", "sum") else Counted.parsed(reduction)
+
+
+def shares_of(
+    parts: Sequence[Any], sizes: Sequence[int], counted: Counted | None, dims: BatchDims
+) -> list[float] | None:
+    """The samples that micro-batches count for, which have so many; None if they count by these.
+
+    Raises:
+        ConfigError: a micro-batch has no such tensor.
+    """
+    if counted is None:
+        return None
+    entries = [counted.in_part(part, size, dims) for part, size in zip(parts, sizes, strict=True)]
+    total = sum(entries)
+    return [sum(sizes) * each / total for each in entries] if total else list(map(float, sizes))
 
 
 def candidates(batch: Any, total: int, dims: BatchDims) -> Iterator[list[Counted]]:

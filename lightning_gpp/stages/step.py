@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from lightning_gpp._compat.torch import pytree
-from lightning_gpp.capture.batch import BatchDims, Samples, device_of, samples_in
+from lightning_gpp.capture.batch import UNCOUNTED, BatchDims, Samples, device_of, samples_in
 from lightning_gpp.capture.captured import loss_of
 from lightning_gpp.capture.items import are_plain
 from lightning_gpp.errors import CaptureError
@@ -60,7 +60,8 @@ def _scaled(output: Any, factor: float) -> Any:
 class OpenBatch:
     """A mini-batch on which the user's step runs.
 
-    `counts`: what each counts; None if they count the same.
+    `counts`: what each counts; None if they count the same. `share`: the samples that it counts for as a micro-batch of
+    another mini-batch.
     `outputs`: the step's results for each micro-batch.
     """
 
@@ -69,6 +70,7 @@ class OpenBatch:
     invocation: Invocation
     seed: int
     counts: Sequence[float] | None = None
+    share: float | None = None
     outputs: list[tuple[MicroBatch, Any]] = field(default_factory=list)
 
 
@@ -90,12 +92,20 @@ class StepRunner:
         """The outputs of the step on the micro-batches of the only mini-batch."""
         return self._open[0].outputs if self._open else []
 
-    def begin(self, batch: Any, invoke: Callable[[Any], Any] | Invocation, seed: int, total: int | None = None) -> None:
+    def begin(
+        self,
+        batch: Any,
+        invoke: Callable[[Any], Any] | Invocation,
+        seed: int,
+        total: int | None = None,
+        share: float | None = None,
+    ) -> None:
         """Take this replica's mini-batch of `total` samples. `invoke(samples)` calls the user's step; `seed` starts its
-        random streams.
+        random streams. `share`: see `open`.
         """
         self.end()
-        self.open(0, batch, invoke if isinstance(invoke, Invocation) else Invocation(function=invoke), seed, total)
+        invocation = invoke if isinstance(invoke, Invocation) else Invocation(function=invoke)
+        self.open(0, batch, invocation, seed, total, share)
         self._users_streams.enter_context(undisturbed(self._numpys))
 
     def end(self) -> None:
@@ -103,17 +113,33 @@ class StepRunner:
         self._users_streams.close()
         self._open = {}
 
-    def open(self, lane: int, batch: Any, invocation: Invocation, seed: int, total: int | None = None) -> None:
-        """Take another mini-batch, besides those that are open; micro-batches name its lane."""
+    def open(
+        self,
+        lane: int,
+        batch: Any,
+        invocation: Invocation,
+        seed: int,
+        total: int | None = None,
+        share: float | None = None,
+    ) -> None:
+        """Take another mini-batch, besides those that are open; micro-batches name its lane.
+
+        `share`: the samples that it counts for, if it is a micro-batch of another one.
+        """
         total = samples_in(batch, self.dims) if total is None else total
-        samples, counts = Samples(batch, total, self.dims), self._counts(batch, invocation, total)
+        counts = self._counts(batch, invocation, total) if share is None else None
         self._open[lane] = OpenBatch(
-            samples=samples, device=device_of(batch), invocation=invocation, seed=seed, counts=counts
+            samples=Samples(batch, total, self.dims),
+            device=device_of(batch),
+            invocation=invocation,
+            seed=seed,
+            counts=counts,
+            share=share,
         )
 
     def _counts(self, batch: Any, invocation: Invocation, total: int) -> Sequence[float] | None:
         """Counts of the samples; in evaluation they count the same if the mini-batch lacks the entries."""
-        if invocation.counted is None:
+        if invocation.counted is None or self.dims == UNCOUNTED:
             return None
         counts = invocation.counted.of_samples(batch, total, self.dims)
         if counts is None and self.returns_loss:
@@ -122,8 +148,21 @@ class StepRunner:
 
     def share(self, micro_batch: MicroBatch) -> float:
         """The samples that a micro-batch counts for."""
-        counts = self._open[micro_batch.lane].counts
+        entry = self._open[micro_batch.lane]
+        if entry.share is not None:
+            return entry.share
+        counts = entry.counts
         return micro_batch.num_samples if counts is None else share(counts, micro_batch.start, micro_batch.stop)
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Inside, mini-batches may be opened; then all are dropped, and the user's random streams restored."""
+        self.end()
+        try:
+            with undisturbed(self._numpys):
+                yield
+        finally:
+            self.end()
 
     def close(self, lane: int) -> list[tuple[MicroBatch, Any]]:
         """Drop one mini-batch; returns the outputs of the step on its micro-batches."""

@@ -96,11 +96,19 @@ class UserStep(StepRunner):
         other._users_streams, other._first = ExitStack(), None
         return other
 
-    def open(self, lane: int, batch: Any, invocation: Invocation, seed: int, total: int | None = None) -> None:
+    def open(
+        self,
+        lane: int,
+        batch: Any,
+        invocation: Invocation,
+        seed: int,
+        total: int | None = None,
+        share: float | None = None,
+    ) -> None:
         """Take another mini-batch; see `StepRunner`. One that was in this lane is over."""
         self._inside = kept_by(self._of_step)
         self._first, self._is_new = ({} if self._is_new else None), False
-        super().open(lane, batch, invocation, seed, total)
+        super().open(lane, batch, invocation, seed, total, share)
 
     # --- source
 

@@ -34,7 +34,9 @@ Held = Mapping[str, Sequence[int]]
 NOWHERE: Final[Held] = MappingProxyType({})
 
 
-def evaluation_plan(captured: Captured, plan: Plan, held: Held = NOWHERE, *, all_cut: bool = False) -> Plan:
+def evaluation_plan(
+    captured: Captured, plan: Plan, held: Held = NOWHERE, *, all_cut: bool = False, uncut: bool = False
+) -> Plan:
     """The plan's stages for an evaluation step, which runs once per mini-batch behind the micro-batches.
 
     The mini-batch is not cut if a value that the step reads cannot be joined from micro-batches, or if the network lets
@@ -45,6 +47,7 @@ def evaluation_plan(captured: Captured, plan: Plan, held: Held = NOWHERE, *, all
         plan: the plan of the run.
         held: the devices that hold the parameters of modules that training does not call; by default that of the step.
         all_cut: whether the mini-batch is cut only if all tensors that the step hands to the network are.
+        uncut: whether it is not cut at all.
     """
     if isinstance(captured, Undivided):
         return captured.plan(plan.num_devices)
@@ -54,7 +57,7 @@ def evaluation_plan(captured: Captured, plan: Plan, held: Held = NOWHERE, *, all
     made = _evaluation_plan(captured, stages, kept)
     is_cut = all(edge.sliceable for edge in made.edges if edge.src == SOURCE)
     runs_once = made.stages[made.step_stage].micro_batch_size == WHOLE
-    if mixes_into_samples(captured.graph) or (all_cut and not is_cut) or not runs_once:
+    if uncut or mixes_into_samples(captured.graph) or (all_cut and not is_cut) or not runs_once:
         made = _undivided(captured, stages, plan)
     return replace(made, sharding=plan.sharding)
 

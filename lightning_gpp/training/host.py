@@ -6,19 +6,25 @@ import logging
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
 
+from lightning_gpp.capture.batch import GUESSED, UNCOUNTED, BatchDims
 from lightning_gpp.checkpoints.stored import StoredValues
 from lightning_gpp.plan import Plan
+from lightning_gpp.stages.division import SAMPLES, Division
+from lightning_gpp.stages.rows import owners_of
 from lightning_gpp.training.control import Control, Mirror
 from lightning_gpp.training.divided.tensor_parallel import TensorParallel
 from lightning_gpp.training.options import Context, Options
 from lightning_gpp.wording import spoken
 
 log = logging.getLogger(__name__)
+
+_PER_DEVICE: Final = 2
+"""Micro-batches for each device of a pipeline, if they are not of equal numbers of samples and nobody says how many."""
 
 TRAINING = "training_step"
 """The name of the training step."""
@@ -109,6 +115,25 @@ class Job:
     evaluates_whole: bool = False
     cuts_calls: bool = True
     parallel: TensorParallel | None = None
+
+    @property
+    def division(self) -> Division | None:
+        """The division of mini-batches of training; None if it is into equal numbers of samples alone."""
+        options = self.options
+        if self.whole or (options.micro_batch_by == SAMPLES and not options.batch_rows):
+            return None
+        return Division(
+            by=options.micro_batch_by,
+            owners=owners_of(options.batch_rows or {}),
+            number=options.num_micro_batches or _PER_DEVICE * self.control.num_devices,
+            dims=options.batch_dims or GUESSED,
+        )
+
+    def dims_in(self, step: str) -> BatchDims:
+        """The dimensions that count samples where a step is captured; none in micro-batches of their own sizes."""
+        if step == TRAINING and self.division is not None:
+            return UNCOUNTED
+        return self.options.batch_dims or GUESSED
 
     def in_device(self, tree: Any) -> Any:
         """A structure of tensors that only the first member of a device has, such as a mini-batch, on all members."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias, cast
 
 from lightning_gpp.cluster import CLUSTERS, Cluster, cluster_of, load_cluster
 from lightning_gpp.errors import ConfigError, close_to, did_you_mean
@@ -22,6 +22,7 @@ from lightning_gpp.planning.assignment.manual import StagesSpec, read
 from lightning_gpp.planning.request import check_replicas
 from lightning_gpp.schedules.registry import method_of, schedule_names
 from lightning_gpp.simulation import WeightCopies
+from lightning_gpp.validation import shown
 
 SYNCHRONOUS: Final = "synchronous"
 """The value of `weights` for synchronous training: every mini-batch is computed with the newest weights."""
@@ -74,6 +75,38 @@ def reduction_given(name: Any) -> str:
     from lightning_gpp.stages.counts import reduction  # see above
 
     return str(name) if name in ("mean", "sum") else reduction(name)
+
+
+def rows_given(rows: Any) -> Mapping[str, str] | None:
+    """The parts that say to which samples rows belong, by the path of the tensor.
+
+    Raises:
+        ConfigError: it has another form.
+    """
+    from lightning_gpp.stages.rows import RowOwner  # see above
+
+    if rows is None:
+        return None
+    if not isinstance(rows, Mapping) or not all(isinstance(v, str) and RowOwner.parsed(v) for v in rows.values()):
+        raise refusal("batch_rows", rows, "a mapping from paths to path, path:onlyN or path:product, or null")
+    return {str(name): str(owner) for name, owner in rows.items()}
+
+
+def division_given(by: Any) -> str | Callable[..., Any]:
+    """The division of mini-batches into micro-batches.
+
+    Raises:
+        ConfigError: it is neither a function nor one of the words, nor the entries of a tensor.
+    """
+    from lightning_gpp.stages.counts import Counted  # see above
+
+    if callable(by):
+        return cast("Callable[..., Any]", by)
+    if isinstance(by, str) and (by in ("samples", "documents") or (":" in by and Counted.parsed(by))):
+        return by
+    raise refusal(
+        "micro_batch_by", by, "samples, documents, the entries of a mask (attention_mask:except0), or a function"
+    )
 
 
 def weights_given(name: Any) -> str:
@@ -221,6 +254,7 @@ def _problems(options: Any) -> dict[str, Problems]:
     local, sums = bool(options.local_losses), options.loss_reduction != "mean"
     by_hand = options.stages is not None and options.partitioner != AUTO
     return {
+        **_beside_division(options),
         "stages": {"partitioner": (by_hand, "finds stages, and these are given. Leave one of them out")},
         f"local_losses={options.local_losses}": {
             "loss_reduction": (local and sums, "weighs losses by what only the step's process knows. Use mean"),
@@ -244,6 +278,32 @@ def _problems(options: Any) -> dict[str, Problems]:
                 "needs parameters for several mini-batches at a time. Use strategy.streaming=auto, which then flushes",
             )
         },
+    }
+
+
+def _beside_division(options: Any) -> dict[str, Problems]:
+    """Options that exclude micro-batches with sizes of their own."""
+    name = "micro_batch_by" if options.micro_batch_by != "samples" else "batch_rows"
+    if name == "batch_rows" and not options.batch_rows:
+        return {}
+    sized = options.micro_batch_size is not None
+    return {
+        f"{name}={shown(getattr(options, name))}": {
+            "micro_batch_size": (sized, "counts samples, and they differ. Use strategy.num_micro_batches"),
+            "weights": (options.weights != SYNCHRONOUS, f"keeps several mini-batches in flight. Use {SYNCHRONOUS}"),
+            "slices": (options.slicing is not None, "cuts sequences of one length. Leave it out"),
+            "local_losses": (bool(options.local_losses), "weighs losses by equal numbers of samples. Leave it out"),
+            "step": (options.step == "whole", "does not divide mini-batches. Leave one of them out"),
+            "plan": (
+                options.plan is not None and any(len(stage.devices) > 1 for stage in options.plan.stages),
+                "has stages with replicas, which share a micro-batch. Use strategy.num_pipelines for data parallelism",
+            ),
+            "max_replicas": (
+                options.max_replicas not in (None, 1),
+                "lets replicas of a stage share a micro-batch. Use strategy.num_pipelines for data parallelism",
+            ),
+            "tensor_parallel_size": (options.tensor_parallel_size != 1, "is not made for changing sizes. Leave it out"),
+        }
     }
 
 

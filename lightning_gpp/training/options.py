@@ -29,10 +29,12 @@ from lightning_gpp.training.option_values import (
     check_together,
     cluster_given,
     dims_given,
+    division_given,
     duration,
     loaded_plan,
     partitioner_given,
     reduction_given,
+    rows_given,
     schedule_given,
     stages_given,
     weights_given,
@@ -200,6 +202,23 @@ class Options(SearchOptions):
         "all tensors. Default: the first dimension, see docs/reference/capture.md.",
         convert=dims_given,
     )
+    batch_rows: Mapping[str, str] | None = option(
+        None,
+        "the samples to which the rows of a tensor belong, by its path, so that micro-batches get their own rows: the "
+        "path of the number of rows of each sample, or of the sample of each row ({boxes: num_boxes}); or "
+        "path:onlyN for rows in proportion to a sample's entries N ({pixel_values: input_ids:only32000}), and "
+        "path:product for products of another tensor's rows ({pixel_values: image_grid_thw:product}).",
+        convert=rows_given,
+    )
+    micro_batch_by: str | Callable[..., Any] = option(
+        "samples",
+        "how training divides mini-batches: samples into equal numbers of samples; documents at the boundaries of "
+        "documents that are packed in one row, into about equal numbers of tokens; the entries of a mask, such as "
+        "attention_mask:except0, by the lengths of samples, which are sorted, and lose padding that a micro-batch does "
+        "not need, so that micro-batches take about equal time; or a function of the mini-batch and a number that "
+        "returns at most that many micro-batches.",
+        convert=division_given,
+    )
     loss_reduction: Converted[str, str] = option(
         "mean",
         "how the loss combines over samples: mean, sum, or the tensor of the mini-batch over whose entries it is a "
@@ -275,6 +294,9 @@ class Options(SearchOptions):
 
     def __post_init__(self) -> None:
         settle(self)
+        if self.batch_rows:  # which do not count samples
+            dims = {**(self.batch_dims or {}), **dict.fromkeys(self.batch_rows)}
+            object.__setattr__(self, "batch_dims", dims)
         check_together(self)
 
     @property

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from lightning_gpp.capture import Capture, capture_step
+from lightning_gpp.capture.batch import BatchDims
 from lightning_gpp.capture.local_losses import with_local_losses
 from lightning_gpp.capture.refusal import refusal
 from lightning_gpp.errors import ConfigError, PlanError
@@ -44,11 +45,12 @@ def captured_step(
     known: Plan | None = None,
     uncut: Mapping[str, str] = {},
     general: bool = False,
+    dims: BatchDims | None = None,
 ) -> Capture:
     """The captured computation of a step.
 
     `known`: the plan of the run, if there is one. `uncut`: modules that are called whole, with the reasons. `general`:
-    see `capture_step`.
+    see `capture_step`. `dims`: the dimensions that count samples, if not those of the options.
 
     Raises:
         CaptureError: see `capture_step`.
@@ -59,7 +61,7 @@ def captured_step(
         step=step,
         context=context,
         device=device,
-        dims=options.batch_dims,
+        dims=options.batch_dims if dims is None else dims,
         uncut=uncut,
         general=general,
     )

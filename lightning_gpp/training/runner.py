@@ -17,19 +17,23 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_gpp.errors import GPPError
+from lightning_gpp.errors import CaptureError, GPPError
 from lightning_gpp.runtime.stage import MicroBatch
 from lightning_gpp.stages.counts import counted
+from lightning_gpp.stages.division import Division
 from lightning_gpp.stages.step import Invocation
 from lightning_gpp.training.asynchronous import Asynchronous
 from lightning_gpp.training.data.batches import SessionCache, later
 from lightning_gpp.training.host import TRAINING
-from lightning_gpp.training.session import Session
+from lightning_gpp.training.session import Part, Session
 from lightning_gpp.training.sessions import Sessions
 from lightning_gpp.training.tensors.foreign import alone
 
 Outputs = Sequence[tuple[MicroBatch, Any]]
 """The results of the user's step for each micro-batch, in order."""
+
+
+Ways = tuple[tuple[int, int, bool], ...]
 
 
 class Runner:
@@ -52,6 +56,8 @@ class Runner:
         self.current: Session | None = None
         self._sessions = SessionCache[Session](self._job.control.warn)
         self._trained: Session | None = None
+        self._leading: dict[tuple[bytes, Ways], Session] = {}
+        """The sessions with the programs of divided mini-batches, by the trained parameters and the ways of tensors."""
         self._running: dict[str, tuple[Session, int]] = {}
 
     def session(self, step: str, arguments: Sequence[Any]) -> Session:
@@ -61,7 +67,7 @@ class Runner:
             incoming.follow_hooks()
         values = incoming.frozen_values, frozen.since(alone=self._job.control.sole) if frozen else 0
         key = (step, incoming.form), values
-        make = partial(self._new, step, arguments[0], anew=any(values))
+        make = partial(self._new, step, arguments[0], values)
         self.current = session = self._sessions.get(key) or self._sessions.make(key, make, frozen.names)
         return session
 
@@ -80,8 +86,28 @@ class Runner:
         """
         if self._asynchronous is not None:
             return self._train_ahead(self._asynchronous, arguments, weight, accumulated, number)
+        if self._job.division is not None:
+            return self._train_parts(self._job.division, arguments, weight, number)
         session = self.session(TRAINING, arguments)
         return self.flushed(session, arguments, weight, number)
+
+    def _train_parts(self, division: Division, arguments: Sequence[Any], weight: float, number: int) -> Outputs:
+        """Run a mini-batch whose micro-batches have sizes of their own, in one program that all such ones share."""
+        incoming, (batch, *rest) = self._incoming, arguments
+        incoming.follow_hooks()
+        facts, batches = incoming.divided(batch, division)
+        parts = []
+        for place, of_part in enumerate(facts):
+            part = batches[place] if batches else None
+            with incoming.taken_for(of_part):
+                parts.append(Part(self.session(TRAINING, [part, *rest]), part, of_part[0]))
+        if not self.sums:
+            weight *= incoming.batch_size / sum(part.num_samples for part in parts)
+        ways = _ways(parts)
+        leading = self.current = self._leading.setdefault((incoming.trained(), ways), parts[0].session)
+        invocation = self._invocation(leading, rest, number)
+        with on_one_rank():
+            return leading.run_parts(parts, invocation, loss_weight=weight, step=number)
 
     def flushed(self, session: Session, arguments: Sequence[Any], weight: float, number: int) -> Outputs:
         """Run a step that ends with an empty pipeline. Returns its results where it ran."""
@@ -150,6 +176,19 @@ class Runner:
         weights = partial(session.weights_of, size, self._optimizers)
         segment = asynchronous.enter(number, facts, session.lead(size), accumulated, weights)
         return self.ahead(session, arguments, weight, number, segment)
+
+
+def _ways(parts: Sequence[Part]) -> Ways:
+    """The ways of tensors between stages, which all micro-batches of a mini-batch must have in common."""
+    first, *others = (tuple((e.src, e.dst, e.differentiable) for e in part.session.plan.edges) for part in parts)
+    for number, ways in enumerate(others, 1):
+        if ways != first:
+            raise CaptureError(
+                f"Micro-batch {number} of the mini-batch calls other modules than the first one, so that tensors go "
+                "other ways between the stages. Let each have all inputs, or let the step run as a whole: "
+                "strategy.step=whole."
+            )
+    return first
 
 
 @contextmanager

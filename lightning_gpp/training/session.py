@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from copy import copy
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
@@ -15,11 +15,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_gpp.errors import PlanError
+from lightning_gpp.graph import Affine
 from lightning_gpp.plan import Plan
 from lightning_gpp.runtime.executor import Executor
 from lightning_gpp.runtime.random import RandomStreams, undisturbed
 from lightning_gpp.runtime.sharding import StageSync
-from lightning_gpp.runtime.stage import MicroBatch, StageModule
+from lightning_gpp.runtime.stage import Binding, MicroBatch, Slot, StageModule
 from lightning_gpp.runtime.weights import Weights
 from lightning_gpp.runtime.weights.policy import weights_of
 from lightning_gpp.schedules import Program, compile_program
@@ -27,6 +28,7 @@ from lightning_gpp.schedules.actions import COLLECTIVES
 from lightning_gpp.schedules.continuous import streaming_program
 from lightning_gpp.stages import Pipeline, build
 from lightning_gpp.stages.build import Captured, InContext
+from lightning_gpp.stages.counts import shares_of
 from lightning_gpp.stages.step import Invocation, StepRunner
 from lightning_gpp.training.data.batches import flushed_if_need_be
 from lightning_gpp.training.host import TRAINING
@@ -37,6 +39,15 @@ log = logging.getLogger(__name__)
 
 DATA_STREAM = -1
 """The stage number under which the user's step draws its random numbers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A micro-batch of a mini-batch whose micro-batches have sizes of their own. `batch`: where the step runs."""
+
+    session: Session
+    batch: Any
+    num_samples: int
 
 
 class Session:
@@ -78,6 +89,7 @@ class Session:
             stages = job.parallel.stages(stages, states, module)
         self._stages = self._in_context(stages)
         self._executors: dict[tuple[int, bool], Executor] = {}
+        self._bindings: dict[int, Binding] = {}
         self._programs: dict[tuple[int, bool], Program] = {}
         self._meetings: dict[int, int] = {}
         self.latest: Executor | None = None
@@ -88,7 +100,7 @@ class Session:
         """The same session for mini-batches of other sizes, with a pipeline that differs in numbers alone."""
         other = copy(self)  # with the same programs, which know no sizes of tensors
         other.pipeline, other._stages = pipeline, self._in_context(pipeline.stages)
-        other._executors, other.latest = {}, None
+        other._executors, other._bindings, other.latest = {}, {}, None
         return other
 
     def _in_context(self, stages: Sequence[StageModule]) -> list[InContext]:
@@ -174,6 +186,49 @@ class Session:
                 self._tell_not_split(executor)
             return sorted(user_step.outputs, key=lambda output: output[0].start)
 
+    def run_parts(
+        self, parts: Sequence[Part], invoke: Invocation, *, loss_weight: float, step: int
+    ) -> list[tuple[MicroBatch, Any]]:
+        """Run all actions of this rank for a mini-batch whose micro-batches have sizes of their own, see `run`."""
+        plan = self.plan
+        size = plan.stages[plan.step_stage].micro_batch_size * len(parts)
+        together = self._agreed(size)
+        executor = self.latest = self.executor(size, together)
+        whole = nullcontext() if together or self._replicas is None else self._replicas.gathered(self.training)
+        bindings = [part.session.binding(part.num_samples) for part in parts]
+        with self._opened(parts, invoke, step), whole:
+            executor.run(loss_weight=loss_weight, step=step, bindings=bindings)
+            if not self._control.runs_step:
+                return []
+            return [output for lane, part in enumerate(parts) for output in part.session.pipeline.step.close(lane)]
+
+    def binding(self, num_samples: int) -> Binding:
+        """The stages and tensors of a micro-batch of so many samples."""
+        if num_samples not in self._bindings:
+            slots = [[_sized(slot, num_samples) for slot in row] for row in self.pipeline.slots]
+            source = self.pipeline.source if self._control.runs_step else None
+            self._bindings[num_samples] = Binding(
+                stages=self._stages, slots=slots, source=source, num_samples=num_samples
+            )
+        return self._bindings[num_samples]
+
+    @contextmanager
+    def _opened(self, parts: Sequence[Part], invoke: Invocation, step: int) -> Iterator[None]:
+        """Inside, the user's step may run on these micro-batches, each a mini-batch of its own."""
+        if not self._control.runs_step:
+            yield
+            return
+        key = self._streams.key(DATA_STREAM, self._control.pipeline, 0, step)
+        batches, sizes = [part.batch for part in parts], [part.num_samples for part in parts]
+        shares = shares_of(batches, sizes, invoke.counted, self.pipeline.step.dims) or sizes
+        with ExitStack() as stack:
+            for part in parts:
+                stack.callback(part.session.pipeline.step.end)
+            stack.enter_context(self.pipeline.step.alone())
+            for lane, (part, share) in enumerate(zip(parts, shares, strict=True)):
+                part.session.pipeline.step.open(lane, part.batch, invoke, key, part.num_samples, share)
+            yield
+
     @contextmanager
     def _begun(self, batch: Any, invoke: Invocation, batch_size: int, step: int) -> Iterator[StepRunner]:
         """Inside, the user's step may run on this mini-batch, on the rank that runs it."""
@@ -246,6 +301,12 @@ class Session:
         }
         elsewhere = {module.get_parameter(name): stages for name, stages in others.items() if stages}
         return weights_of(program, self._control.device, parameters, optimizers, elsewhere)
+
+
+def _sized(slot: Slot, num_samples: int) -> Slot:
+    """A tensor that crosses a border with the shape for a number of samples."""
+    shape = tuple(Affine(0, size) for size in slot.spec.sizes(num_samples))
+    return replace(slot, spec=replace(slot.spec, shape=shape))
 
 
 def _meetings(program: Program) -> int:

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from lightning_gpp._compat.torch import uncompiled
 from lightning_gpp.capture import Capture
 from lightning_gpp.capture.attributes import Attribute, dotted
-from lightning_gpp.capture.batch import BatchDims, loose_rows, named_tensors, samples_in
+from lightning_gpp.capture.batch import UNCOUNTED, BatchDims, loose_rows, named_tensors, samples_in
 from lightning_gpp.capture.calls import StepCalls
 from lightning_gpp.errors import CaptureError, GPPError, NoNetworkError, ScheduleError, ShapeError
 from lightning_gpp.explained import without_name
@@ -23,6 +23,7 @@ from lightning_gpp.plan import Plan
 from lightning_gpp.runtime.transport import Transport
 from lightning_gpp.schedules.continuous import check_continuous
 from lightning_gpp.stages.build import Captured, Undivided, undivided
+from lightning_gpp.stages.rows import known_rows
 from lightning_gpp.stages.user_step import UserStep
 from lightning_gpp.training.data.batches import outline
 from lightning_gpp.training.data.incoming import FrozenAttributes, Incoming, adopt
@@ -87,23 +88,21 @@ class Sessions:
         if isinstance(captured, Capture) and not site.job.whole:
             self._check_rows(captured.step, example, captured.dims)
 
-    def new(self, step: str, batch: Any, *, anew: bool = False) -> Session:
+    def new(self, step: str, batch: Any, values: tuple[int, ...] = ()) -> Session:
         """A session for the form of the announced mini-batch, which is used only on the rank that runs the step.
 
-        `anew`: attributes that the first capture has frozen are different now.
+        `values`: stand for the values of the attributes that captures have frozen, zeros for those of the first one.
         """
-        first = (self.captured.step, self._form) == (step, self.incoming.form) and not anew
+        first = (self.captured.step, self._form) == (step, self.incoming.form) and not any(values)
         changed = (self._at_capture if first else self.incoming.frozen).changes()
         if first and not self.job.control.share_flag(self.job.control.runs_step and bool(changed)):
-            return self._lengths.kept(step, self._example, self._made(step, self.captured))
+            return self._lengths.kept(step, self._example, values, self._made(step, self.captured))
         example, known, general = self._shared(batch, changed)
 
         def make(other: Any) -> Session:
             return self._made(step, self._captured(step, other, known, general))
 
-        if known or anew or general:
-            return make(example)
-        return self._lengths.session(step, example, make)
+        return make(example) if general else self._lengths.session(step, example, values, make)
 
     def _made(self, step: str, captured: Captured) -> Session:
         if step != TRAINING and isinstance(captured, Capture):
@@ -123,7 +122,8 @@ class Sessions:
         known, held = self.layout.plan, self.layout.placement.devices
         if step == TRAINING:
             return refitted(captured, known, held)
-        return evaluation_plan(captured, known, held, all_cut=made_for_whole(known))
+        uncut = self.job.division is not None
+        return evaluation_plan(captured, known, held, all_cut=made_for_whole(known), uncut=uncut)
 
     def _streams(self, plan: Plan) -> bool:
         """True if the steps of an evaluation follow each other without a flush.
@@ -131,8 +131,8 @@ class Sessions:
         Raises:
             ScheduleError: the user wants that, and it is not possible.
         """
-        wanted = self.job.options.streaming
-        if not wanted or plan.num_devices == 1 or self.job.parallel is not None:
+        wanted, job = self.job.options.streaming, self.job
+        if not wanted or plan.num_devices == 1 or job.parallel is not None or job.division is not None:
             return False
         try:
             check_continuous(plan, plan.batch_size)
@@ -161,7 +161,7 @@ class Sessions:
                 captured = capture_of(self.job, step, example, self.layout.plan, general=general)
                 if isinstance(captured, Capture):
                     self._check_rows(step, example, captured.dims)
-                    self.incoming.depend_on(captured.decided, example)
+                    self.incoming.depend_on(captured.decided, example, captured.dims)
                 return captured
             except CaptureError as error:
                 names, text, remedy = ", ".join(map(dotted, sorted(changed))), str(error), self._remedy(step, example)
@@ -183,8 +183,8 @@ class Sessions:
             raise CaptureError(
                 f"{name!r} has {loose.get(name, samples)} rows for {samples} samples; in an earlier mini-batch it "
                 f"{'had' if name in first_owned else 'did not have'} one for each. If every micro-batch needs all of "
-                f"them, say strategy.batch_dims={{{name}: null}}. If they belong to samples, nobody says which are "
-                "whose."
+                f"them, say strategy.batch_dims={{{name}: null}}. If they belong to samples, say which are whose by "
+                f"strategy.batch_rows={known_rows(self.job.module, example) or dict.fromkeys([name], '...')}."
             )
 
     def _remedy(self, step: str, example: Any) -> str:
@@ -222,8 +222,11 @@ def capture_of(job: Job, step: str, example: Any, known: Plan | None, *, general
         general: see `capture_step`.
     """
     context, parallel = job.host.context(step), job.parallel
-    options, device = job.options, job.device
-    record = partial(captured_step, job.module, example, step, options, context, device, known, general=general)
+    options, device, dims = job.options, job.device, job.dims_in(step)
+    general = general or dims == UNCOUNTED  # micro-batches of a mini-batch go the same way, with any values
+    record = partial(
+        captured_step, job.module, example, step, options, context, device, known, general=general, dims=dims
+    )
     try:
         agreed = partial(agreed_regions, job.control)
         with job.control.mesh.peers():

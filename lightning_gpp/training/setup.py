@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, Final
@@ -38,8 +39,10 @@ from lightning_gpp.runtime.transport import DistributedTransport, pairs_of
 from lightning_gpp.runtime.weights import WeightPolicy, Weights, make_policy
 from lightning_gpp.stages import build
 from lightning_gpp.stages.build import Captured, Undivided
+from lightning_gpp.stages.rows import known_rows
 from lightning_gpp.training.asynchronous import Asynchronous
 from lightning_gpp.training.checks.copies import comparison
+from lightning_gpp.training.checks.divided import check_divided
 from lightning_gpp.training.checks.self_check import check_first
 from lightning_gpp.training.control import Control
 from lightning_gpp.training.data.batches import Feed, outline
@@ -78,6 +81,7 @@ def set_up(job: Job, incoming: Incoming, batch: Any, *, step: str = TRAINING, **
 
     All ranks call this together.
     """
+    job = _with_known_rows(job, incoming, batch, step)
     may_run_whole = can_run_whole(job)
     if step == TRAINING and may_run_whole and made_for_whole(job.options.plan):
         return _set_up(replace(job, whole=True, evaluates_whole=True), incoming, batch, step=step, **given)
@@ -93,6 +97,22 @@ def set_up(job: Job, incoming: Incoming, batch: Any, *, step: str = TRAINING, **
     if not may_run_whole:
         raise refused  # outside of the handler, whose error would be its context, of which it is the cause
     return _set_up_whole(refused, job, incoming, batch, step=step, **given)
+
+
+def _with_known_rows(job: Job, incoming: Incoming, batch: Any, step: str) -> Job:
+    """The job that gives rows to their samples, if the layout of the mini-batch says which are whose."""
+    options, found = job.options, None
+    if step == TRAINING and job.control.first and job.division is None and options.step == "auto" and not job.whole:
+        with suppress(ConfigError):  # other options may not go together with it
+            found = replace(options, batch_rows=known_rows(job.module, batch) or None)
+    rows = job.control.broadcast(found and found.batch_rows)
+    if not rows:
+        return job
+    if job.control.first:
+        job.host.inform(f"Micro-batches get the images of their samples: strategy.batch_rows={dict(rows)}.")
+    job = replace(job, options=replace(options, batch_rows=rows))
+    incoming.count_by(job.options.batch_dims)
+    return job
 
 
 def _set_up_whole(refused: GPPError, job: Job, *arguments: Any, step: str, **given: Any) -> Engine:
@@ -140,20 +160,28 @@ def _set_up(
     if step == TRAINING and job.control.num_processes > 1:
         check_alike({**facts_of_optimizers(optimizers), **job.host.facts()}, job.control.everyone)
     policy = _weight_policy(job.options, optimizers) if step == TRAINING else None
-    example = job.control.broadcast(outline(batch) if job.control.first else None)
+    division = job.division if step == TRAINING else None
+    parts = [] if division is None or not job.control.first else division.parts(batch)
+    example = job.control.broadcast(outline(parts[0] if parts else batch) if job.control.first else None)
     alone = partial(job.control.mesh.peers, alone=True)  # for runs of the step, which only some ranks make
     with alone():
         captured, found_calls = captured_in(job, step, example, calls)
+    number = None
+    if division is not None and isinstance(captured, Capture):
+        number = job.control.broadcast(len(parts))
+        captured = replace(captured, batch_size=captured.batch_size * number, cut=None)
     job = as_captured(job, step, captured, optimizers)
-    form = NO_FORM if job.whole else incoming.form_of(example)
+    form = NO_FORM if job.whole else incoming.form_of(example, job.dims_in(step))
     if isinstance(captured, Capture):
-        incoming.depend_on(captured.decided, example)
+        incoming.depend_on(captured.decided, example, captured.dims)
     batch = job.in_device(batch) if job.control.rank == 0 else batch
     machine = JobMachine(job, footprint or Footprint(), captured)
-    plan = noted_whole(_plan_of_rank_0(job, captured, batch, machine), job.whole)
+    plan = noted_whole(_plan_of_rank_0(job, captured, parts[0] if parts else batch, machine, number), job.whole)
+    if job.division is not None:
+        check_divided(plan)
     facts = {"the captured step": str(captured.fingerprint), "the plan (strategy.plan)": str(plan)}
     check_alike(facts, job.control.everyone)
-    _announce(job, captured, plan)
+    _announce(job, captured, plan, [] if division is None else [division.note(parts)])
     transport = _connect(job, plan, "training")
     if found_calls is not None:
         check_states(found_calls, build(captured, plan, job.module), plan)
@@ -209,14 +237,19 @@ def _weight_policy(options: Options, optimizers: Sequence[Optimizer]) -> WeightP
     return make_policy(options.weights, known, **dict(options.weight_options or {}))
 
 
-def _plan_of_rank_0(job: Job, captured: Captured, batch: Any, machine: JobMachine) -> Plan:
-    """Plan on rank 0 and broadcast the plan or the error: searches in other processes may find other plans."""
+def _plan_of_rank_0(job: Job, captured: Captured, batch: Any, machine: JobMachine, number: int | None) -> Plan:
+    """Plan on rank 0 and broadcast the plan or the error: searches in other processes may find other plans.
+
+    `number`: of the micro-batches of the mini-batch, if they have sizes of their own; `batch` is one of these then.
+    """
     outcome: Plan | GPPError | None = None
     if job.control.first:
         try:
             measured = partial(machine.measured, batch)
             subject = captured if isinstance(captured, Undivided) else part_of_member(captured, machine.look())
             options = ordered_for(job.options, job.whole)
+            if number is not None:
+                options = replace(options, num_micro_batches=number, max_replicas=1)
             outcome = plan_for(subject, options, job.control.num_devices, job.known, measured)
             if job.options.costs == "measured" and job.known is None and not isinstance(captured, Undivided):
                 measured()  # of given stages, too: the predicted times are made of them
@@ -231,8 +264,8 @@ def _plan_of_rank_0(job: Job, captured: Captured, batch: Any, machine: JobMachin
     return outcome
 
 
-def _announce(job: Job, captured: Captured, plan: Plan) -> None:
-    """Show a new plan."""
+def _announce(job: Job, captured: Captured, plan: Plan, notes: Sequence[str]) -> None:
+    """Show a new plan, with notes."""
     if job.known is not None or not job.control.first:
         return
     count = job.control.num_pipelines
@@ -240,7 +273,7 @@ def _announce(job: Job, captured: Captured, plan: Plan) -> None:
         f"The plan{f', {count} pipelines' if count > 1 else ''}:\n{plan_table(plan, width=terminal_width())}"
     )
     remark = plan.notes.get(REMARK)
-    for note in (*captured.notes, *([remark] if remark else [])):
+    for note in (*notes, *captured.notes, *([remark] if remark else [])):
         job.host.inform(wrapped(note, terminal_width(), 0))
 
 

@@ -107,16 +107,15 @@ def warning_for(
     batch: Any = (x, torch.randint(0, 3, (8,), generator=generator))
     captured = capture_step(module, batch)
     plan = manual(captured.graph, [{"modules": ["net", "@step"]}], batch_size=8, micro_batch_size=step_size)
-    samples, total, size = few_samples(plan, batch, 8)
+    undivided, parts = few_samples(plan, batch, 8)
     with undisturbed(), Neutral():
         return difference(
             CutComparison(
                 module=module,
                 step=build(captured, plan, module).step,
                 invocation=Invocation(function=module.training_step),
-                batch=samples,
-                total=total,
-                size=size,
+                undivided=undivided,
+                parts=parts,
                 sums=sums,
                 tolerance=1e-9 if dtype == torch.float64 else 2e-3,
                 epsilon=torch.finfo(dtype).eps,

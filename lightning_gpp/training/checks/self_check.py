@@ -38,7 +38,15 @@ from lightning_gpp.stages.counts import counted
 from lightning_gpp.stages.step import Invocation, StepRunner
 from lightning_gpp.training.checks.copies import given_arguments, silent_copy
 from lightning_gpp.training.checks.results import differing, forget_vectors, norms, projections
-from lightning_gpp.training.checks.undivided import OFF, CutComparison, difference, few_samples, normalises, tried
+from lightning_gpp.training.checks.undivided import (
+    OFF,
+    CutComparison,
+    difference,
+    divided_samples,
+    few_samples,
+    normalises,
+    tried,
+)
 from lightning_gpp.training.control import Control
 from lightning_gpp.training.data.batches import outline
 from lightning_gpp.training.host import TRAINING, Job
@@ -153,7 +161,11 @@ def self_check(job: Job, captured: Capture, plan: Plan, batch: Any, transport: T
         SelfCheckError: on all ranks, naming what differs.
     """
     control, samples = job.control, samples_of(plan, captured.batch_size)
-    part = slice_batch(batch, 0, samples, captured.batch_size, captured.dims) if control.runs_step else None
+    part = None
+    if control.runs_step and job.division is not None:
+        part = job.division.parts(batch)[0]
+    elif control.runs_step:
+        part = slice_batch(batch, 0, samples, captured.batch_size, captured.dims)
     expected, warning, failure = Expected(), "", ""
     combined: Mapping[str, str] = {}
     told: list[str] = []
@@ -167,7 +179,8 @@ def self_check(job: Job, captured: Capture, plan: Plan, batch: Any, transport: T
                 if (comparison := _comparison(job, step, captured, plan, batch, expected.dtype)) is not None:
                     warning = difference(comparison, told.append)
                     combined = comparison.combined
-                if warning and (rows := loose_rows(batch, captured.dims)) and not job.whole:
+                rows = loose_rows(batch, captured.dims) if warning and not job.whole and job.division is None else {}
+                if rows:
                     failure = _rows_of_others(rows, captured.batch_size, warning)
             del whole
         if failure := _anywhere(control, failure):
@@ -189,8 +202,8 @@ def _rows_of_others(rows: Mapping[str, int], samples: int, difference: str) -> s
     name, count = next(iter(rows.items()))
     return (
         f"{name!r} has {counted_in(count, 'row')} for {counted_in(samples, 'sample')}. If they belong to samples, such "
-        "as several images to each, nobody says which are whose; if every micro-batch needs all of them, say "
-        f"strategy.batch_dims={{{name}: null}}. {difference.removesuffix(OFF).strip()}"
+        f"as several images to each, say which are whose by strategy.batch_rows={{{name}: ...}}; if every micro-batch "
+        f"needs all of them, say strategy.batch_dims={{{name}: null}}. {difference.removesuffix(OFF).strip()}"
     )
 
 
@@ -212,7 +225,7 @@ class Expected:
 
 def _invocation(job: Job, captured: Capture, module: nn.Module) -> Invocation:
     function, rest = captured.called_on(module)
-    by = counted(job.options.loss_reduction)
+    by = None if job.whole else counted(job.options.loss_reduction)
     return Invocation(function=function, rest=rest, around=job.host.around(TRAINING), counted=by)
 
 
@@ -248,15 +261,17 @@ def _comparison(
 ) -> CutComparison | None:
     if job.whole and captured.graph.mixes_samples:  # then network calls are not cut
         return None
-    samples, total, size = few_samples(plan, batch, captured.batch_size, captured.dims)
     precision = least_precise(job, captured, dtype)
+    if job.division is not None:
+        undivided, parts = divided_samples(job.division, batch)
+    else:
+        undivided, parts = few_samples(plan, batch, captured.batch_size, captured.dims)
     return CutComparison(
         module=step.module,
         step=step,
         invocation=_invocation(job, captured, step.module),
-        batch=samples,
-        total=total,
-        size=size,
+        undivided=undivided,
+        parts=parts,
         sums=job.options.loss_reduction == "sum" and not job.whole,
         tolerance=TOLERANCES[precision],
         epsilon=torch.finfo(precision).eps,

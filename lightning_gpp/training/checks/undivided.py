@@ -12,19 +12,21 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 
 from lightning_gpp._compat.torch import BatchNorm
-from lightning_gpp.capture.batch import GUESSED, BatchDims, slice_batch
+from lightning_gpp.capture.batch import GUESSED, UNCOUNTED, BatchDims, samples_in, slice_batch
 from lightning_gpp.capture.captured import loss_of
 from lightning_gpp.plan import Plan
 from lightning_gpp.plan_parts import even_parts
 from lightning_gpp.runtime.random import Draws, NoShare, python_streams
 from lightning_gpp.runtime.stage import MicroBatch
-from lightning_gpp.stages.counts import Counted, candidates
+from lightning_gpp.stages.counts import Counted, candidates, shares_of
+from lightning_gpp.stages.division import Division
 from lightning_gpp.stages.step import Invocation, StepRunner
 from lightning_gpp.training.checks.results import (
     Logged,
@@ -99,6 +101,23 @@ class Result:
         return math.hypot(*self.norms)
 
 
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Samples `[start, stop)` of a batch of `total` samples, of which all together are compared. `offset`: the number
+    of its first sample among these.
+    """
+
+    batch: Any
+    start: int
+    stop: int
+    total: int
+    offset: int
+
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CutComparison:
     """A few samples, undivided and in micro-batches.
@@ -107,9 +126,8 @@ class CutComparison:
         module: a copy of the module, with its parameters.
         step: the unsplit step of the module.
         invocation: the call of the user's step.
-        batch: the samples.
-        total: their number.
-        size: samples of a micro-batch.
+        undivided: the samples.
+        parts: the same in micro-batches.
         sums: whether losses of micro-batches are added instead of averaged.
         tolerance: relative difference of the losses that rounding explains.
         epsilon: machine epsilon of the least precise type that gradients pass through.
@@ -123,14 +141,23 @@ class CutComparison:
     module: nn.Module
     step: StepRunner
     invocation: Invocation
-    batch: Any
-    total: int
-    size: int
+    undivided: Piece
+    parts: Sequence[Piece]
     sums: bool
     tolerance: float
     epsilon: float
     of_calls: bool = False
     combined: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def total(self) -> int:
+        """Samples that are compared."""
+        return sum(part.size for part in self.parts)
+
+    @property
+    def size(self) -> int:
+        """Samples of the largest micro-batch."""
+        return max(part.size for part in self.parts)
 
     def warning(self) -> str:
         """A warning with the difference and the remedy; empty if there is none."""
@@ -184,7 +211,8 @@ class CutComparison:
 
     def _counting(self) -> list[Counted]:
         """The entries over which the loss may be a mean: with them micro-batches have the gradient of all samples."""
-        kinds = candidates(self.batch, self.total, self.step.dims)
+        dims = GUESSED if self.step.dims == UNCOUNTED else self.step.dims
+        kinds = candidates(self.undivided.batch, self.undivided.total, dims)
         return next(filter(None, ([by for by in kind if self._is_right(by)] for kind in kinds)), [])
 
     def _is_right(self, by: Counted) -> bool:
@@ -194,7 +222,7 @@ class CutComparison:
     def _both(self) -> tuple[Result, Result]:
         draws = Draws(self.total)
         with draws:
-            whole, parts = self._run(draws, [(0, self.total)]), self._run(draws, even_parts(self.total, self.size))
+            whole, parts = self._run(draws, [self.undivided]), self._run(draws, self.parts)
         if len(whole.drawn | parts.drawn) > 1:
             raise NoShare("the number of draws from Python's or NumPy's stream depends on the samples")
         return whole, parts
@@ -203,38 +231,55 @@ class CutComparison:
         """The undivided samples, with the state that the runs before have left in the module."""
         draws = Draws(self.total)
         with draws:
-            return self._run(draws, [(0, self.total)])
+            return self._run(draws, [self.undivided])
 
-    def _run(self, draws: Draws, parts: Sequence[tuple[int, int]]) -> Result:
+    def _run(self, draws: Draws, parts: Sequence[Piece]) -> Result:
         self.module.zero_grad()
-        losses, shares, logged, drawn = list[float](), list[float](), Logged(), set[tuple[object, ...]]()
-        for start, stop in parts:
+        losses, logged, drawn = list[float](), Logged(), set[tuple[object, ...]]()
+        sizes = [part.size for part in parts]
+        shares = self._shares(parts, sizes)
+        for part, share in zip(parts, shares, strict=True):
             with ExitStack() as stack, torch.enable_grad(), logged.recorded(self.module):
                 if len(parts) > 1:
-                    stack.enter_context(draws.share(start, stop))
-                loss, counting, streams = self._loss_of(start, stop)
-                (loss * (1.0 if self.sums else (stop - start) / self.total)).backward()
+                    stack.enter_context(draws.share(part.offset, part.offset + part.size))
+                loss, streams = self._loss_of(part, share)
+                (loss * (1.0 if self.sums else part.size / sum(sizes))).backward()
                 losses.append(loss.item())
-                shares.append(counting)
                 drawn.add(streams)
-        sizes = [stop - start for start, stop in parts]
         return Result(losses, sizes, shares, projections(self.module), norms(self.module), logged, drawn)
 
-    def _loss_of(self, start: int, stop: int) -> tuple[Tensor, float, tuple[object, ...]]:
-        """The loss of some samples, what they count for, and the states of random streams after it."""
-        self.step.begin(self.batch, self.invocation, seed=0, total=self.total)
-        micro_batch = MicroBatch(0, start, stop, self.total)
-        loss, counting = loss_of(self.step.whole(micro_batch)), self.step.share(micro_batch)
+    def _shares(self, parts: Sequence[Piece], sizes: Sequence[int]) -> list[float]:
+        """The samples that these count for."""
+        dims = self.step.dims
+        batches = [slice_batch(part.batch, part.start, part.stop, part.total, dims) for part in parts]
+        return shares_of(batches, sizes, self.invocation.counted, dims) or list(map(float, sizes))
+
+    def _loss_of(self, part: Piece, share: float) -> tuple[Tensor, tuple[object, ...]]:
+        """The loss of some samples, and the states of random streams after it."""
+        self.step.begin(part.batch, self.invocation, seed=0, total=part.total, share=share)
+        loss = loss_of(self.step.whole(MicroBatch(0, part.start, part.stop, part.total)))
         streams = python_streams()
         self.step.end()
-        return loss, counting, streams
+        return loss, streams
 
 
-def few_samples(plan: Plan, batch: Any, batch_size: int, dims: BatchDims = GUESSED) -> tuple[Any, int, int]:
-    """The samples to compare, their number, and that of a micro-batch; as many if the step's stage does not cut any."""
+def few_samples(plan: Plan, batch: Any, batch_size: int, dims: BatchDims = GUESSED) -> tuple[Piece, list[Piece]]:
+    """The samples to compare, and these in micro-batches; in one if the step's stage does not cut any."""
     size = min(SAMPLES, plan.stages[plan.step_stage].micro_batch_size)
     total = min(2 * size, batch_size) if plan.stages[plan.step_stage].micro_batch_size < batch_size else size
-    return slice_batch(batch, 0, total, batch_size, dims), total, size
+    few = slice_batch(batch, 0, total, batch_size, dims)
+    return Piece(few, 0, total, total, 0), [Piece(few, *part, total, part[0]) for part in even_parts(total, size)]
+
+
+def divided_samples(division: Division, batch: Any) -> tuple[Piece, list[Piece]]:
+    """The same for micro-batches with sizes of their own."""
+    few = division.few(batch, 2 * SAMPLES)
+    parts = division.parts(few, 2)
+    sizes = [samples_in(part, division.dims) for part in parts]
+    offsets = [0, *accumulate(sizes)]
+    total = samples_in(few, division.dims)
+    pieces = [Piece(part, 0, size, size, at) for part, size, at in zip(parts, sizes, offsets, strict=False)]
+    return Piece(few, 0, total, total, 0), pieces
 
 
 def tried(message: str, works: Callable[[], bool]) -> str:
@@ -247,7 +292,7 @@ def difference(comparison: CutComparison, inform: Callable[[str], None] = log.in
 
     `inform`: told of steps that cannot be compared because of what they draw.
     """
-    if comparison.total <= comparison.size:
+    if len(comparison.parts) < 2:
         return ""
     try:
         return comparison.warning()

@@ -35,8 +35,9 @@ from lightning_gpp.capture.attributes import (
     same_contents,
     same_value,
 )
-from lightning_gpp.capture.batch import GUESSED, BatchDims, samples_in
+from lightning_gpp.capture.batch import GUESSED, UNCOUNTED, BatchDims, samples_in
 from lightning_gpp.capture.known_values import values_at
+from lightning_gpp.stages.division import Division
 from lightning_gpp.training.control import Control
 from lightning_gpp.training.data.batches import Facts, Feed, outer_form, signature
 
@@ -241,6 +242,10 @@ class Incoming:
         self._decided: dict[int, dict[int, int]] = {}
         self.follow()
 
+    def count_by(self, dims: BatchDims | None) -> None:
+        """Count samples along other dimensions."""
+        self._dims = dims or GUESSED
+
     def follow(self) -> None:
         """Take up the module's parameters again after they were replaced."""
         self.parameters = list(self.module.parameters())
@@ -278,6 +283,29 @@ class Incoming:
         self.batch_size, self.form = rows[0]
         return bool(self.facts)
 
+    def divided(self, batch: Any, division: Division) -> tuple[list[tuple[int, int, bool]], list[Any]]:
+        """The samples and forms of the micro-batches of the announced mini-batch, on all ranks, with whether they have
+        other values (`has_others`); and on the rank that runs the step, the micro-batches.
+        """
+        facts, parts = list[tuple[int, int, bool]](), list[Any]()
+        if self.control.runs_step:
+            parts, trained = division.parts(batch), _flags_number(self._announced)
+            for part in parts:
+                form = signature(part, UNCOUNTED)
+                other = self._has_others(part, form)
+                facts.append((samples_in(part, self._dims), form ^ trained ^ (_OTHERS * other), other))
+        return self.control.share_object(facts), parts
+
+    @contextmanager
+    def taken_for(self, facts: tuple[int, int, bool]) -> Iterator[None]:
+        """Inside, a micro-batch is the latest mini-batch announced."""
+        before = self.batch_size, self.form, self.has_others
+        self.batch_size, self.form, self.has_others = facts
+        try:
+            yield
+        finally:
+            self.batch_size, self.form, self.has_others = before
+
     def follow_hooks(self) -> None:
         """Note in the form which parameters hooks have frozen or unfrozen since the announcement, on all ranks.
 
@@ -298,9 +326,9 @@ class Incoming:
             self._known[key] = described
         return described
 
-    def form_of(self, batch: Any) -> int:
+    def form_of(self, batch: Any, dims: BatchDims | None = None) -> int:
         """Fingerprint of all that a capture depends on: the batch's structure, and the set of trained parameters."""
-        return signature(batch, self._dims) ^ _flags_number(self.trained())
+        return signature(batch, self._dims if dims is None else dims) ^ _flags_number(self.trained())
 
     def _facts_of(self, batches: Sequence[Any]) -> list[tuple[int, int]]:
         """Samples and form of consecutive mini-batches; each is looked at once, when it is announced first."""
@@ -314,9 +342,9 @@ class Incoming:
             (size, form ^ trained ^ (_OTHERS * other)) for (size, form), other in zip(described, others, strict=True)
         ]
 
-    def depend_on(self, decided: Mapping[int, int], batch: Any) -> None:
+    def depend_on(self, decided: Mapping[int, int], batch: Any, dims: BatchDims) -> None:
         """Note that a capture is valid only for batches of this form that have these values, see `Capture.decided`."""
-        known = self._decided.setdefault(signature(batch, self._dims), {}) if decided else {}
+        known = self._decided.setdefault(signature(batch, dims), {}) if decided else {}
         for leaf, value in decided.items():
             known.setdefault(leaf, value)
 

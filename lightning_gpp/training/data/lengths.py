@@ -38,7 +38,7 @@ Sizes = tuple[int, ...]
 """The sizes of a mini-batch besides the number of samples: those of all dimensions of its tensors."""
 
 _MOST: Final = 16
-"""Captured lengths of one kind of mini-batch that others are made from."""
+"""Captured lengths of one kind of mini-batch that others are made from; and kinds, of which the latest are kept."""
 _ROUNDING: Final = 1e-3
 """Errors of whole numbers that were computed."""
 
@@ -53,25 +53,25 @@ class KnownLengths:
     """
 
     def __init__(self, job: Job, incoming: Incoming, flushes: bool) -> None:
-        self._dims, self._incoming = job.options.batch_dims, incoming
+        self._dims, self._incoming = job.dims_in, incoming
         self._apart = job.parallel is not None or not flushes
         self._groups: dict[Hashable, list[Lengths]] = {}
 
-    def kept(self, step: str, example: Any, session: Session) -> Session:
-        """Note the session for the first length of a step, and return it."""
+    def kept(self, step: str, example: Any, values: Hashable, session: Session) -> Session:
+        """Note the session for the first length of a step, and return it. `values`: see `Sessions.new`."""
         if not self._apart:
-            key, sizes = self._described(step, example)
+            key, sizes = self._described(step, example, values)
             self._add(key, sizes, session)
         return session
 
-    def session(self, step: str, example: Any, make: Callable[[Any], Session]) -> Session:
+    def session(self, step: str, example: Any, values: Hashable, make: Callable[[Any], Session]) -> Session:
         """A session for a mini-batch of a new form. `make`: captures a mini-batch without memory.
 
         All ranks call this together, with the same mini-batch.
         """
         if self._apart:
             return make(example)
-        key, sizes = self._described(step, example)
+        key, sizes = self._described(step, example, values)
         serving = [lengths for lengths in self._groups.get(key, ()) if lengths.serves(example)]
         found = _first(serving, sizes)
         if found is None and self._reaches_beyond(key, serving, sizes, example, make):
@@ -98,14 +98,16 @@ class KnownLengths:
             return not lengths.tried
         return False
 
-    def _described(self, step: str, example: Any) -> tuple[Hashable, Sizes]:
-        kind, sizes = kind_and_sizes(example, self._dims)
-        return (step, kind, self._incoming.trained()), sizes
+    def _described(self, step: str, example: Any, values: Hashable) -> tuple[Hashable, Sizes]:
+        kind, sizes = kind_and_sizes(example, self._dims(step))
+        return (step, kind, self._incoming.trained(), values), sizes
 
     def _add(self, key: Hashable, sizes: Sizes, session: Session) -> Lengths | None:
         """Add a captured length to those that it is like; returns these."""
         if session.plan.is_sliced or not may_be_resized(session.pipeline):
             return None
+        if key not in self._groups and len(self._groups) == _MOST:
+            del self._groups[next(iter(self._groups))]
         groups = self._groups.setdefault(key, [])
         alike = next((lengths for lengths in groups if lengths.add(sizes, session)), None)
         if alike is None:
@@ -163,8 +165,9 @@ class Lengths:
         if self.tried or not 2 <= len(points) < _MOST or _between(points, at):
             return None
         step = at - points[np.abs(points - at).sum(axis=1).argmax()]
-        times = int(at.max() // max(1, np.abs(step).max()))
-        other = at + step * max(1, times if step.sum() > 0 else times // 2)
+        reach = at.max() if step.sum() > 0 else at.max() // 2
+        step = _smallest(step, points - at)
+        other = at + step * max(1, reach // max(1, np.abs(step).max()))
         return tuple(other.tolist()) if (other >= np.minimum(at, 2)).all() else None
 
 
@@ -195,6 +198,15 @@ def _on_line(points: Array, values: Array, at: Array) -> list[int] | None:
     found = at @ factors
     errors = np.abs(np.concatenate([(points @ factors - values).ravel(), found - found.round()]))
     return [int(number) for number in found.round()] if (errors < _ROUNDING).all() else None
+
+
+def _smallest(step: NDArray[np.int64], others: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The smallest step in this direction that is a multiple of the greatest common divisor of others in all sizes."""
+    unit = step // max(1, int(np.gcd.reduce(step)))
+    divisors = np.gcd.reduce(others, axis=0)
+    factors = np.where(unit == 0, 1, divisors // np.maximum(1, np.gcd(divisors, unit)))
+    smallest: NDArray[np.int64] = unit * np.lcm.reduce(np.maximum(1, factors))
+    return smallest
 
 
 def _between(points: Array, at: Array) -> bool:
