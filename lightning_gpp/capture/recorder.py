@@ -52,6 +52,11 @@ BATCH = "batch"
 
 _READS = {"item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "__array__", "is_nonzero"}
 
+_ASSERTED = "_is_all_true"
+"""The operator by which torch reads the condition of an assertion on a tensor (`torch._check_tensor_all`). It holds in
+recordings, and is not looked at where a forward is cut.
+"""
+
 _GRADIENT_HOOKS = {"register_hook", "retain_grad"}
 
 
@@ -317,7 +322,9 @@ class Recorder(TorchFunctionMode):
             self.uses.extend(ref for ref in found if ref in answers or self.recording.calls[ref.call].scope == -1)
 
     def _read(self, name: str, tensor: torch.Tensor) -> Any:
-        line = user_line()
+        line, made = user_line(), self.call_that_made(tensor)
+        if made is not None and made.target.endswith(_ASSERTED):
+            return True
         if self.scope != -1:
             raise refusal(
                 line,
