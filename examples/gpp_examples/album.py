@@ -1,7 +1,7 @@
 """A small vision-language model (LLaVA) reads albums of one to three pictures of digits, and writes what it sees.
 
-Albums have different numbers of pictures, which all lie in one tensor, and texts of different lengths: micro-batches get
-the pictures of their samples, and count by the digits that they write (`strategy.loss_reduction=labels:shifted`).
+Albums have different numbers of pictures, which all lie in one tensor, and texts of different lengths. Micro-batches
+get the pictures of their samples, and count by the digits that they write (`strategy.loss_reduction=labels:shifted`).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def collate(samples: list[Album]) -> dict[str, Tensor]:
 
 
 class Albums(Loaders):
-    """Mini-batches of `input_ids`, `attention_mask`, `labels` `[batch, tokens]` and `pixel_values` `[pictures, 3, 8, 8]`."""
+    """Mini-batches of `input_ids`, `attention_mask`, `labels` `[batch, tokens]`, and pictures `[pictures, 3, 8, 8]`."""
 
     def __init__(self, batch_size: int = 32, seed: int = 0) -> None:
         super().__init__(batch_size, collate, drop_last=True)

@@ -43,6 +43,14 @@ class ChecksFirst(Inner):
         return super().forward(x, y)
 
 
+class Asserts(Inner):
+    """An assertion on a tensor decides nothing."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        torch._check_tensor_all(x.isfinite(), lambda: "not finite")
+        return F.mse_loss(self.b(self.a(x).tanh()), y)
+
+
 class Wrapped(Base):
     stages = [["net.a"], ["net.b"]]
 
@@ -208,4 +216,13 @@ def test_caches_keep_no_fake_tensors() -> None:
     module = Cached().double()
     captured = capture_step(module, zoo.batch())
     assert _positions(8).sum().item() == 3.5
+    assert_transparent(module, captured, chain_of(captured, module.stages), zoo.batch())
+
+
+def test_a_forward_with_an_assertion_on_a_tensor_is_cut() -> None:
+    torch.manual_seed(0)
+    module = Wrapped(Asserts()).double()
+    captured = capture_step(module, zoo.batch())
+    assert not captured.uncut
+    assert not captured.opened
     assert_transparent(module, captured, chain_of(captured, module.stages), zoo.batch())
