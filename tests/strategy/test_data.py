@@ -47,7 +47,9 @@ class Unreadable(Dataset[Any]):
 
 
 def test_data_that_fail_at_once_are_told_with_the_line() -> None:
-    told = r"cannot make their first mini-batch: FileNotFoundError: 0\.png is not there \(.*test_data\.py:\d+\)\.$"
+    told = (
+        r"cannot make their first mini-batch: FileNotFoundError: 0\.png is not there \(.*test_data\.py:\d+\)\. \(gpp-"
+    )
     with pytest.raises(ConfigError, match=told):
         peek(DataLoader(Unreadable(), batch_size=2))
 

@@ -71,7 +71,7 @@ class Masked(TwoTowers):
 
     def loss(self, batch: Any) -> tuple[Tensor, Tensor]:
         logits = self(batch[0], batch[1])
-        return F.cross_entropy(logits, batch[2].where(batch[0][:, 0] > 0, -100)), logits
+        return F.cross_entropy(logits, batch[2].where(batch[0][:, 0] > -1, -100)), logits
 
 
 class Sums(TwoTowers):

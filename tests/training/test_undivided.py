@@ -40,7 +40,7 @@ class Sum(Base):
 
 class Masked(Base):
     def training_step(self, batch: tuple[Tensor, Tensor]) -> Tensor:
-        return F.cross_entropy(self.net(batch[0]), batch[1].where(batch[0][:, 0] > 0, -100))
+        return F.cross_entropy(self.net(batch[0]), batch[1].where(batch[0][:, 0] > -1, -100))
 
 
 class Contrastive(Base):
