@@ -26,7 +26,7 @@ from lightning_gpp.capture.batch import (
     samples_in,
 )
 from lightning_gpp.errors import ConfigError
-from lightning_gpp.plan_parts import even_parts
+from lightning_gpp.plan_parts import even_parts, share_of
 from lightning_gpp.stages.counts import Counted
 from lightning_gpp.stages.rows import RowOwner, rows_of_samples
 
@@ -80,6 +80,13 @@ class Division:
         lengths = _Lengths.of(self.by, batch, total, self.dims)
         groups = equal_work(lengths.of_samples, number)
         return [lengths.trimmed(part) for part in self._chosen(batch, groups)]
+
+    def sizes(self, parts: Sequence[Any]) -> list[int]:
+        """The samples of micro-batches; of packed rows shares of a constant number, because all rows count alike."""
+        if self.by == DOCUMENTS:
+            shares = (share_of(self.number, place, len(parts)) for place in range(len(parts)))
+            return [stop - start for start, stop in shares]
+        return [samples_in(part, self.dims) for part in parts]
 
     def few(self, batch: Any, most: int) -> Any:
         """A mini-batch with the first samples, at most so many, for a comparison; a function gets all."""

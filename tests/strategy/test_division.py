@@ -147,7 +147,7 @@ LENGTHS = [[3, 1, 7, 2], [2, 6, 1, 4], [5, 5, 1, 3], [1, 4, 6, 2], [8, 2, 3, 1],
 KINDS: dict[str, tuple[type[Language], dict[str, Any]]] = {
     "rows": (Pictures, {"batch_rows": {"pixels": "ids:only1"}, "loss_reduction": "labels"}),
     "work": (Language, {"micro_batch_by": "mask:except0", "loss_reduction": "labels"}),
-    "documents": (Packed, {"micro_batch_by": "documents", "loss_reduction": "labels"}),
+    "documents": (Packed, {"micro_batch_by": "documents", "loss_reduction": "labels", "num_micro_batches": 4}),
     "function": (Graphs, {"micro_batch_by": graphs}),
 }
 STAGES: dict[type[Language], dict[str, int]] = {Graphs: {"into": 0, "out": 1}}

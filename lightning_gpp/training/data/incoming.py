@@ -290,10 +290,10 @@ class Incoming:
         facts, parts = list[tuple[int, int, bool]](), list[Any]()
         if self.control.runs_step:
             parts, trained = division.parts(batch), _flags_number(self._announced)
-            for part in parts:
+            for part, size in zip(parts, division.sizes(parts), strict=True):
                 form = signature(part, UNCOUNTED)
                 other = self._has_others(part, form)
-                facts.append((samples_in(part, self._dims), form ^ trained ^ (_OTHERS * other), other))
+                facts.append((size, form ^ trained ^ (_OTHERS * other), other))
         return self.control.share_object(facts), parts
 
     @contextmanager
