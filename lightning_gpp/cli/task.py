@@ -17,6 +17,7 @@ from lightning_gpp.errors import ConfigError
 from lightning_gpp.plan import Plan
 from lightning_gpp.planning import Prediction, count_pipelines, devices_per_pipeline
 from lightning_gpp.planning.problem.prediction import memory_limits
+from lightning_gpp.reports.terminal import SEARCHING, working
 from lightning_gpp.strategy import GPPStrategy
 from lightning_gpp.training.host import TRAINING
 from lightning_gpp.training.measured.machine import Machine, of_groups, resolved, simulated, without_flush
@@ -47,7 +48,8 @@ def predict(task: Task) -> Prediction:
         PlanError: nothing fits the devices.
     """
     step, options, number = task.subject.step, task.options, task.num_devices
-    plan, prediction = planned(step, options, lambda: task.machine, number, num_pipelines=task.num_pipelines)
+    with working(SEARCHING):
+        plan, prediction = planned(step, options, lambda: task.machine, number, num_pipelines=task.num_pipelines)
     if prediction is not None:
         return replace(prediction, plan=noted_whole(plan, task.subject.whole))
     check_devices(plan, task.num_devices)

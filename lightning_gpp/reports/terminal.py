@@ -5,12 +5,15 @@ from __future__ import annotations
 import io
 import shutil
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Final
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
+
+SEARCHING: Final = "Searching for a plan; strategy.search_seconds limits it"
 
 PIPE: Final = 100
 """Characters of a line if there is no terminal, and COLUMNS is not set."""
@@ -28,6 +31,14 @@ _JOINT: Final = "\N{NO-BREAK SPACE}"
 def terminal_width() -> int:
     """Characters of a line: COLUMNS, or those of the terminal."""
     return max(NARROWEST, shutil.get_terminal_size((PIPE, 24)).columns)
+
+
+@contextmanager
+def working(text: str) -> Iterator[None]:
+    """Inside, a terminal shows what takes a while; nothing else does."""
+    console = Console(stderr=True)
+    with console.status(text) if console.is_terminal else nullcontext():
+        yield
 
 
 def together(text: str) -> str:

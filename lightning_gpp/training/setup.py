@@ -34,7 +34,7 @@ from lightning_gpp.errors import (
 from lightning_gpp.plan import Plan
 from lightning_gpp.planning.search import REMARK
 from lightning_gpp.reports import plan_table, terminal_width
-from lightning_gpp.reports.terminal import wrapped
+from lightning_gpp.reports.terminal import SEARCHING, working, wrapped
 from lightning_gpp.runtime.transport import DistributedTransport, pairs_of
 from lightning_gpp.runtime.weights import WeightPolicy, Weights, make_policy
 from lightning_gpp.stages import build
@@ -250,7 +250,8 @@ def _plan_of_rank_0(job: Job, captured: Captured, batch: Any, machine: JobMachin
             options = ordered_for(job.options, job.whole)
             if number is not None:
                 options = replace(options, num_micro_batches=number, max_replicas=1)
-            outcome = plan_for(subject, options, job.control.num_devices, job.known, measured)
+            with working(SEARCHING):
+                outcome = plan_for(subject, options, job.control.num_devices, job.known, measured)
             if job.options.costs == "measured" and job.known is None and not isinstance(captured, Undivided):
                 measured()  # of given stages, too: the predicted times are made of them
         except MicroBatchesError as error:
