@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_gpp._compat.lightning_module import trainer_of
-from lightning_gpp.capture.batch import GUESSED, BatchDims, batch_size_of, cut_note, cut_of
+from lightning_gpp.capture.batch import GUESSED, BatchDims, batch_size_of, cut_note, cut_of, loose_rows
 from lightning_gpp.capture.known_values import is_present, uniform_values
 from lightning_gpp.capture.merge import input_specs, merge
 from lightning_gpp.capture.network import Network, extract
@@ -42,7 +42,8 @@ class Capture:
     those that every micro-batch gets; None if the batch is a micro-batch. `decided`: the values of uniform tensors
     of the batch by which forwards have decided, by number; batches with others there need another capture, see
     `uniform_values`. `dims`: what the user said about the dimensions that count samples. `function`: what was
-    captured, if it is not the step.
+    captured, if it is not the step. `loose`: whether tensors of the batch have rows of which nobody says whose they
+    are, see `loose_rows`.
     """
 
     graph: OperatorGraph
@@ -57,6 +58,7 @@ class Capture:
     decided: Mapping[int, int] = field(default_factory=dict)
     dims: BatchDims = field(default_factory=dict)
     function: StepFunction | None = None
+    loose: bool = False
 
     def called_on(self, module: nn.Module, batch_idx: int = 0) -> tuple[Callable[..., Any], list[int]]:
         """The captured step, as a function of the samples for this module, and its arguments after these."""
@@ -202,6 +204,7 @@ def _capture(subject: Subject, uniform: Mapping[int, int], changes: Changes) -> 
         decided={leaf: uniform[leaf] for leaf in base.recording.decided_by() | other_size.recording.decided_by()},
         dims=subject.dims,
         function=subject.function,
+        loose=bool(loose_rows(batch, subject.dims)),
     )
 
 

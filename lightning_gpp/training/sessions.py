@@ -122,7 +122,7 @@ class Sessions:
         known, held = self.layout.plan, self.layout.placement.devices
         if step == TRAINING:
             return refitted(captured, known, held)
-        uncut = self.job.division is not None
+        uncut = self.job.division is not None or (isinstance(captured, Capture) and captured.loose)
         return evaluation_plan(captured, known, held, all_cut=made_for_whole(known), uncut=uncut)
 
     def _streams(self, plan: Plan) -> bool:
