@@ -192,3 +192,17 @@ def test_training_is_that_of_one_process(reports: dict[str, Report], name: str) 
     assert losses == pytest.approx(expected, rel=1e-12)
     assert metrics == pytest.approx(known, rel=1e-12)
     assert not [text for text in told if "undivided" in text or "whole" in text], told
+
+
+def validated(rank: int, world: int) -> float:
+    """The loss of validation alone, for which nobody says whose rows are whose."""
+    module = Pictures().double()
+    torch.manual_seed(1)
+    loader = DataLoader([Pictures.batch(LENGTHS[0])], batch_size=None)
+    strategy: Any = harness.strategy(stages=STAGES[Pictures], num_micro_batches=2) if world > 1 else "auto"
+    trainer = harness.trainer(strategy, world, use_distributed_sampler=False)
+    return trainer.validate(module, loader, verbose=False)[0]["val"]
+
+
+def test_evaluation_does_not_cut_rows_that_may_belong_to_samples() -> None:
+    assert harness.run(2, validated, 2)[0] == pytest.approx(validated(0, 1), rel=1e-12)
