@@ -118,10 +118,14 @@ class Samples:
 
         return pytree.tree_unflatten([other(node, dim) for _, node, dim in self.leaves], self._structure)
 
-    def chosen(self, samples: Sequence[int], rows: Mapping[str, Sequence[int]]) -> Any:
-        """The batch with these samples, and these rows of other tensors, by their paths."""
+    def chosen(
+        self, samples: Sequence[int], rows: Mapping[str, Sequence[int]], made: Mapping[str, torch.Tensor]
+    ) -> Any:
+        """The batch with these samples, these rows of other tensors, and others in place of some, by their paths."""
 
         def other(name: str, node: Any, dim: Any) -> Any:
+            if name in made:
+                return made[name].to(node)
             if name in rows:
                 return _rows_of(node, 0, rows[name])
             if dim is _LIST:

@@ -25,10 +25,11 @@ from lightning_gpp.capture.batch import (
     named_parts,
     samples_in,
 )
-from lightning_gpp.errors import ConfigError
+from lightning_gpp.errors import ConfigError, did_you_mean
 from lightning_gpp.plan_parts import even_parts, share_of
 from lightning_gpp.stages.counts import Counted
-from lightning_gpp.stages.rows import RowOwner, rows_of_samples
+from lightning_gpp.stages.rows import RowOwner, index_owners, rows_of_samples
+from lightning_gpp.wording import with_article
 
 SAMPLES: Final = "samples"
 DOCUMENTS: Final = "documents"
@@ -70,7 +71,7 @@ class Division:
         """
         number = self.number if number is None else number
         if callable(self.by):
-            return _given(self.by, batch, number)
+            return self._given(self.by, batch, number)
         if self.by == DOCUMENTS:
             return documents(batch, number)
         total = batch_size_of(batch, self.dims)
@@ -100,10 +101,49 @@ class Division:
     def _chosen(self, batch: Any, groups: Sequence[Sequence[int]]) -> list[Any]:
         total = batch_size_of(batch, self.dims)
         samples, rows = Samples(batch, total, self.dims), rows_of_samples(batch, total, self.owners)
-        return [
-            samples.chosen(group, {name: [r for i in group for r in own[i]] for name, own in rows.items()})
-            for group in groups
-        ]
+        indices = index_owners(batch, total, self.owners)
+
+        def part(group: Sequence[int]) -> Any:
+            own = {name: [row for sample in group for row in of[sample]] for name, of in rows.items()}
+            counts = {path: torch.tensor([len(rows[name][i]) for i in group]) for path, name in indices.items()}
+            made = {path: torch.arange(len(group)).repeat_interleave(count) for path, count in counts.items()}
+            return samples.chosen(group, own, made)
+
+        return [part(group) for group in groups]
+
+    def _given(self, divide: Divide, batch: Any, number: int) -> list[Any]:
+        found, name = divide(batch, number), getattr(divide, "__qualname__", divide)
+        if isinstance(found, Mapping | Tensor | str):
+            raise ConfigError(
+                f"strategy.micro_batch_by: the function {name} returned {with_article(type(found).__name__)}; it has "
+                "to return a list of micro-batches."
+            )
+        parts, total = list(found), samples_in(batch, self.dims)
+        if not 1 <= len(parts) <= number:
+            raise ConfigError(
+                f"strategy.micro_batch_by: the function {name} returned {len(parts)} micro-batches; it has to return "
+                f"at least 1, and at most the {number} that it is asked for."
+            )
+        sizes = [samples_in(part, self.dims) for part in parts]
+        if total > 1 and sum(sizes) != total:
+            raise ConfigError(
+                f"strategy.micro_batch_by: the function {name} returned micro-batches of {sizes} samples for {total} "
+                "samples; every sample has to be in one of them. If another tensor counts samples, name it by "
+                "strategy.batch_dims."
+            )
+        return parts
+
+    def check(self, batch: Any) -> None:
+        """Refuse owners of rows of tensors that the first mini-batch does not have.
+
+        Raises:
+            ConfigError: names the path.
+        """
+        names = [name for name, _ in named_parts(batch) if name]
+        for wrong in (name for name in self.owners if name not in names):
+            raise ConfigError(
+                f"strategy.batch_rows names {wrong!r}, which is no part of the mini-batch.{did_you_mean(wrong, names)}"
+            )
 
 
 def with_rows(total: int, number: int, rows: Sequence[Sequence[int]]) -> list[list[int]]:
@@ -123,16 +163,6 @@ def with_rows(total: int, number: int, rows: Sequence[Sequence[int]]) -> list[li
     order = sorted(range(total), key=lambda sample: (sample not in full, -sum(counts[sample] for counts in present)))
     number = max(1, min(len(groups), len(full)))
     return [sorted(order[first::number]) for first in range(number)]
-
-
-def _given(divide: Divide, batch: Any, number: int) -> list[Any]:
-    parts = list(divide(batch, number))
-    if not 1 <= len(parts) <= number:
-        raise ConfigError(
-            f"strategy.micro_batch_by: the function {getattr(divide, '__qualname__', divide)} returned {len(parts)} "
-            f"micro-batches; it has to return at least 1, and at most the {number} that it is asked for."
-        )
-    return parts
 
 
 # --- packed documents

@@ -90,6 +90,23 @@ def rows_of_samples(batch: Any, total: int, owners: Mapping[str, RowOwner]) -> d
     return {name: _rows(name, parts, total, owners) for name in owners if isinstance(parts.get(name), Tensor)}
 
 
+def index_owners(batch: Any, total: int, owners: Mapping[str, RowOwner]) -> dict[str, str]:
+    """The owners that name the sample of each row, by their paths, each with a tensor whose rows it is for."""
+    parts = dict(named_parts(batch))
+    present = {name: owner for name, owner in owners.items() if isinstance(parts.get(name), Tensor)}
+    return {
+        owner.path: name
+        for name, owner in present.items()
+        if owner.only is None and owner.path not in owners and isinstance(index := parts.get(owner.path), Tensor)
+        if _is_index(_numbers(index.cpu(), owner), total, len(parts[name]))
+    }
+
+
+def _is_index(numbers: Sequence[int], total: int, rows: int) -> bool:
+    counts = len(numbers) == total and sum(numbers) == rows
+    return not counts and len(numbers) == rows and [*numbers] == sorted(numbers) and set(numbers) <= {*range(total)}
+
+
 def _rows(name: str, parts: Mapping[str, Any], total: int, owners: Mapping[str, RowOwner]) -> list[range]:
     owner, rows = owners[name], len(parts[name])
     values = parts.get(owner.path)
@@ -126,8 +143,6 @@ def _counts(values: Tensor, owner: RowOwner, total: int, rows: int) -> Sequence[
         each = int(hits.sum()) / rows if rows else 1.0
         return [round(count / each) if each else 0 for count in hits.tolist()]
     numbers = _numbers(values, owner)
-    if len(numbers) == total and sum(numbers) == rows:
-        return numbers
-    if len(numbers) == rows and numbers == sorted(numbers) and all(0 <= number < total for number in numbers):
+    if _is_index(numbers, total, rows):
         return [numbers.count(sample) for sample in range(total)]
     return numbers

@@ -39,6 +39,7 @@ from lightning_gpp.runtime.transport import DistributedTransport, pairs_of
 from lightning_gpp.runtime.weights import WeightPolicy, Weights, make_policy
 from lightning_gpp.stages import build
 from lightning_gpp.stages.build import Captured, Undivided
+from lightning_gpp.stages.division import Division
 from lightning_gpp.stages.rows import known_rows
 from lightning_gpp.training.asynchronous import Asynchronous
 from lightning_gpp.training.checks.copies import comparison
@@ -161,7 +162,7 @@ def _set_up(
         check_alike({**facts_of_optimizers(optimizers), **job.host.facts()}, job.control.everyone)
     policy = _weight_policy(job.options, optimizers) if step == TRAINING else None
     division = job.division if step == TRAINING else None
-    parts = [] if division is None or not job.control.first else division.parts(batch)
+    parts = [] if division is None else _parts_of_rank_0(job, division, batch)
     example = job.control.broadcast(outline(parts[0] if parts else batch) if job.control.first else None)
     alone = partial(job.control.mesh.peers, alone=True)  # for runs of the step, which only some ranks make
     with alone():
@@ -222,6 +223,21 @@ def _set_up(
         machine=machine.look,
         num_steps=num_steps,
     )
+
+
+def _parts_of_rank_0(job: Job, division: Division, batch: Any) -> list[Any]:
+    """The micro-batches of the first mini-batch on rank 0, elsewhere none; an error on all ranks."""
+    parts, refused = list[Any](), None
+    if job.control.first:
+        try:
+            division.check(batch)
+            parts = division.parts(batch)
+        except GPPError as error:
+            refused = error
+    refused = job.control.broadcast(refused)
+    if refused is not None:
+        raise refused.with_traceback(None)
+    return parts
 
 
 def agreed_seed(seed: int | None, control: Control) -> int:

@@ -110,6 +110,22 @@ def test_a_batch_without_documents_is_told() -> None:
         documents(padded([2, 3]), 2)
 
 
+def test_an_index_of_rows_counts_the_samples_of_its_micro_batch() -> None:
+    batch = {"x": torch.zeros(4), "whose": torch.tensor([0, 0, 2, 3, 3]), "boxes": torch.arange(5)}
+    first, second = division(rows={"boxes": "whose"}).parts(batch)
+    assert (first["whose"].tolist(), second["whose"].tolist()) == ([0, 0], [0, 1, 1])
+    assert second["boxes"].tolist() == [2, 3, 4]
+
+
+def test_wrong_names_and_lost_samples_are_told() -> None:
+    with pytest.raises(ConfigError, match=r"batch_rows names 'boxen', .* Did you mean boxes"):
+        division(rows={"boxen": "count"}).check({"boxes": torch.zeros(2), "count": torch.ones(2)})
+    with pytest.raises(ConfigError, match=r"micro-batches of \[2, 2\] samples for 6 samples"):
+        division(lambda batch, number: [batch[:2], batch[2:4]]).parts(torch.zeros(6))
+    with pytest.raises(ConfigError, match="returned a dict; it has to return a list"):
+        division(lambda batch, number: {"x": batch}).parts(torch.zeros(2))
+
+
 def test_functions_return_as_many_as_they_are_asked_for() -> None:
     with pytest.raises(ConfigError, match=r"returned 3 micro-batches; it has to return at least 1, and at most the 2"):
         division(lambda batch, number: [batch] * 3).parts(torch.zeros(2))
