@@ -372,3 +372,9 @@ def replace_calls(modules: Iterable[nn.Module], calls: Iterable[Callable[..., An
 def default_store() -> Any:
     """The store through which the default process group was made."""
     return _c10d._get_default_store()
+
+
+ASSERTED = "_is_all_true"
+"""The operator by which torch reads the condition of an assertion on a tensor (`torch._check_tensor_all`). It holds in
+recordings, and is not looked at where a forward is cut.
+"""

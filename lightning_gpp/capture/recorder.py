@@ -17,7 +17,7 @@ import torchmetrics
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from lightning_gpp._compat.torch import FakeTensor, buffers_of, pytree, version
+from lightning_gpp._compat.torch import ASSERTED, FakeTensor, buffers_of, pytree, version
 from lightning_gpp.capture.attributes import OF_EVERY_MODULE
 from lightning_gpp.capture.batch import dataclasses_known_to_pytree
 from lightning_gpp.capture.items import is_watched
@@ -51,11 +51,6 @@ BATCH = "batch"
 """The target of recorded calls that represent tensors of the batch."""
 
 _READS = {"item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "__array__", "is_nonzero"}
-
-_ASSERTED = "_is_all_true"
-"""The operator by which torch reads the condition of an assertion on a tensor (`torch._check_tensor_all`). It holds in
-recordings, and is not looked at where a forward is cut.
-"""
 
 _GRADIENT_HOOKS = {"register_hook", "retain_grad"}
 
@@ -323,7 +318,7 @@ class Recorder(TorchFunctionMode):
 
     def _read(self, name: str, tensor: torch.Tensor) -> Any:
         line, made = user_line(), self.call_that_made(tensor)
-        if made is not None and made.target.endswith(_ASSERTED):
+        if made is not None and made.target.endswith(ASSERTED):
             return True
         if self.scope != -1:
             raise refusal(
