@@ -75,12 +75,12 @@ class Division:
         if self.by == DOCUMENTS:
             return documents(batch, number)
         total = batch_size_of(batch, self.dims)
+        rows = rows_of_samples(batch, total, self.owners)
         if self.by == SAMPLES:
-            owned = rows_of_samples(batch, total, self.owners)
-            return self._chosen(batch, with_rows(total, number, [list(map(len, rows)) for rows in owned.values()]))
+            return self._chosen(batch, total, rows, with_rows(total, number, [[*map(len, of)] for of in rows.values()]))
         lengths = _Lengths.of(self.by, batch, total, self.dims)
         groups = equal_work(lengths.of_samples, number)
-        return [lengths.trimmed(part) for part in self._chosen(batch, groups)]
+        return [lengths.trimmed(part) for part in self._chosen(batch, total, rows, groups)]
 
     def sizes(self, parts: Sequence[Any]) -> list[int]:
         """The samples of micro-batches; of packed rows shares of a constant number, because all rows count alike."""
@@ -96,12 +96,14 @@ class Division:
         if self.by == DOCUMENTS:
             return first_documents(batch, most)
         total = batch_size_of(batch, self.dims)
-        return self._chosen(batch, [list(range(min(most, total)))])[0]
+        rows = rows_of_samples(batch, total, self.owners)
+        return self._chosen(batch, total, rows, [range(min(most, total))])[0]
 
-    def _chosen(self, batch: Any, groups: Sequence[Sequence[int]]) -> list[Any]:
-        total = batch_size_of(batch, self.dims)
-        samples, rows = Samples(batch, total, self.dims), rows_of_samples(batch, total, self.owners)
-        indices = index_owners(batch, total, self.owners)
+    def _chosen(
+        self, batch: Any, total: int, rows: Mapping[str, Sequence[range]], groups: Sequence[Sequence[int]]
+    ) -> list[Any]:
+        """The samples of these groups, with their `rows`."""
+        samples, indices = Samples(batch, total, self.dims), index_owners(batch, total, self.owners)
 
         def part(group: Sequence[int]) -> Any:
             own = {name: [row for sample in group for row in of[sample]] for name, of in rows.items()}

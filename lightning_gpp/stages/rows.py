@@ -52,7 +52,7 @@ def owners_of(rows: Mapping[str, str]) -> dict[str, RowOwner]:
 
 def known_rows(module: nn.Module, batch: Any) -> dict[str, str]:
     """The option for models of transformers that take the images of all samples in one tensor, as their processors make
-    it; empty for other models and mini-batches, and if there is one row for each sample.
+    it; empty for other models and mini-batches, and if each sample has one row.
     """
     configs = (getattr(part, "config", None) for part in module.modules())
     config = next((each for each in configs if _image_token(each) is not None), None)
@@ -64,8 +64,7 @@ def known_rows(module: nn.Module, batch: Any) -> dict[str, str]:
         found = {pixels: f"{ids}:only{_image_token(config)}"}
     else:
         found = {grid: f"{ids}:only{getattr(config, 'vision_start_token_id', None)}", pixels: f"{grid}:product"}
-    parts = dict(named_parts(batch))
-    return found if len(parts[pixels]) != len(parts[ids]) and _fits(found, batch, len(parts[ids])) else {}
+    return found if _several(found, batch, len(dict(named_parts(batch))[ids])) else {}
 
 
 def _image_token(config: Any) -> int | None:
@@ -73,11 +72,13 @@ def _image_token(config: Any) -> int | None:
     return next((token for token in tokens if isinstance(token, int)), None)
 
 
-def _fits(found: Mapping[str, str], batch: Any, total: int) -> bool:
+def _several(found: Mapping[str, str], batch: Any, total: int) -> bool:
+    """True if the owners fit the mini-batch, and not each sample has one row."""
     try:
-        return len(rows_of_samples(batch, total, owners_of(found))) == len(found)
+        rows = rows_of_samples(batch, total, owners_of(found))
     except ConfigError:
         return False
+    return any(len(own) != 1 for of in rows.values() for own in of)
 
 
 def rows_of_samples(batch: Any, total: int, owners: Mapping[str, RowOwner]) -> dict[str, list[range]]:

@@ -126,6 +126,7 @@ class StepRunner:
 
         `share`: the samples that it counts for, if it is a micro-batch of another one.
         """
+        self._note_batch()
         total = samples_in(batch, self.dims) if total is None else total
         counts = self._counts(batch, invocation, total) if share is None else None
         self._open[lane] = OpenBatch(
@@ -136,6 +137,9 @@ class StepRunner:
             counts=counts,
             share=share,
         )
+
+    def _note_batch(self) -> None:
+        """Take note of another mini-batch; one that was in its lane is over."""
 
     def _counts(self, batch: Any, invocation: Invocation, total: int) -> Sequence[float] | None:
         """Counts of the samples; in evaluation they count the same if the mini-batch lacks the entries."""

@@ -23,7 +23,7 @@ from lightning_gpp.graph import TensorSpec
 from lightning_gpp.runtime.stage import MicroBatch
 from lightning_gpp.stages.answers import Holes, answered
 from lightning_gpp.stages.code import variable
-from lightning_gpp.stages.step import Invocation, StepRunner
+from lightning_gpp.stages.step import StepRunner
 from lightning_gpp.wording import named
 
 _WHOLE: Final = "let the step run as a whole (strategy.step=whole), in which calls may differ from step to step"
@@ -96,19 +96,9 @@ class UserStep(StepRunner):
         other._users_streams, other._first = ExitStack(), None
         return other
 
-    def open(
-        self,
-        lane: int,
-        batch: Any,
-        invocation: Invocation,
-        seed: int,
-        total: int | None = None,
-        share: float | None = None,
-    ) -> None:
-        """Take another mini-batch; see `StepRunner`. One that was in this lane is over."""
+    def _note_batch(self) -> None:
         self._inside = kept_by(self._of_step)
         self._first, self._is_new = ({} if self._is_new else None), False
-        super().open(lane, batch, invocation, seed, total, share)
 
     # --- source
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from lightning_gpp.errors import ConfigError
 from lightning_gpp.stages.division import SAMPLES, Division, documents, equal_work, with_rows
-from lightning_gpp.stages.rows import RowOwner, owners_of, rows_of_samples
+from lightning_gpp.stages.rows import RowOwner, known_rows, owners_of, rows_of_samples
 
 
 def division(by: Any = SAMPLES, number: int = 2, rows: dict[str, str] | None = None) -> Division:
@@ -108,6 +109,15 @@ def test_documents_stay_in_one_piece(kind: str) -> None:
 def test_a_batch_without_documents_is_told() -> None:
     with pytest.raises(ConfigError, match=r"micro_batch_by=documents needs a packed row"):
         documents(padded([2, 3]), 2)
+
+
+@pytest.mark.parametrize(("images", "found"), [([2, 0, 1], True), ([1, 1, 1], False), ([2, 0, 0], True)])
+def test_layouts_of_transformers_are_known(images: list[int], found: bool) -> None:
+    module = torch.nn.Linear(1, 1)
+    module.config = SimpleNamespace(image_token_id=9)  # type: ignore[assignment]
+    ids = torch.tensor([[9] * 2 * count + [0] * (6 - 2 * count) for count in images])
+    batch = {"input_ids": ids, "pixel_values": torch.zeros(sum(images), 3)}
+    assert known_rows(module, batch) == ({"pixel_values": "input_ids:only9"} if found else {})
 
 
 def test_an_index_of_rows_counts_the_samples_of_its_micro_batch() -> None:
