@@ -28,6 +28,7 @@ from lightning_gpp.runtime.operations import (
 from lightning_gpp.runtime.random import RandomStreams
 from lightning_gpp.runtime.receipts import receipts
 from lightning_gpp.runtime.recompute import ModuleState, RecomputedForward
+from lightning_gpp.runtime.recorded import RecordedProgram
 from lightning_gpp.runtime.split import SplitBackward, Splitter
 from lightning_gpp.runtime.stage import (
     LOSS,
@@ -94,6 +95,7 @@ class Compiler:
         lanes: Sequence[Lane],
         sharding: StageSync | None = None,
         weights: WeightPolicy | None = None,
+        recorded: RecordedProgram | None = None,
     ) -> None:
         self._program, self._plan, self._device = program, program.plan, device
         self._stages, self._slots, self._source = stages, slots, source
@@ -106,6 +108,7 @@ class Compiler:
         self.splitters: dict[int, Splitter] = {}
         self._module_states: dict[int, ModuleState] = {}
         self._binding: Binding | None = None
+        self._recorded = recorded
         self._receipts = receipts(program)[device]
         offloads = any(self._plan.stages[stage].offload for stage in self._plan.stages_on(device))
         self.host = HostLink(lanes[0].state.device.token.device) if offloads and program.training else None
@@ -114,7 +117,7 @@ class Compiler:
         """A compiler for micro-batches of other sizes of the same mini-batch."""
         other = copy(self)
         other._stages, other._slots, other._source = binding.stages, binding.slots, binding.source
-        other._binding, other.splitters, other._module_states = binding, {}, {}
+        other._binding, other._recorded, other.splitters, other._module_states = binding, None, {}, {}
         other._lanes = [lane.apart() for lane in self._lanes]
         return other
 
@@ -161,6 +164,8 @@ class Compiler:
         if action.kind in COLLECTIVES:
             return self._meeting(action)
         operation = self._share(action)
+        if self._recorded is not None and operation is not nothing and action.kind is not Kind.DATA:
+            self._recorded.note(action)
         if self.host is not None and action.kind in COMPUTING:
             operation = after(self.host.compute, operation)
         if self._weights is not None and action.kind in _COMPUTED_WITH:
@@ -235,7 +240,7 @@ class Compiler:
         common = self._common(action, micro_batch)
         training = self._program.training
         return common | {
-            "forward": self._noting(action, self._offloading(action, self._with_stream(action))),
+            "forward": self._noting(action, self._offloading(action, self._with_stream(action, common))),
             "promised": promises(common["outgoing"], micro_batch.num_samples),
             "saved": self._saved(action) if training else None,
             "differentiable": _differentiable(common["outgoing"]),
@@ -294,7 +299,8 @@ class Compiler:
         return self._prepared(action, ComputeInput(**common, saved=self._saved(action), split=split).run)
 
     def _weight_gradients(self, action: Action, micro_batch: MicroBatch) -> Operation:
-        return self._split(action).weight_gradients
+        weights = self._split(action).weight_gradients
+        return weights if self._recorded is None else after(weights, partial(self._recorded.weights, action))
 
     def _meeting(self, action: Action) -> Operation:
         if self._sync is None:
@@ -318,8 +324,12 @@ class Compiler:
             self._module_states[stage] = ModuleState(self._stages[stage].parts)
         return self._module_states[stage]
 
-    def _with_stream(self, action: Action) -> StageForward:
+    def _with_stream(self, action: Action, common: Mapping[str, Any]) -> StageForward:
         stage, state, streams = self._stages[action.stage], self._lane.state, self._streams
+        if self._recorded is not None:
+            received = (border for border in common["incoming"] if not border.edge.artificial)
+            slots = (slot for border in received for slot in border.slots)
+            stage = self._recorded.stage(action, stage, slots, common["micro_batch"].num_samples)
         if streams is None or not stage.uses_random:
             return stage.forward
         first, _ = self._interval(action)

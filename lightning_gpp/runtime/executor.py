@@ -24,6 +24,7 @@ from lightning_gpp.runtime.boundary import DeviceState, carried, describe_edge
 from lightning_gpp.runtime.compiler import Compiler, Lane, action_of
 from lightning_gpp.runtime.operations import Operation, State
 from lightning_gpp.runtime.random import RandomStreams
+from lightning_gpp.runtime.recorded import RecordedProgram, Recording
 from lightning_gpp.runtime.stage import Binding, DataSource, Slot, StageModule, StageSync
 from lightning_gpp.runtime.transport import Routes, Send, TransferLink, Transport
 from lightning_gpp.runtime.weights.policy import WeightPolicy
@@ -46,6 +47,8 @@ class Executor:
         pipeline: number of this pipeline replica, for the random streams and for messages.
         sharding: collectives of the ranks that hold the same stage; None for no collectives.
         weights: policy for the values of the parameters with which actions compute; None for the current ones.
+        recording: records what the stages launch; only for training programs that flush, with current weights,
+            without offloading, and with a StageSync that leaves parameters in their memory.
         trace: measure every action (see `timings`) and name it for `torch.profiler`.
         process: returns the process of a rank, for messages.
 
@@ -69,6 +72,7 @@ class Executor:
         pipeline: int = 0,
         sharding: StageSync | None = None,
         weights: WeightPolicy | None = None,
+        recording: Recording | None = None,
         trace: bool = False,
         process: Callable[[int], int] = int,
     ) -> None:
@@ -81,6 +85,8 @@ class Executor:
         self._unfinished: deque[Send] = deque()
         self._routes = self._routes_of(transport, 1 + program.lead)
         self._lanes = [self._lane(number, transport, tensors_on) for number in range(1 + program.lead)]
+        names = [stage.name for stage in program.plan.stages]
+        self._recorded = RecordedProgram(recording, names) if recording is not None else None
         self._compiler = Compiler(
             program,
             device,
@@ -92,6 +98,7 @@ class Executor:
             lanes=self._lanes,
             sharding=sharding,
             weights=weights,
+            recorded=self._recorded,
         )
         self._instructions = program.devices[device]
         self._ahead = program.ahead_of(device)
@@ -205,6 +212,8 @@ class Executor:
         self.is_running, self.is_complete = True, False
         try:
             with torch.set_grad_enabled(self.program.training):
+                if self._recorded is not None:
+                    self._recorded.begin()
                 self._enter(step, first, last, loss_weight * grad_scale)
                 if step == first:
                     for period in range(first - self._own_lead, first):  # the pipeline fills
@@ -212,6 +221,8 @@ class Executor:
                 self._run_period(step, first, last, None if bindings is None else self._of_micro_batches(bindings))
                 if step + 1 == last:
                     self._finish_sends()
+            if self._recorded is not None:
+                self._recorded.end()
             self.is_complete = True
         except BaseException as error:
             add_note(error, f"This happened on {self.describe()}.")

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from lightning_gpp.errors import GPPError
 from lightning_gpp.runtime.boundary import DeviceState, EdgeTensors, MessageTensors, Promise, check_promises, hand_out
 from lightning_gpp.runtime.random import RandomStreams
 from lightning_gpp.runtime.split import SplitBackward
-from lightning_gpp.runtime.stage import DataSource, MicroBatch, StageForward, StageModule
+from lightning_gpp.runtime.stage import DataSource, MicroBatch, StageForward, StageModule, as_result
 from lightning_gpp.runtime.weights.policy import Use, WeightPolicy
 from lightning_gpp.schedules.actions import Action, Kind
 
@@ -130,7 +130,7 @@ class ComputeForward(Compute):
                 leaf = inputs[slot.name] = _as_received(tensor, border)
                 if saved is not None and slot.spec.requires_grad:
                     saved.leaves[slot.name] = leaf.requires_grad_()
-                    inputs[slot.name] = _Result.apply(leaf)  # type: ignore[no-untyped-call]
+                    inputs[slot.name] = as_result(leaf)
         return inputs
 
     def _save(self, saved: Saved, outputs: Mapping[str, Tensor]) -> None:
@@ -158,18 +158,6 @@ def _as_received(tensor: Tensor, border: EdgeTensors) -> Tensor:
     Slices of a stage, which are always on one device, hand on memory that they fill together.
     """
     return tensor.detach() if border.of_slices else tensor.detach().contiguous()
-
-
-class _Result(torch.autograd.Function):
-    """A received tensor as the result of a module, which may be changed in place, unlike a leaf and views of it."""
-
-    @staticmethod
-    def forward(ctx: Any, leaf: Tensor) -> Tensor:
-        return leaf.detach()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient
 
 
 def _checked_loss(loss: Tensor | None, owner: str) -> Tensor:

@@ -6,8 +6,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Protocol
+from typing import Any, Final, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor, nn
 
 from lightning_gpp.graph import TensorSpec
@@ -78,6 +79,37 @@ class StageModule(Protocol):
     def forward(self, values: Mapping[str, Tensor], micro_batch: MicroBatch) -> dict[str, Tensor]:
         """Compute values of the out-edges' slots (and LOSS, on the step's stage) from those of the in-edges."""
         ...
+
+
+@runtime_checkable
+class Recordable(StageModule, Protocol):
+    """A stage whose forward is `with_step` of what it computes; what `compute` launches may be recorded."""
+
+    def compute(self, values: Mapping[str, Tensor], num_samples: int) -> dict[str, Tensor]:
+        """The results of the stage's modules."""
+        ...
+
+    def with_step(
+        self, micro_batch: MicroBatch, values: Mapping[str, Tensor], results: dict[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """The results of `compute` and of the user's step, on the step's stage."""
+        ...
+
+
+def as_result(leaf: Tensor) -> Tensor:
+    """A received tensor as the result of a module, which may be changed in place, unlike a leaf and views of it."""
+    result: Tensor = _Result.apply(leaf)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _Result(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor) -> Tensor:
+        return leaf.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
 
 
 @dataclass(slots=True, eq=False)

@@ -24,7 +24,7 @@ from lightning_gpp.errors import PlanError
 from lightning_gpp.graph import Operator, OperatorGraph
 from lightning_gpp.plan import STEP, WHOLE, Plan, Stage
 from lightning_gpp.planning.assignment.assign import assign, crossing, make_plan
-from lightning_gpp.runtime.stage import DataSource, MicroBatch, Slot, StageModule, StageWrapper
+from lightning_gpp.runtime.stage import DataSource, MicroBatch, Recordable, Slot, StageModule, StageWrapper
 from lightning_gpp.slices import unsliced
 from lightning_gpp.stages.code import StageCode, variable
 from lightning_gpp.stages.slices import Slicer, repeated
@@ -51,7 +51,17 @@ class CapturedStage:
         return (*self.parameters, *self.buffers)
 
     def forward(self, values: Mapping[str, torch.Tensor], micro_batch: MicroBatch) -> dict[str, torch.Tensor]:
-        results: dict[str, torch.Tensor] = self.code(dict(values), micro_batch.num_samples)
+        return self.with_step(micro_batch, values, self.compute(values, micro_batch.num_samples))
+
+    def compute(self, values: Mapping[str, torch.Tensor], num_samples: int) -> dict[str, torch.Tensor]:
+        """The results of the stage's modules."""
+        results: dict[str, torch.Tensor] = self.code(dict(values), num_samples)
+        return results
+
+    def with_step(
+        self, micro_batch: MicroBatch, values: Mapping[str, torch.Tensor], results: dict[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        """These results, and those of the user's step on the stage that has it."""
         if self.step is None:
             return results
         return {**results, **self.step.run(micro_batch, {**values, **results})}
@@ -67,6 +77,30 @@ class InContext(StageWrapper):
         """The wrapped stage's results, computed inside the context."""
         with self.context():
             return self.stage.forward(values, micro_batch)
+
+
+@dataclass(slots=True, eq=False)
+class RecordableInContext(InContext):
+    """A recordable stage that computes inside a context."""
+
+    stage: Recordable
+
+    def compute(self, values: Mapping[str, torch.Tensor], num_samples: int) -> dict[str, torch.Tensor]:
+        """The results of the wrapped stage's modules, computed inside the context."""
+        with self.context():
+            return self.stage.compute(values, num_samples)
+
+    def with_step(
+        self, micro_batch: MicroBatch, values: Mapping[str, torch.Tensor], results: dict[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        """The wrapped stage's results with the user's step, which runs inside the context."""
+        with self.context():
+            return self.stage.with_step(micro_batch, values, results)
+
+
+def in_context(stage: StageModule, context: Callable[[], AbstractContextManager[Any]]) -> InContext:
+    """A stage that computes inside a context, recordable if it is."""
+    return RecordableInContext(stage, context) if isinstance(stage, Recordable) else InContext(stage, context)
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ from lightning_gpp.schedules import Program, compile_program
 from lightning_gpp.schedules.actions import COLLECTIVES
 from lightning_gpp.schedules.continuous import streaming_program
 from lightning_gpp.stages import Pipeline, build
-from lightning_gpp.stages.build import Captured, InContext
+from lightning_gpp.stages.build import Captured, InContext, in_context
 from lightning_gpp.stages.counts import shares_of
 from lightning_gpp.stages.step import Invocation, StepRunner
 from lightning_gpp.training.data.batches import flushed_if_need_be
@@ -105,7 +105,7 @@ class Session:
 
     def _in_context(self, stages: Sequence[StageModule]) -> list[InContext]:
         context = self._job.host.context(self.capture.step)
-        return [InContext(stage, context) for stage in stages]
+        return [in_context(stage, context) for stage in stages]
 
     def executor(self, batch_size: int, together: bool = True) -> Executor:
         """The executor for mini-batches of this size, cached. `together`: with collectives."""

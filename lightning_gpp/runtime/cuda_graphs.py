@@ -1,0 +1,61 @@
+"""CUDA graphs as the recorder of stages; the only file of records that needs a GPU (`make gpu` runs its tests)."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_gpp.runtime.recorded import Repeat
+
+
+class CudaGraphs:
+    """Records launches as CUDA graphs that share one pool of memory.
+
+    The calls of other threads, such as those that pin memory for a data loader, do not disturb a record.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def buffer(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return torch.empty(tuple(shape), dtype=dtype, device=self._device)
+
+    def record(self, work: Callable[[], object]) -> Repeat:
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize(self._device)
+        with torch.cuda.stream(self._stream):
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                work()
+            except BaseException:
+                with contextlib.suppress(RuntimeError):  # which says only that the record is invalid
+                    graph.capture_end()
+                raise
+            graph.capture_end()
+        return graph.replay
+
+    def unowned(self, tensor: Tensor) -> Tensor:
+        """The tensor's memory by its address. Pools keep their memory while one of their graphs lives."""
+        if not tensor.numel():
+            return tensor.detach()
+        span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        memory = torch.as_tensor(_Memory(tensor.data_ptr(), span * tensor.element_size()), device=self._device)
+        return memory.view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
+
+
+class _Memory:
+    """Bytes on the GPU, as every array library describes them."""
+
+    def __init__(self, address: int, num_bytes: int) -> None:
+        self.__cuda_array_interface__: dict[str, Any] = {
+            "shape": (num_bytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "version": 3,
+        }

@@ -1,0 +1,400 @@
+"""Recorded stages: all that a stage launches for a micro-batch is recorded once, and launched at once from then on.
+
+Small micro-batches are bound by the launches of their kernels. A `Recorder`, such as CUDA graphs, repeats a row of
+launches as one, with the same tensors in the same memory:
+
+    mini-batches 1, 2   run as always; parameters that get gradients are noted
+    mini-batch 3        first the stages of this device are recorded, in the order of the program
+    from then on        an action copies what it receives, repeats its record, and copies what it hands on
+
+The records of a program share one pool of memory: what one keeps for another lies where no record in between writes,
+because they are repeated in the order in which they were made. Gradients of parameters are added in place, so these
+have the same tensors in every mini-batch. The user's step runs as always.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.nn import Parameter
+
+from lightning_gpp._compat.torch import buffers_of, hook_tables, parameters_of, with_gradient_hooks
+from lightning_gpp.runtime.boundary import DTYPES
+from lightning_gpp.runtime.split import SplitBackward, Splitter
+from lightning_gpp.runtime.stage import MicroBatch, Recordable, Slot, StageModule, StageWrapper, as_result
+from lightning_gpp.schedules.actions import Action, Kind
+
+log = logging.getLogger(__name__)
+
+WARM: Final = 2
+"""Mini-batches before a program is recorded: kernels are loaded, and the first odd size of an epoch has gone by."""
+MOST: Final = 4
+"""Records of one program; after so many, attributes that change from step to step are given up on."""
+_PLAIN: Final = (bool, int, float, complex, str, bytes, type(None))
+
+Repeat = Callable[[], object]
+"""Repeats what was recorded."""
+
+
+class Recorder(Protocol):
+    """Records launches. Records of one recorder are repeated in the order in which they were made."""
+
+    def buffer(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """A tensor for values that come from outside; call it inside a record."""
+        ...
+
+    def record(self, work: Callable[[], object]) -> Repeat:
+        """Record `work`, which takes no effect."""
+        ...
+
+    def unowned(self, tensor: Tensor) -> Tensor:
+        """The same memory, which the result does not keep from being used by later records."""
+        ...
+
+
+@dataclass(slots=True, kw_only=True)
+class Recording:
+    """The recorder of a job, and the tensors in which gradients of its parameters are added.
+
+    `demanded`: whether to warn of what is not recorded.
+    """
+
+    recorder: Recorder
+    demanded: bool = False
+    gradients: dict[Parameter, Tensor] = field(default_factory=dict)
+
+
+@dataclass(slots=True, eq=False)
+class _Run:
+    """A record of a forward. `learn`: names of the results that have gradients."""
+
+    inputs: dict[str, Tensor]
+    results: dict[str, Tensor]
+    learn: frozenset[str]
+    repeat: Repeat
+
+
+class RecordedStage(StageWrapper):
+    """A stage for one micro-batch, computed as always until it is recorded. The user's step is not recorded.
+
+    Args:
+        stage: the stage.
+        slots: the tensors that it gets.
+        num_samples: samples of the micro-batch.
+    """
+
+    stage: Recordable
+
+    def __init__(self, stage: Recordable, slots: Iterable[Slot], num_samples: int) -> None:
+        super().__init__(stage)
+        self._slots, self._num_samples = {slot.name: slot for slot in slots}, num_samples
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop the records."""
+        self._runs: list[_Run] = []
+        self._turn = 0
+        self._open: tuple[dict[str, Tensor], dict[str, GradientEdge]] | None = None
+        self._split: SplitBackward | None = None
+        self._seeds: list[Tensor] = []
+        self._gradients: list[Tensor | None] = []
+        self._backward: Repeat | None = None
+        self._weights: Repeat | None = None
+
+    def begin(self) -> None:
+        """Prepare for a mini-batch."""
+        self._turn = 0
+
+    # --- at run time
+
+    def forward(self, values: Mapping[str, Tensor], micro_batch: MicroBatch) -> dict[str, Tensor]:
+        """The results of the stage; a stage that is recomputed has a record for each of its two forwards."""
+        if not self._runs:
+            return self.stage.forward(values, micro_batch)
+        run = self._runs[self._turn % len(self._runs)]
+        self._turn += 1
+        given = [values[name] for name in run.inputs]
+        token = torch.zeros((), requires_grad=True)
+        results: Sequence[Tensor] = _Repeated.apply(self, run, token, *given)  # type: ignore[no-untyped-call]
+        return self.stage.with_step(micro_batch, values, dict(zip(run.results, results, strict=True)))
+
+    def repeat_backward(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """The gradients of the inputs, from those of the results that have some."""
+        assert self._backward is not None
+        for seed, gradient in zip(self._seeds, gradients, strict=True):
+            seed.zero_() if gradient is None else seed.copy_(gradient)
+        self._backward()
+        return [None if gradient is None else gradient.clone() for gradient in self._gradients]
+
+    def repeat_weights(self) -> None:
+        """Add the gradients of the parameters that a split backward left."""
+        if self._weights is not None:
+            self._weights()
+
+    # --- recording
+
+    def record(self, kind: Kind, recorder: Recorder) -> None:
+        """Record an action, after those before it."""
+        if kind in (Kind.FORWARD, Kind.RECOMPUTE):
+            self._runs.append(self._recorded_forward(recorder))
+        elif kind is Kind.WEIGHT:
+            assert self._split is not None
+            self._weights, self._split = recorder.record(self._split.weight_gradients), None
+        else:
+            self._record_backward(recorder, kind is Kind.INPUT)
+
+    def _recorded_forward(self, recorder: Recorder) -> _Run:
+        buffers: dict[str, Tensor] = {}
+        leaves: dict[str, Tensor] = {}
+        results: dict[str, Tensor] = {}
+
+        def work() -> None:
+            for name, slot in self._slots.items():
+                buffers[name] = recorder.buffer(slot.spec.sizes(self._num_samples), DTYPES[slot.spec.dtype])
+                leaves[name] = buffers[name].detach().requires_grad_(slot.spec.requires_grad)
+            values = {name: as_result(leaf) if leaf.requires_grad else leaf for name, leaf in leaves.items()}
+            results.update(self.stage.compute(values, self._num_samples))
+
+        repeat = recorder.record(work)
+        edges = {name: get_gradient_edge(result) for name, result in results.items() if result.requires_grad}
+        self._open = leaves, edges
+        return _Run(
+            {name: recorder.unowned(buffer) for name, buffer in buffers.items()},
+            {name: recorder.unowned(result) for name, result in results.items()},
+            frozenset(edges),
+            repeat,
+        )
+
+    def _record_backward(self, recorder: Recorder, split: bool) -> None:
+        assert self._open is not None
+        (leaves, edges), results = self._open, self._runs[-1].results
+        self._open = None
+        self._split = SplitBackward(Splitter()) if split else None
+        seeds: list[Tensor] = []
+
+        def work() -> None:
+            seeds.extend(recorder.buffer(results[name].shape, results[name].dtype) for name in edges)
+            self._differentiate(list(edges.values()), seeds, leaves)
+
+        self._backward = recorder.record(work)
+        self._seeds = [recorder.unowned(seed) for seed in seeds]
+        gradients = [leaf.grad for leaf in leaves.values()]
+        self._gradients = [None if gradient is None else recorder.unowned(gradient) for gradient in gradients]
+
+    def _differentiate(self, roots: list[GradientEdge], seeds: list[Tensor], leaves: Mapping[str, Tensor]) -> None:
+        if self._split is not None:
+            self._split.input_gradients(
+                roots, seeds, {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
+            )
+        elif roots:
+            torch.autograd.backward(roots, seeds)
+
+
+class _Repeated(torch.autograd.Function):
+    """The recorded forward of a stage as one step of autograd. `token` needs a gradient, whatever the inputs do."""
+
+    @staticmethod
+    def forward(ctx: Any, stage: RecordedStage, run: _Run, token: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.stage, ctx.learns = stage, [name in run.learn for name in run.results]
+        ctx.set_materialize_grads(False)
+        for buffer, given in zip(run.inputs.values(), inputs, strict=True):
+            buffer.copy_(given)
+        run.repeat()
+        results = tuple(result.clone() for result in run.results.values())
+        ctx.mark_non_differentiable(*(r for r, learns in zip(results, ctx.learns, strict=True) if not learns))
+        return results
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
+        wanted = [gradient for gradient, learns in zip(gradients, ctx.learns, strict=True) if learns]
+        return None, None, None, *ctx.stage.repeat_backward(wanted)
+
+
+class RecordedProgram:
+    """The recorded stages of a device's program, which flushes.
+
+    Args:
+        recording: the job's recorder and gradients.
+        names: names of the program's stages, for messages.
+
+    Attributes:
+        reasons: why stages are not recorded, by their numbers.
+    """
+
+    def __init__(self, recording: Recording, names: Sequence[str]) -> None:
+        self._recording, self._names = recording, names
+        self._stages: dict[tuple[int, int], RecordedStage] = {}
+        self._actions: list[Action] = []
+        self._learned: list[Parameter] = []
+        self._form: dict[int, Any] | None = None
+        self._runs, self._records = 0, 0
+        self.reasons: dict[int, str] = {}
+
+    def stage(self, action: Action, stage: StageModule, slots: Iterable[Slot], num_samples: int) -> StageModule:
+        """The stage for the micro-batch of a forward; itself if it cannot be recorded."""
+        key = action.stage, action.micro_batch
+        if not isinstance(stage, Recordable):
+            self.reasons[action.stage] = "it runs the training step as a whole, or slices of sequences"
+            return stage
+        if key not in self._stages:
+            self._stages[key] = RecordedStage(stage, slots, num_samples)
+        return self._stages[key]
+
+    def note(self, action: Action) -> None:
+        """Take note of a computing action, in the order of the program."""
+        self._actions.append(action)
+
+    def weights(self, action: Action) -> None:
+        """The part of a W that is recorded."""
+        if (stage := self._stages.get((action.stage, action.micro_batch))) is not None:
+            stage.repeat_weights()
+
+    @property
+    def recorded(self) -> set[int]:
+        """Numbers of the stages that are recorded."""
+        return {number for number, _ in self._stages} - self.reasons.keys() if self._form is not None else set()
+
+    def begin(self) -> None:
+        """Before a mini-batch: record if it is time; if anything that a record depends on has changed, one mini-batch
+        runs as always before.
+        """
+        for stage in self._stages.values():
+            stage.begin()
+        if self._form is not None and self._form != self._present_form():
+            self._forget()
+            self._runs = WARM - 1
+        if self._form is None and self._runs >= WARM and len(self.reasons) < len(self._numbers):
+            self._record()
+        if self._form is not None:
+            self._attach()
+
+    def end(self) -> None:
+        """After a mini-batch."""
+        self._runs += 1
+        if self._form is None:
+            self._learned = [p for p in self._parameters() if p.grad is not None and p.requires_grad]
+
+    @property
+    def _numbers(self) -> dict[int, RecordedStage]:
+        """One of the stages of each number."""
+        return {number: stage for (number, _), stage in self._stages.items()}
+
+    def _parts(self) -> list[nn.Module]:
+        return [part for stage in self._numbers.values() for part in stage.parts]
+
+    def _parameters(self) -> list[Parameter]:
+        found = (p for part in self._parts() for p in parameters_of(part).values() if p is not None)
+        return list(dict.fromkeys(found))
+
+    def _present_form(self) -> dict[int, Any]:
+        """All that records depend on: plain attributes of modules, and the memory of their tensors."""
+        return {id(part): form_of(part) for part in self._parts()}
+
+    def _attach(self) -> None:
+        """Let gradients be added where records add them."""
+        empty, gradients = [], self._recording.gradients
+        for parameter in self._learned:
+            gradient = gradients[parameter]
+            if parameter.grad is None:
+                empty.append(gradient)
+            elif parameter.grad is not gradient:
+                gradient.copy_(parameter.grad)
+            parameter.grad = gradient
+        if empty:
+            torch._foreach_zero_(empty)
+
+    def _forget(self) -> None:
+        self._form = None
+        for stage in self._stages.values():
+            stage.forget()
+
+    def _record(self) -> None:
+        self._records += 1
+        start = time.perf_counter()
+        for number, stage in self._numbers.items():
+            reason = self._reason(stage)
+            if reason:
+                self.reasons[number] = reason
+        while self._numbers.keys() - self.reasons.keys() and not self._try():
+            self._forget()
+        self._tell(time.perf_counter() - start)
+
+    def _reason(self, stage: RecordedStage) -> str:
+        parameters = [p for part in stage.parts for p in parameters_of(part).values() if p is not None]
+        if self._records > MOST:
+            return "attributes or tensors of its modules change from step to step"
+        if any(table for part in stage.parts for table in hook_tables(part)):
+            return "its modules have hooks, which would not run"
+        if with_gradient_hooks(parameters):
+            return "its parameters have hooks, which would not run"
+        if any(p.grad is not None and p.grad.is_sparse for p in parameters):
+            return "it has sparse gradients"
+        again = any(action.kind is Kind.RECOMPUTE for action in self._actions if self._numbers[action.stage] is stage)
+        if again and any(buffers_of(part) for part in stage.parts):
+            return "it is recomputed, and has buffers"
+        return ""
+
+    def _try(self) -> bool:
+        """Record all stages that can be; False if another one cannot."""
+        gradients, before = self._recording.gradients, self._present_form()
+        for parameter in self._learned:
+            if parameter not in gradients:
+                gradients[parameter] = torch.zeros_like(parameter)
+        self._attach()
+        for action in self._actions:
+            if action.stage in self.reasons:
+                continue
+            try:
+                self._stages[action.stage, action.micro_batch].record(action.kind, self._recording.recorder)
+            except Exception as error:
+                self.reasons[action.stage] = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+                return False
+        self._form = self._present_form()
+        return self._check(before)
+
+    def _check(self, before: Mapping[int, Any]) -> bool:
+        assert self._form is not None
+        for number, stage in self._numbers.items():
+            if number in self.reasons:
+                continue
+            changed = [type(part).__name__ for part in stage.parts if before[id(part)] != self._form[id(part)]]
+            strays = [p for part in stage.parts for p in parameters_of(part).values() if self._is_stray(p)]
+            if changed:
+                self.reasons[number] = f"the forward of {changed[0]} sets attributes, which a record would not do"
+            elif strays:
+                self.reasons[number] = "some of its parameters get gradients in some mini-batches only"
+                for parameter in strays:
+                    parameter.grad = None
+            if changed or strays:
+                return False
+        return True
+
+    def _is_stray(self, parameter: Parameter | None) -> bool:
+        """True if a record made the gradient of a parameter, which is then in the memory of records."""
+        return parameter is not None and parameter.grad is not None and parameter not in self._recording.gradients
+
+    def _tell(self, seconds: float) -> None:
+        done = ", ".join(self._names[number] for number in sorted(self.recorded)) or "none"
+        log.info("strategy.cuda_graphs: recorded stages: %s (%.1f s).", done, seconds)
+        for number, reason in self.reasons.items():
+            level = logging.WARNING if self._recording.demanded else logging.INFO
+            log.log(level, "strategy.cuda_graphs: stage %r is not recorded: %s.", self._names[number], reason)
+
+
+def form_of(module: nn.Module) -> tuple[Any, ...]:
+    """The values of a module's own attributes that are plain, and the memory of its tensors."""
+    own = vars(module)
+    plain = {name: value for name, value in own.items() if isinstance(value, _PLAIN)}
+    tensors = {name: id(value) for name, value in own.items() if isinstance(value, Tensor)}
+    states = [*parameters_of(module).values(), *buffers_of(module).values()]
+    memory = [(each.data_ptr(), each.requires_grad) for each in states if each is not None]
+    return plain, tensors, memory

@@ -1,0 +1,242 @@
+"""Recorded stages compute what stages compute otherwise, to the last bit, and say why they are not recorded."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_gpp.capture import capture_step
+from lightning_gpp.plan import STEP, Stage
+from lightning_gpp.planning.assignment.assign import make_plan
+from lightning_gpp.runtime import Executor, RandomStreams
+from lightning_gpp.runtime.recorded import MOST, WARM, Recording
+from lightning_gpp.schedules import compile_program
+from lightning_gpp.stages import build
+from lightning_gpp.stages.build import in_context
+from tests.runtime.tape import Tape
+from tests.runtime.test_executor import NoTransport
+
+SAMPLES, WIDTH, STEPS = 8, 6, 10
+Context = Callable[[], AbstractContextManager[Any]]
+
+
+class Towers(nn.Module):
+    """Two towers with dropout and batch norm, an embedding, a frozen layer, a head, and a step that keeps results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.left = nn.Sequential(nn.Linear(4, WIDTH), nn.BatchNorm1d(WIDTH), nn.Dropout(), nn.Linear(WIDTH, WIDTH))
+        self.right = nn.Sequential(nn.Embedding(5, WIDTH), nn.Dropout(), nn.ReLU(inplace=True))
+        self.fixed = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.head = nn.Linear(2 * WIDTH, 1)
+        self.kept: list[Tensor] = []
+
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        return self.head(torch.cat([self.left(a), self.fixed(self.right(b))], dim=1))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        result = self(*batch)
+        self.kept.append(result.detach())
+        return result.mul_(2).square().mean()
+
+
+class Blocks(nn.Module):
+    """Blocks without buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(4, 4), nn.Dropout(), nn.Tanh()) for _ in "abc"])
+        self.rate = nn.Dropout(0.5)
+
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        for block in self.blocks:
+            a = block(a) + a
+        return self.rate(a)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self(*batch).square().mean()
+
+
+TOWERS = [["left"], ["right", "fixed"], ["head", STEP]]
+BLOCKS = [["blocks.0"], ["blocks.1"], ["blocks.2", "rate", STEP]]
+
+
+def data(step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(SAMPLES, 4, generator=generator), torch.randint(0, 5, (SAMPLES,), generator=generator)
+
+
+class Run:
+    """A module in training, in stages on one device."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        stages: Sequence[Sequence[str]],
+        schedule: str = "1f1b",
+        *,
+        recompute: bool = False,
+        recording: Recording | None = None,
+        context: Context = nullcontext,
+    ) -> None:
+        self.module = module
+        captured = capture_step(module, data(0), context=context)
+        drafts = [
+            Stage(
+                name=group[0],
+                modules=tuple(group),
+                devices=(0,),
+                micro_batch_size=2,
+                recompute=recompute and STEP not in group,
+            )
+            for group in stages
+        ]
+        plan = make_plan(captured.graph, drafts, batch_size=SAMPLES, schedule=schedule)
+        self.pipeline = build(captured, plan, module)
+        self.executor = Executor(
+            compile_program(plan),
+            0,
+            stages=[in_context(stage, context) for stage in self.pipeline.stages],
+            slots=self.pipeline.slots,
+            transport=NoTransport(),
+            source=self.pipeline.source,
+            streams=RandomStreams(7),
+            recording=recording,
+        )
+        self.optimizer = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], 0.02, momentum=0.9)
+        self.seen: list[Any] = []
+
+    def step(self, number: int, accumulated: bool = False) -> None:
+        if not accumulated:
+            self.optimizer.zero_grad()
+        self.pipeline.step.begin(data(number), lambda samples: self.module.training_step(samples, 0), number)
+        self.executor.run(loss_weight=1 / SAMPLES, step=number)
+        self.seen += [loss.clone() for _, loss in self.pipeline.step.outputs]
+        self.seen += [None if p.grad is None else p.grad.clone() for p in self.module.parameters()]
+        self.pipeline.step.end()
+        self.optimizer.step()
+
+    def results(self) -> list[Any]:
+        kept = getattr(self.module, "kept", [])
+        return [*self.seen, *(buffer.clone() for buffer in self.module.buffers()), *kept]
+
+
+def assert_same(make: Callable[[Recording | None], Run], during: Callable[[Run, int], None] | None = None) -> Tape:
+    """Train twice, the second time with records."""
+    results, tape = [], Tape()
+    for recording in (None, Recording(recorder=tape)):
+        run = make(recording)
+        for number in range(STEPS):
+            if during is not None:
+                during(run, number)
+            run.step(number, accumulated=number in (4, 6))
+        results.append(run.results())
+    for plain, recorded in zip(*results, strict=True):
+        assert (plain is None and recorded is None) or torch.equal(plain, recorded)
+    return tape
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb_h1"])
+@pytest.mark.parametrize(("make", "stages"), [(Towers, TOWERS), (Blocks, BLOCKS), (Blocks, [["blocks", "rate", STEP]])])
+def test_nothing_but_launches_changes(make: Callable[[], nn.Module], stages: Any, schedule: str) -> None:
+    tape = assert_same(lambda recording: Run(make(), stages, schedule, recording=recording))
+    micro_batches = SAMPLES // 2
+    assert tape.count == micro_batches * len(stages) * (3 if schedule == "zb_h1" else 2)
+
+
+def test_recomputed_stages() -> None:
+    tape = assert_same(lambda recording: Run(Blocks(), BLOCKS, recompute=True, recording=recording))
+    assert tape.count == SAMPLES // 2 * (3 + 3 + 2)
+
+
+def test_autocast() -> None:
+    def context() -> Any:
+        return torch.autocast("cpu", dtype=torch.bfloat16)
+
+    assert assert_same(lambda recording: Run(Towers(), TOWERS, recording=recording, context=context)).count
+
+
+def test_changes_of_attributes_and_frozen_parameters_are_recorded_anew() -> None:
+    def during(run: Run, number: int) -> None:
+        if number == 3:
+            run.module.rate.p = 0.1
+        if number == 5:
+            run.module.blocks[1].requires_grad_(False)
+        if number == 7:
+            run.module.blocks[1].requires_grad_(True)
+
+    tape = assert_same(lambda recording: Run(Blocks(), BLOCKS, recording=recording), during)
+    assert tape.count == 4 * SAMPLES // 2 * 3 * 2
+
+
+class Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x * 2
+
+
+class Reading(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * x.detach().abs().max().item()
+
+
+def _with_hook(module: Blocks) -> None:
+    module.blocks[1].register_forward_hook(lambda module, args, output: output * 2)
+
+
+def _with_gradient_hook(module: Blocks) -> None:
+    module.blocks[1][0].weight.register_hook(lambda gradient: gradient * 2)
+
+
+def _counting(module: Blocks) -> None:
+    module.blocks[1].append(Counting())
+
+
+def _reading(module: Blocks) -> None:
+    module.blocks[1].append(Reading())
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (_with_hook, "modules have hooks"),
+        (_with_gradient_hook, "parameters have hooks"),
+        (_counting, "Counting sets attributes"),
+        (_reading, "a record may not read values"),
+    ],
+)
+def test_what_cannot_be_recorded_runs_as_before(
+    change: Callable[[Blocks], None], reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    def make(recording: Recording | None) -> Run:
+        module = Blocks()
+        change(module)
+        return Run(module, BLOCKS, recording=recording)
+
+    with caplog.at_level(logging.INFO, logger="lightning_gpp.runtime.recorded"):
+        tape = assert_same(make)
+    assert tape.count
+    assert "recorded stages: blocks.0, blocks.2" in caplog.text
+    assert "stage 'blocks.1' is not recorded" in caplog.text
+    assert reason in caplog.text
+
+
+def test_attributes_that_always_change_are_given_up_on(caplog: pytest.LogCaptureFixture) -> None:
+    run = Run(Blocks(), BLOCKS, recording=Recording(recorder=Tape(), demanded=True))
+    for number in range(WARM + 2 * MOST + 2):
+        run.module.rate.p = 0.9 / (1 + number)
+        run.step(number)
+    assert "change from step to step" in caplog.text
+    assert not run.executor._recorded.recorded
