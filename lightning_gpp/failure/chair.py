@@ -1,4 +1,4 @@
-"""Decisions of rank 0 for all ranks: what follows from exceptions, ranks that do not move, and calls of some alone."""
+"""Decisions of rank 0 for all ranks: what follows from exceptions, and from ranks that do not move."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any, Final
 
-from lightning_gpp.failure.hangs import Standstill, conclusion, lonely_call
+from lightning_gpp.failure.hangs import conclusion
 from lightning_gpp.failure.processes import ProcessIdentity, say
 from lightning_gpp.failure.report import EXIT_CODE, Cause
 
@@ -53,9 +53,7 @@ class Chair:
         if ended:
             return
         self._judge_exceptions(cells, now)
-        self._look_for_hangs(cells)
-        if complete and not done:
-            self._look_for_lonely_calls(cells)
+        self._look_for_hangs(cells, complete)
 
     def _judge_exceptions(self, cells: dict[int, dict[str, Any]], now: float) -> None:
         current = [cell for cell in cells.values() if cell.get("raised") and cell["round"] == self.board["round"]]
@@ -71,24 +69,19 @@ class Chair:
         elif len(raised) == self._world_size or now >= since + PATIENCE:
             self._propose(first)
 
-    def _look_for_hangs(self, cells: dict[int, dict[str, Any]]) -> None:
-        """Let all ranks report if one does not move, and say who holds up the others when they have."""
+    def _look_for_hangs(self, cells: dict[int, dict[str, Any]], complete: bool) -> None:
+        """Let all ranks report if one is too long in an activity, or each waits for others or has finished and none
+        moves. When they have, say who holds up the others.
+        """
         told = all(cell.get("told") == self.board["hang"] for cell in cells.values())
         if told and self.board["hang"] > self._concluded_for:
             self._concluded_for = self.board["hang"]
             self.concluded = conclusion({rank: tuple(cell.get("ranks", ())) for rank, cell in cells.items()})
             say(f"[rank 0] {self.concluded}")
-        elif told and any(cell.get("hangs") for cell in cells.values()):
+        elif told and (any(cell.get("hangs") for cell in cells.values()) or (complete and _are_stuck(cells))):
             self.board["hang"] += 1
 
-    def _look_for_lonely_calls(self, cells: dict[int, dict[str, Any]]) -> None:
-        """End the job if a rank is in a collective that others will never call."""
-        places = {
-            rank: Standstill.of(cell["place"]) if cell.get("place") is not None else None
-            for rank, cell in cells.items()
-        }
-        found = lonely_call(places, frozenset(rank for rank, cell in cells.items() if cell.get("done")))
-        if found is not None:
-            rank, event = found
-            process, action = ProcessIdentity(**cells[rank]["process"]), cells[rank].get("action", "")
-            self._propose(Cause(rank=rank, process=process, action=action, event=event, reported=True))
+
+def _are_stuck(cells: dict[int, dict[str, Any]]) -> bool:
+    done = [bool(cell.get("done")) for cell in cells.values()]
+    return not all(done) and all(cell.get("done") or cell.get("stuck") for cell in cells.values())

@@ -33,7 +33,7 @@ from lightning_gpp.failure.report import EXIT_CODE, Cause, record_consequence
 
 SUSPICION: Final = 2.0
 """Seconds of silence that are enough where a connection has been lost."""
-_ANSWER: Final = 1.0
+ANSWER: Final = 1.0
 """Seconds for the store to answer, and for others to learn of the end before the process that serves it ends."""
 _SOON: Final = 0.05
 """Seconds between two looks at the store while ranks wait for each other's end."""
@@ -69,105 +69,81 @@ class Watch:
     """Watches the ranks of a job through a store, in which all of them use the same keys.
 
     Args:
-        store: of all ranks; this object's own connection.
         rank: this rank.
         world_size: number of ranks.
         limits: times.
-        activity: of this rank.
-        before_exit: ends processes that this one has started.
+        activity: of this rank (`2F1, training`).
+        before_exit: called before the watch ends this process, for those that it has started.
+
+    Attributes:
+        cause: the first cause of the job's failure; None until it is known here.
+        stop_signal: the first signal that asks the job to stop, 0 if there is none; on rank 0 of any rank, elsewhere
+            its own.
     """
 
     def __init__(
         self,
-        store: Store,
         *,
         rank: int,
         world_size: int,
-        limits: Limits,
-        activity: Activity,
-        before_exit: Callable[[], None],
+        limits: Limits | None = None,
+        activity: Activity | None = None,
+        before_exit: Callable[[], None] = lambda: None,
     ) -> None:
+        self.rank, self.world_size, self.limits = rank, world_size, limits or Limits()
         self.cause: Cause | None = None
-        self.known = threading.Event()
-        """Set after `cause` is known and printed."""
-        self.first: Cause | None = None
-        """The exception that was reported first, if all ranks have raised the one that this rank has reported."""
-        self.judged = threading.Event()
-        """Set after it is known what follows from the exception that this rank has reported."""
         self.stop_signal = 0
-        """On rank 0 the first signal that asks the job to stop, received by any rank; 0 if there is none."""
-        self._store, self._rank, self._world_size, self._timeout = store, rank, world_size, limits.silence
-        self._progress = Progress(rank, activity, limits.hang)
-        self._exit_grace, self._before_exit = limits.exit_grace, before_exit
-        self._interval = min(max(limits.silence / 8, 0.05), 0.5 if rank else max(_LOOK, world_size / 1000))
+        self._known = threading.Event()
+        """Set after `cause` is known and printed."""
+        self._first: Cause | None = None
+        """The exception that was reported first, if all ranks have raised the one that this rank has reported."""
+        self._judged = threading.Event()
+        """Set after it is known what follows from the exception that this rank has reported."""
+        self._complete = threading.Event()
+        """Set after all ranks have come."""
+        self._progress = Progress(rank, world_size, activity or Activity(), self.limits.hang)
+        self._before_exit, silence = before_exit, self.limits.silence
+        self._interval = min(max(silence / 8, 0.05), 0.5 if rank else max(_LOOK, world_size / 1000))
         self._process = ProcessIdentity.current()
         self._beat = 0
-        self._cell: dict[str, Any] = {"process": asdict(self._process), "round": 0, "told": 0}
-        self._chair = Chair(world_size, self._process, self.propose, self._announce)
+        self._cell: dict[str, Any] = {"round": 0, "told": 0}
         self._peers: dict[int, _Peer] = {}
         self._keys = [f"rank {each}" for each in range(world_size)]
         self._wake, self._finished, self._gone = threading.Event(), threading.Event(), threading.Event()
-        self.complete = threading.Event()
-        """Set after all ranks have come."""
         self._lock = threading.RLock()
         self._proposed: tuple[Cause, float] | None = None
         self._lost = False
         self._end_by = float("inf")
 
-    # --- for the main thread
+    # --- what this rank says
 
-    def begin(self) -> None:
-        """Start the threads, as soon as rank 0 is there. Raises DistError if it does not come."""
+    def _begin(self, store: Store) -> None:
+        """Start the threads, as soon as rank 0 is there. Raises DistError if it does not come.
+
+        `store`: of all ranks; this object's own connection.
+        """
+        self._store, self._process = store, ProcessIdentity.current()
+        self._chair = Chair(self.world_size, self._process, self._propose, self._announce)
+        self._note(process=asdict(self._process))
         self._look_at_myself(time.monotonic())
-        if self._rank == 0:
+        if self.rank == 0:
             for key in (*self._keys, "end"):
-                self._store.set(key, "")
-            self._store.set("board", json.dumps(self._chair.board))
-        board = json.loads(self._store.get("board"))
-        self._store.set_timeout(timedelta(days=1))  # a stopped process is for the other thread
-        if self._rank != 0:
+                store.set(key, "")
+            store.set("board", json.dumps(self._chair.board))
+        board = json.loads(store.get("board"))
+        store.set_timeout(timedelta(days=1))  # a stopped process is for the other thread
+        if self.rank != 0:
             self._peers[0] = _Peer(ProcessIdentity(**board["process"]), time.monotonic())
         for number, run in enumerate((self._converse, self._look_around)):
             threading.Thread(target=self._guarded, args=(run,), name=f"gpp-watch-{number}", daemon=True).start()
 
-    def missing(self) -> list[int]:
-        """On rank 0 the ranks that have not come yet."""
-        return sorted({*range(1, self._world_size)} - self._peers.keys())
-
-    def report(self, cause: Cause) -> None:
-        """Report an exception of this rank."""
-        self.first = None
-        self.judged.clear()
-        self._say(raised=asdict(cause))
-
-    def suspect(self) -> None:
-        """Report that this rank has lost a connection."""
-        self._say(suspects=True)
-
-    def propose(self, cause: Cause) -> None:
+    def _propose(self, cause: Cause) -> None:
         """Let the job end, by this cause if it is the first; an exception that waits for others came before."""
         with self._lock:
             if self._proposed is None:
                 first = self._chair.first
                 self._proposed = cause if first is None else first[0], time.monotonic()
         self._wake.set()
-
-    def ask_to_stop(self, number: int) -> None:
-        """Tell rank 0 of a signal that asks the job to stop."""
-        self.stop_signal = self.stop_signal or number
-        self._say(stop=self.stop_signal)
-
-    def finish(self, patience: float) -> None:
-        """Report the regular end of this rank. Returns when all have ended, or after `patience` seconds.
-
-        Until then a rank that is stopped is noticed. Rank 0, whose process may serve the store, is the last.
-        """
-        self._say(done=True)
-        self._finished.wait(patience)
-        self._finished.set()
-        self._gone.wait(_ANSWER)
-        if self.cause is None:
-            self._gone.set()
 
     def _say(self, **facts: Any) -> None:
         self._note(**facts)
@@ -181,7 +157,7 @@ class Watch:
         try:
             run()
         except Exception as error:  # without memory, for example
-            say(f"[rank {self._rank}] This process ends, as it can no longer watch over the others: {error!r}")
+            say(f"[rank {self.rank}] This process ends, as it can no longer watch over the others: {error!r}")
             exit_now(EXIT_CODE)
 
     # --- the thread that talks with the store
@@ -201,7 +177,7 @@ class Watch:
     def _is_orphan(self) -> bool:
         """True if the process that serves the store has ended; torch would write a page of warnings."""
         serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-        lost = serves and self._rank != 0 and self._peers[0].process.state() in ENDED
+        lost = serves and self.rank != 0 and self._peers[0].process.state() in ENDED
         if lost:
             self._peers[0].ending = self._peers[0].process.ending()
         self._lost = lost
@@ -210,8 +186,8 @@ class Watch:
     def _talk(self) -> None:
         leaves = self.cause is not None or self._finished.is_set()
         self._beat += 1
-        self._store.set(f"rank {self._rank}", json.dumps({**self._cell, "beat": self._beat, "gone": leaves}))
-        if leaves and self._rank != 0:
+        self._store.set(f"rank {self.rank}", json.dumps({**self._cell, "beat": self._beat, "gone": leaves}))
+        if leaves and self.rank != 0:
             self._gone.set()
             return
         self._settle()
@@ -224,17 +200,17 @@ class Watch:
                 peer.cell = json.loads(self._store.get(f"rank {rank}") or "{}")
                 if not peer.finished:
                     raised = peer.cell.get("raised")
-                    self.propose(Cause.of(raised) if raised else self._found(rank, peer.ending))
+                    self._propose(Cause.of(raised) if raised else self._found(rank, peer.ending))
         if self._proposed is not None:
             self._store.compare_set("end", "", json.dumps(asdict(self._proposed[0])))
 
     def _hear(self) -> None:
-        keys = ["end", "board", *(self._keys if self._rank == 0 else ())]
+        keys = ["end", "board", *(self._keys if self.rank == 0 else ())]
         end, board, *cells = self._store.multi_get(keys)
         now = time.monotonic()
         if end:
             self._adopt(Cause.of(json.loads(end)))
-        if self._rank == 0:
+        if self.rank == 0:
             self._hear_cells([json.loads(cell) if cell else {} for cell in cells], now)
             self._preside(now)
             self._store.set("board", json.dumps(self._chair.board))
@@ -242,28 +218,28 @@ class Watch:
         self._hear_board(json.loads(board), now)
 
     def _hear_board(self, board: dict[str, Any], now: float) -> None:
-        if self._rank != 0:
+        if self.rank != 0:
             peer = self._peers[0]
             peer.heard = peer.heard if board["beat"] == peer.cell.get("board") else now
             peer.cell = {"board": board["beat"], "action": board.get("action", ""), "done": board.get("done", False)}
             self._meet_neighbours(board, now)
         if board["round"] > self._cell["round"]:
             self._say(round=board["round"], raised=None)
-            self.first = Cause.of(board["first"])
-            self.judged.set()
+            self._first = Cause.of(board["first"])
+            self._judged.set()
         if board["hang"] > self._cell["told"]:
             self._progress.report(now)
-            self._say(told=board["hang"], hangs=False)
+            self._say(told=board["hang"], hangs=False, stuck=False)
         if board.get("done"):
             self._finished.set()
 
     def _meet_neighbours(self, board: dict[str, Any], now: float) -> None:
         """Once all have come, know the processes whose end can be seen from here."""
-        if board.get("complete") and not self.complete.is_set():
-            self.complete.set()
+        if board.get("complete") and not self._complete.is_set():
+            self._complete.set()
             for rank, cell in enumerate(map(json.loads, self._store.multi_get(self._keys))):
                 process = ProcessIdentity(**cell["process"])
-                if rank not in (0, self._rank) and process.machine == self._process.machine:
+                if rank not in (0, self.rank) and process.machine == self._process.machine:
                     self._peers[rank] = _Peer(process, now)
 
     # --- on rank 0
@@ -282,7 +258,7 @@ class Watch:
         self._chair.hear(cells, self._beat, now, ended=self.cause is not None)
         board = self._chair.board
         if board["complete"]:
-            self.complete.set()
+            self._complete.set()
         left = all(peer.cell.get("gone") or peer.ending for peer in self._peers.values())
         if left and (self.cause is not None or board["done"]):
             self._gone.set()
@@ -315,15 +291,15 @@ class Watch:
         self._note(
             action=progress.action,
             ranks=() if progress.wait is None else progress.wait.ranks,
-            place=None if progress.place is None else asdict(progress.place),
             hangs=progress.is_overdue(now),
+            stuck=progress.is_stuck(now),
         )
 
     def _forgive_own_pause(self, pause: float, now: float) -> None:
         """Restart all waits after a pause of this thread, which may have missed messages."""
         if pause > _PAUSE:
             self._progress.forgive(pause)
-        if self._timeout and pause > self._timeout / 2:
+        if self.limits.silence and pause > self.limits.silence / 2:
             for peer in list(self._peers.values()):
                 peer.heard = now
 
@@ -336,16 +312,16 @@ class Watch:
     def _look_for_silence(self, now: float) -> None:
         """Rank 0 looks for silent ranks; if it is silent itself, or does not serve the store, the others notice."""
         suspicious = any(cell.get("suspects") for cell in (self._cell, *(peer.cell for peer in self._peers.values())))
-        timeout = min(self._timeout, SUSPICION) if suspicious else self._timeout
+        timeout = min(self.limits.silence, SUSPICION) if suspicious else self.limits.silence
         for rank, peer in list(self._peers.items()):
             silence = now - peer.heard
-            if not timeout or (self._rank and rank) or peer.finished or silence <= timeout or peer.ending:
+            if not timeout or (self.rank and rank) or peer.finished or silence <= timeout or peer.ending:
                 continue
             state = peer.process.state()
-            if state in _STARVED and silence <= _LENIENCE * self._timeout:
+            if state in _STARVED and silence <= _LENIENCE * self.limits.silence:
                 continue
             stopped = " (it is stopped)" if state in _STOPPED else ""
-            self.propose(self._found(rank, f"stopped answering {silence:.1f} s ago{stopped}"))
+            self._propose(self._found(rank, f"stopped answering {silence:.1f} s ago{stopped}"))
 
     def _settle_without_store(self, now: float) -> None:
         """If nobody answers, what this rank has found is the cause."""
@@ -357,10 +333,11 @@ class Watch:
             ending = "lost the store of the job" if peer is None else peer.ending or peer.process.ending()
             own = self._cell.get("raised")
             self._adopt(Cause.of(own) if own else self._found(0, ending))
-        elif self._proposed is not None and now > self._proposed[1] + _ANSWER:
+        elif self._proposed is not None and now > self._proposed[1] + ANSWER:
             self._adopt(self._proposed[0])
 
     def _found(self, rank: int, event: str) -> Cause:
+        """What this rank has found out about another one, or about the store, as a cause."""
         peer = self._peers.get(rank)
         if peer is None:
             return Cause(rank=rank, process=self._process, action=self._progress.action, event=event)
@@ -376,29 +353,24 @@ class Watch:
             if self.cause is not None:
                 return
             self.cause = cause
-        self._end_by = time.monotonic() + (self._exit_grace if cause.rank == self._rank else _ANSWER)
+        self._end_by = time.monotonic() + (self.limits.exit_grace if cause.rank == self.rank else ANSWER)
         self._announce(cause)
-        self.known.set()  # comes last: the failed rank may end after this
-        self.judged.set()
+        self._known.set()  # comes last: the failed rank may end after this
+        self._judged.set()
         self._wake.set()
 
     def _announce(self, cause: Cause) -> None:
-        text = named_at_end(f"[rank {self._rank}] The job ends. First cause: {cause}")
-        if self._rank in (0, cause.rank):
+        text = named_at_end(f"[rank {self.rank}] The job ends. First cause: {cause}")
+        if self.rank in (0, cause.rank):
             line = "=" * 100
             hang = f"A hang was reported before. {self._chair.concluded}" if self._chair.concluded else ""
             text = "\n".join(filter(None, (line, text, cause.traceback.rstrip(), hang, line)))
         say(text)
 
-    def wait_for_others(self) -> None:
-        """Let the others read the cause before the process that serves the store ends."""
-        if self._rank == 0:
-            self._gone.wait(_ANSWER)
-
     def _leave_if_due(self, now: float) -> None:
         if self.cause is None:
             return
-        mine = self.cause.rank == self._rank
+        mine = self.cause.rank == self.rank
         if now >= self._end_by or (not mine and (self._gone.is_set() or self._lost)):
             if not mine:
                 record_consequence(str(self.cause))
