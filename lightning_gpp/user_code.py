@@ -20,7 +20,7 @@ def _folders(package: str) -> Sequence[str]:
     return (spec.submodule_search_locations if spec is not None else None) or ()
 
 
-_PACKAGES = ("torch", "lightning", "torchmetrics", "lightning_gpp")
+_PACKAGES = ("torch", "lightning", "torchmetrics", "hydra", "lightning_gpp")
 _LIBRARY = (
     *(f"{folder}{os.sep}" for package in _PACKAGES for folder in _folders(package)),
     str(contextlib.__file__),

@@ -115,7 +115,7 @@ class _Job:
         except (GPPError, OmegaConfBaseException) as error:
             if HydraConfig.get().mode is RunMode.MULTIRUN:
                 raise
-            log.info("%s", told(error))
+            log.info("%s", told(error), exc_info=error)
             if not is_shown_elsewhere(error):
                 self.command.tell(told(error))
         except Exception as error:  # the user's code, in the middle of a run

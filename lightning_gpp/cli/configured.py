@@ -5,18 +5,15 @@ Errors name the key, its values and the real cause.
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass, fields
 from typing import Annotated, Any
 
 from annotated_types import Ge, Lt
-from hydra.core.hydra_config import HydraConfig
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_gpp._compat.omegaconf import key_of
-from lightning_gpp.cli.told import place_of_traceback
 from lightning_gpp.errors import ConfigError, GPPError
 from lightning_gpp.failure.report import told as event_of
 from lightning_gpp.validation import validated
@@ -84,16 +81,7 @@ def refusal(settings: str, error: BaseException) -> ConfigError:
 
 
 def _mistake(node: DictConfig, error: BaseException) -> ConfigError:
-    """The error of a constructor, or of an import, as a mistake in the node; its traceback is in the log."""
-    if isinstance(error, ImportError):
-        reason = " ".join(str(error).split()).rstrip(".")
-        return ConfigError(f"{key_of(node)}._target_={node._target_} cannot be imported: {reason}.")
-    logged = ""
-    if HydraConfig.initialized():
-        logging.getLogger(__name__).warning("the error's traceback", exc_info=error)
-        logged = f" {place_of_traceback()}"
+    """The error of a constructor, or of an import, as a mistake in the node."""
     values = ", ".join(f"{name}={node[name]}" for name in map(str, node) if not name.startswith("_"))
-    return ConfigError(
-        f"{key_of(node) or 'configuration'} ({node._target_}) does not work with its settings ({values}): "
-        f"{event_of(error)}.{logged}"
-    )
+    what = f"{key_of(node) or 'configuration'} ({node._target_}) cannot be built"
+    return ConfigError(f"{what}: {' '.join(event_of(error).split()).rstrip('.')}. Its settings are {values or 'none'}.")

@@ -1,4 +1,4 @@
-"""`gpp-doctor`: says what the processes of a job have, measures it, and trains a tiny pipeline; explains messages."""
+"""`gpp-doctor`: measures the devices and links of a job's processes; explains messages."""
 
 from __future__ import annotations
 
@@ -19,14 +19,13 @@ if TYPE_CHECKING:
 
 NAME: Final = "gpp-doctor"
 ABOUT: Final = (
-    "Says what the processes of a job have: devices, versions, ports, a shared folder, and links, which it measures. "
-    "Then trains a tiny pipeline on them, which has to equal one process. Takes a minute; exits with 1 if something "
-    "is wrong."
+    "Measures what the processes of a job have: their devices, and the links between them. Exits with 1 if they do not "
+    "find each other."
 )
 EXAMPLES: Final = (
     (NAME, "This machine: a process for each GPU, or two on the CPU."),
     (f"{NAME} --processes 4 --output cluster.yaml", "Writes what was measured, for strategy.cluster=cluster.yaml."),
-    (f"srun {NAME} --folder runs", "All tasks of a SLURM job."),
+    (f"srun {NAME}", "All tasks of a SLURM job."),
     ("torchrun --nproc-per-node 4 -m lightning_gpp.cli.doctor", "All processes of torchrun, also on several nodes."),
     (f"{NAME} explain no-room", "Explains a message, by the short name at its end."),
 )
@@ -49,7 +48,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=VERSION)
     parser.add_argument("--processes", type=int, metavar="N", help="number of processes, if no launcher starts them")
-    parser.add_argument("--folder", type=Path, default=".", help="the folder of checkpoints; default: the current one")
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the cluster that was measured")
     parser.set_defaults(task=_start)
     explain = parser.add_subparsers(metavar="explain").add_parser("explain", help="explain a message")
@@ -97,23 +95,21 @@ def _process(rank: int, number: int, given: argparse.Namespace) -> None:
 
 
 def _examine(environment: ClusterEnvironment, given: argparse.Namespace) -> None:
-    """Print what is found, on rank 0, and what is wrong; exits with 1 if something is."""
+    """Print what is found, on rank 0, or what is wrong; exits with 1 if something is."""
     from lightning_gpp.cli.examination import Examination
     from lightning_gpp.strategy.processes import leave
 
-    num_nodes, problems = int(os.environ.get("SLURM_NNODES", os.environ.get("GROUP_WORLD_SIZE", "1"))), list[str]()
+    num_nodes, problem = int(os.environ.get("SLURM_NNODES", os.environ.get("GROUP_WORLD_SIZE", "1"))), ""
     try:
-        examination = Examination(environment, num_nodes, problems)
-        for title, text in examination.findings(given.folder, given.output):
+        examination = Examination(environment, num_nodes)
+        for title, text in examination.findings(given.output):
             if examination.rank == 0:
                 print(f"{title:<11}{text}", flush=True)
     except GPPError as error:
-        problems.append(str(error))
+        problem = str(error)
+        print(f"{NAME}: {problem}", file=sys.stderr, flush=True)
     leave()
-    well = ["All of this works."] if environment.global_rank() == 0 else []
-    for line in [f"Problem    {problem}" for problem in problems] or well:
-        print(line, flush=True)
-    sys.exit(int(bool(problems)))
+    sys.exit(int(bool(problem)))
 
 
 if __name__ == "__main__":

@@ -1,13 +1,9 @@
-"""The findings of `gpp-doctor` on all processes of a job: what they have, what is between them, and that they train."""
+"""The findings of `gpp-doctor` on all processes of a job: what they have, and what is between them."""
 
 from __future__ import annotations
 
 import json
-import os
-import platform
-import secrets
 import socket
-import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, replace
@@ -16,15 +12,13 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, Final
 
-import lightning
 import torch
 import torch.distributed as dist
 import yaml
 from lightning.fabric.plugins import ClusterEnvironment
 
-import lightning_gpp
-from lightning_gpp.cli.self_test import self_test
 from lightning_gpp.cluster import Device, Link, cluster_of
+from lightning_gpp.errors import ConfigError
 from lightning_gpp.measure.detect import measured
 from lightning_gpp.measure.links import measure_link
 from lightning_gpp.runtime.mesh import open_queues
@@ -32,7 +26,6 @@ from lightning_gpp.strategy.meeting import meeting_point
 from lightning_gpp.strategy.processes import start_process_group
 
 PATIENCE: Final = timedelta(seconds=60)
-TOLERANCE: Final = 1e-12
 
 
 class Examination:
@@ -41,44 +34,35 @@ class Examination:
     Args:
         environment: how the launcher numbers the processes.
         num_nodes: number of machines.
-        problems: gets sentences about what is wrong, with remedies, on rank 0.
+
+    Raises:
+        GPPError: the processes do not find each other, or share a GPU.
     """
 
-    def __init__(self, environment: ClusterEnvironment, num_nodes: int, problems: list[str]) -> None:
-        self._problems = problems
+    def __init__(self, environment: ClusterEnvironment, num_nodes: int) -> None:
         self.rank, self._index = environment.global_rank(), environment.local_rank() % max(1, torch.cuda.device_count())
-        self._address = f"{environment.main_address}:{environment.main_port}"
         open_queues()
         store = meeting_point(environment, num_nodes, PATIENCE)
         assert store is not None  # there is no process group yet
-        store.set(f"facts {self.rank}", json.dumps(_facts(self._index)))
+        store.set(f"facts {self.rank}", json.dumps((socket.gethostname(), _gpu(self._index))))
         facts = [json.loads(store.get(f"facts {rank}")) for rank in range(environment.world_size())]
-        self._hosts, self._gpus, self._versions = map(list[str], zip(*facts, strict=True))
+        self._hosts, self._gpus = map(list[str], zip(*facts, strict=True))
         self._nodes = [list(ranks) for _, ranks in groupby(range(len(facts)), self._hosts.__getitem__)]
         self._device = self._own_device()
         start_process_group(environment, None, self._device, PATIENCE, store)
 
     def _own_device(self) -> torch.device:
-        """The GPU of this process; the CPU if not every process has one of its own."""
-        if "" not in self._gpus and len({*self._gpus}) == len(self._gpus):
-            torch.cuda.set_device(self._index)
-            return torch.device("cuda", self._index)
-        if any(self._gpus):
-            self._tell("Not every process has a GPU of its own, so CPUs were examined: start one for each.")
-        return torch.device("cpu")
+        """The GPU of this process; the CPU if no process has a GPU."""
+        if not any(self._gpus):
+            return torch.device("cpu")
+        if "" in self._gpus or len({*self._gpus}) < len(self._gpus):
+            raise ConfigError("Not every process has a GPU of its own: start one process for each GPU.")
+        torch.cuda.set_device(self._index)
+        return torch.device("cuda", self._index)
 
-    def findings(self, folder: Path, output: Path | None) -> Iterator[tuple[str, str]]:
-        """Titles and findings.
-
-        Args:
-            folder: a folder that all ranks are to share.
-            output: the path of a cluster file to be written.
-        """
+    def findings(self, output: Path | None) -> Iterator[tuple[str, str]]:
+        """Titles and findings. `output`: the path of a cluster file to be written."""
         yield "Processes", ", ".join(f"ranks {node[0]}-{node[-1]} on {self._hosts[node[0]]}" for node in self._nodes)
-        yield "Versions", self._look_at_versions()
-        free = ", ".join([str(port) for port in range(29500, 29600) if _is_free(port)][:3])
-        yield "Ports", f"all ranks reach rank 0 at {self._address}; free there: {free or 'none from 29500 to 29599'}"
-        yield "Folder", self._look_at(folder)
         kinds = self._measured_devices()
         yield "Devices", "; ".join(_told_device(kind) for kind in dict.fromkeys(kinds))
         inside, between = self._measured_links()
@@ -88,34 +72,6 @@ class Examination:
             nodes = [(kinds[node[0]], len(node), link) for node, link in zip(self._nodes, inside, strict=True)]
             output.write_text(_cluster_file(nodes, between), encoding="utf-8")
             yield "Cluster", f"{output}, for strategy.cluster={output}"
-        yield "Training", self._trained()
-
-    def _tell(self, problem: str) -> None:
-        if self.rank == 0:
-            self._problems.append(problem)
-
-    def _look_at_versions(self) -> str:
-        for rank, versions in enumerate(self._versions):
-            if versions != self._versions[0]:
-                self._tell(f"Rank {rank} ({self._hosts[rank]}) has {versions}: install what rank 0 has.")
-        return self._versions[0]
-
-    def _look_at(self, folder: Path) -> str:
-        """Look for what rank 0 writes into a folder, on all ranks; network file systems take a moment."""
-        mark = folder / f".gpp-doctor-{_gathered(secrets.token_hex(4))[0]}"
-        if self.rank == 0:
-            folder.mkdir(parents=True, exist_ok=True)
-            mark.touch()
-        dist.barrier()
-        stop = time.monotonic() + 5
-        while not (found := folder.is_dir() and mark.name in os.listdir(folder)) and time.monotonic() < stop:
-            time.sleep(0.1)
-        seen = _gathered(found)
-        if self.rank == 0:
-            mark.unlink()
-        for host in dict.fromkeys(host for host, sees in zip(self._hosts, seen, strict=True) if not sees):
-            self._tell(f"{host} does not see what rank 0 writes into {folder}: give a --folder that all share.")
-        return f"{sum(seen)} of {len(seen)} ranks see what rank 0 writes into {folder.resolve()}"
 
     def _measured_devices(self) -> list[Device]:
         """The device of every rank; the slowest of each name stands for all."""
@@ -131,25 +87,10 @@ class Examination:
         abreast = list(zip(*self._nodes[:2], strict=False)) if len(self._nodes) > 1 else []
         return inside, measure_link([node[0] for node in self._nodes], self._device, abreast)
 
-    def _trained(self) -> str:
-        start, difference = time.perf_counter(), self_test(self._device)
-        if difference > TOLERANCE:
-            self._tell(f"Training in stages differs from one process by {difference:.1e}.")
-        return f"in stages and in one process differs by {difference:.1e} ({time.perf_counter() - start:.0f} s)"
 
-
-def _facts(index: int) -> tuple[str, str, str]:
-    """This process: its machine, its GPU's id (empty if there is none), and versions."""
-    there = torch.cuda.is_available()
-    gpu = str(torch.cuda.get_device_properties(index).uuid) if there else ""
-    nccl = f" (CUDA {torch.version.cuda}, NCCL {'.'.join(map(str, torch.cuda.nccl.version()))})" if there else ""
-    versions = f"Python {platform.python_version()}, torch {torch.__version__}{nccl}, lightning {lightning.__version__}"
-    return socket.gethostname(), gpu, f"{versions}, lightning-gpp {lightning_gpp.__version__}"
-
-
-def _is_free(port: int) -> bool:
-    with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", port)) != 0
+def _gpu(index: int) -> str:
+    """The id of a GPU; empty if there is none."""
+    return str(torch.cuda.get_device_properties(index).uuid) if torch.cuda.is_available() else ""
 
 
 def _gathered(value: Any) -> list[Any]:

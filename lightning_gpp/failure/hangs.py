@@ -81,7 +81,7 @@ class Progress:
         self._relief: tuple[float, float] | None = None
 
     def describe(self) -> str:
-        """What the rank does at this moment, in words."""
+        """The present activity, in words."""
         return self._activity.describe()
 
     def look(self, now: float) -> bool:

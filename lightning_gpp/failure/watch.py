@@ -337,7 +337,7 @@ class Watch:
             self._adopt(self._proposed[0])
 
     def _found(self, rank: int, event: str) -> Cause:
-        """What this rank has found out about another one, or about the store, as a cause."""
+        """A finding of this rank about another one, or about the store, as a cause."""
         peer = self._peers.get(rank)
         if peer is None:
             return Cause(rank=rank, process=self._process, action=self._progress.action, event=event)

@@ -39,19 +39,10 @@ def test_the_strategy_file_is_written_from_the_options() -> None:
     assert set(keys) == set(inspect.signature(GPPStrategy).parameters) - SET_BY_LIGHTNING
 
 
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        (
-            "strategy.shedule=gpipe",
-            r"(?s)key .strategy.shedule.. Did you mean strategy.schedule.*schedule, .*search_seconds",
-        ),
-    ],
-)
-def test_a_wrong_key_is_refused_at_composition(override: str, message: str) -> None:
+def test_a_wrong_key_is_refused_at_composition() -> None:
     with pytest.raises(ConfigCompositionException) as caught:
-        composed("experiment=two_tower", override)
-    assert re.search(message, told(caught.value))
+        composed("experiment=two_tower", "strategy.shedule=gpipe")
+    assert "Could not override 'strategy.shedule'" in told(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -61,7 +52,7 @@ def test_a_wrong_key_is_refused_at_composition(override: str, message: str) -> N
         ("+model.widht=1", r"model \(.*TwoTower\) .*unexpected keyword argument 'widht'"),
         (
             "model._target_=gpp_examples.two_tower.Three",
-            "model._target_=gpp_examples.two_tower.Three cannot be imported",
+            r"model \(gpp_examples.two_tower.Three\) cannot be built: ImportError: .*Three",
         ),
     ],
 )

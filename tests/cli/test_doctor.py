@@ -1,53 +1,39 @@
-"""`gpp-doctor` on the processes that it starts and on those of torchrun; what is wrong is said, and ends it with 1."""
+"""`gpp-doctor` on the processes that it starts and on those of torchrun."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from lightning_gpp.cli import self_test
 from lightning_gpp.cli.doctor import main
 from lightning_gpp.cluster import load_cluster
 from lightning_gpp.explained import sections
 from lightning_gpp.measure import links
-from lightning_gpp.training.engine import Engine
-from lightning_gpp.training.loop import initialize
 from tests.cli.commands import command
-from tests.distributed import PATIENCE, run_distributed
+from tests.distributed import PATIENCE
 from tests.interpreter import run_ranks
 
 
 def test_it_examines_the_processes_that_it_starts(tmp_path: Path) -> None:
-    result = command("doctor", "--processes=2", "--folder=runs", "--output=lab.yaml", cwd=tmp_path)
+    result = command("doctor", "--processes=2", "--output=lab.yaml", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     assert "ranks 0-1 on" in result.stdout
-    assert f"torch {torch.__version__}" in result.stdout
-    assert f"2 of 2 ranks see what rank 0 writes into {tmp_path}/runs" in result.stdout
     assert re.search(r"Links +inside \S+ [\d.e+]+ us, [\d.e+]+ GB/s; between machines none", result.stdout)
-    assert re.search(r"Training .* differs by \d\.\de-1\d ", result.stdout)
-    assert result.stdout.endswith("All of this works.\n")
-    assert list((tmp_path / "runs").iterdir()) == []
     cluster = load_cluster(tmp_path / "lab.yaml")
     assert cluster.num_devices == 2
     assert 0 < cluster.link(0, 1).latency < 1
     assert cluster.devices[0].source.startswith("measured")
 
 
-def test_machines_that_are_unlike_and_share_nothing(tmp_path: Path) -> None:
-    (tmp_path / "1").mkdir()
-    result = run_ranks(2, "-m", "tests.cli.apart", str(tmp_path), cwd=tmp_path, timeout=PATIENCE)
-    assert result.returncode == 1, result.stderr
+def test_machines_of_one_process_each(tmp_path: Path) -> None:
+    result = run_ranks(2, "-m", "tests.cli.apart", f"--output={tmp_path}/lab.yaml", cwd=tmp_path, timeout=PATIENCE)
+    assert result.returncode == 0, result.stderr
     assert "Processes  ranks 0-0 on node0, ranks 1-1 on node1" in result.stdout
-    assert "1 of 2 ranks see" in result.stdout
     assert re.search(r"inside node1 none; between machines [\d.e+]+ us", result.stdout)
-    assert "Problem    Rank 1 (node1) has torch 2.10: install what rank 0 has." in result.stdout
-    assert f"Problem    node1 does not see what rank 0 writes into {tmp_path}/0: give a --folder" in result.stdout
     assert [load_cluster(tmp_path / "lab.yaml").node_of(device) for device in (0, 1)] == [0, 1]
 
 
@@ -63,30 +49,6 @@ def test_a_wrong_number_of_processes(capsys: pytest.CaptureFixture[str]) -> None
     with pytest.raises(SystemExit, match="1"):
         main(["--processes=0"])
     assert "--processes=0 must be 1 or more." in capsys.readouterr().err
-
-
-def differences(rank: int, most: int, error: float) -> float:
-    """The result of the self-test with pipelines of so many devices, which add an error to a bias."""
-
-    @contextmanager
-    def flawed(module: Any, *arguments: Any, **settings: Any) -> Iterator[Engine]:
-        with initialize(module, *arguments, **settings) as engine:
-            yield engine
-        module.head.bias.data += error
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(self_test, "MOST_DEVICES", most)
-        patch.setattr(self_test, "initialize", flawed)
-        return self_test.self_test(torch.device("cpu"))
-
-
-@pytest.mark.parametrize("most", [4, 2])
-def test_the_self_test_equals_one_process_in_one_pipeline_and_in_two(most: int) -> None:
-    assert max(run_distributed(4, differences, most, 0.0)) <= 1e-12
-
-
-def test_the_self_test_notices_other_numbers() -> None:
-    assert run_distributed(2, differences, 16, 1e-6)[0] > 1e-8
 
 
 @pytest.mark.parametrize(("together", "shared"), [(3.0, "node"), (1.0, "pair")])

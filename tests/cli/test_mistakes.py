@@ -30,18 +30,16 @@ TWO_TOWER = "experiment=two_tower"
 MISTAKES: dict[str, tuple[str, ...]] = {
     r"gpp-train: .*'experiment/two_towers'.*two_tower": ("train", "experiment=two_towers"),
     r"trainer .*devices=two.*int > 0": ("train", TWO_TOWER, "trainer.devices=two"),
-    r"no key 'strategy\.num_microbatches'\. Did you mean strategy\.num_micro_batches": (
-        *("plan", TWO_TOWER, "strategy.num_microbatches=4"),
-    ),
-    r"If lightning\.Trainer takes it, write \+trainer\.gradient_clip_algorithm=VALUE": (
+    r"Could not override 'strategy\.num_microbatches'": (*("plan", TWO_TOWER, "strategy.num_microbatches=4"),),
+    r"To append to your config use \+trainer\.gradient_clip_algorithm=value": (
         *("plan", TWO_TOWER, "trainer.gradient_clip_algorithm=value"),
     ),
-    r"nowhere\.Model cannot be imported.*No module named 'nowhere'": (
+    r"nowhere\.Model.* cannot be built: .*No module named 'nowhere'": (
         "train",
         TWO_TOWER,
         "model._target_=nowhere.Model",
     ),
-    r"needy\.M cannot be imported.*No module named 'a_package_that_is_missing'": (
+    r"needy\.M.* cannot be built: .*No module named 'a_package_that_is_missing'": (
         "train",
         TWO_TOWER,
         "model._target_=needy.M",

@@ -15,10 +15,8 @@ pytestmark = [pytest.mark.acceptance, pytest.mark.timeout(600)]
 
 
 def test_two_nodes(cluster: Cluster, tmp_path: Path) -> None:
-    doctor = (sys.executable, "-m", "lightning_gpp.cli.doctor", "--folder=runs", "--output=lab.yaml")
+    doctor = (sys.executable, "-m", "lightning_gpp.cli.doctor", "--output=lab.yaml")
     told = cluster.run("srun", "--nodes=2", "--ntasks-per-node=2", *doctor, folder=tmp_path, timeout=300)
     assert re.search(r"ranks 0-1 on (\S+), ranks 2-3 on (?!\1)", told)
-    assert "4 of 4 ranks see" in told
     assert re.search(r"between machines [\d.e+]+ us", told)
-    assert told.rstrip().endswith("All of this works.")
     assert [load_cluster(tmp_path / "lab.yaml").node_of(device) for device in range(4)] == [0, 0, 1, 1]
