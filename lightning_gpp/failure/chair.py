@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any, Final
 
+from lightning_gpp.explained import named_at_end
 from lightning_gpp.failure.hangs import conclusion
 from lightning_gpp.failure.processes import ProcessIdentity, say
 from lightning_gpp.failure.report import EXIT_CODE, Cause
@@ -77,7 +78,7 @@ class Chair:
         if told and self.board["hang"] > self._concluded_for:
             self._concluded_for = self.board["hang"]
             self.concluded = conclusion({rank: tuple(cell.get("ranks", ())) for rank, cell in cells.items()})
-            say(f"[rank 0] {self.concluded}")
+            say(named_at_end(f"[rank 0] {self.concluded}"))
         elif told and (any(cell.get("hangs") for cell in cells.values()) or (complete and _are_stuck(cells))):
             self.board["hang"] += 1
 

@@ -141,8 +141,8 @@ def conclusion(waits: Mapping[int, tuple[int, ...]]) -> str:
     if not free:
         pairs = ", ".join(f"{rank} for {named(ranks)}" for rank, ranks in sorted(waits.items()))
         return (
-            f"All ranks wait for others: {pairs}. Does one make a call that others do not make? Conditions such as "
-            "`trainer.is_global_zero` belong around what does not communicate."
+            f"All ranks wait for others: {pairs}. Let every rank call it, if one is in a call that others do not make: "
+            "conditions such as `trainer.is_global_zero` belong around what does not communicate."
         )
     if len(free) == len(waits):
         return "No rank waits for another one: all of them are busy, or hang in their own code."

@@ -29,7 +29,7 @@ TWO_TOWER = "experiment=two_tower"
 
 MISTAKES: dict[str, tuple[str, ...]] = {
     r"gpp-train: .*'experiment/two_towers'.*two_tower": ("train", "experiment=two_towers"),
-    r"trainer .*devices=two.*int > 0": ("train", TWO_TOWER, "trainer.devices=two"),
+    r"trainer .*int > 0.*devices=two": ("train", TWO_TOWER, "trainer.devices=two"),
     r"Could not override 'strategy\.num_microbatches'": (*("plan", TWO_TOWER, "strategy.num_microbatches=4"),),
     r"To append to your config use \+trainer\.gradient_clip_algorithm=value": (
         *("plan", TWO_TOWER, "trainer.gradient_clip_algorithm=value"),
