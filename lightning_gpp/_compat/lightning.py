@@ -78,11 +78,6 @@ class _AheadOf:
         return getattr(self._loader, name)
 
 
-def layer_sync(strategy: Any) -> Any:
-    """The plugin by which `Trainer(sync_batchnorm=True)` converts modules, or None."""
-    return strategy._layer_sync
-
-
 def attach_data(trainer: Any, module: Any, datamodule: Any) -> None:
     """Make module, data and trainer known to each other as `trainer.fit` does, so that their hooks can be called."""
     trainer.strategy.connect(module)
@@ -153,23 +148,19 @@ def _followed(loop: Any, name: str, function: Callable[[], None]) -> Callable[[]
 
 @contextmanager
 def counters_to_resume_from(trainer: Any) -> Iterator[None]:
-    """Set the loops' counters, for a checkpoint, so that Lightning goes on from here.
-
-    In a validation: it begins anew, as half of its values would be missing. Before a step: Lightning takes one at which
-    a validation is due for the end of that validation, and counts the step before it twice.
+    """Set the counters of a validation that runs, for a checkpoint, so that it begins anew: half of its values would be
+    missing.
     """
-    loop = trainer.fit_loop.epoch_loop
-    steps, progress = loop._batches_that_stepped, copy.deepcopy(loop.val_loop.batch_progress)
+    validation = trainer.fit_loop.epoch_loop.val_loop
+    before = copy.deepcopy(validation.batch_progress)
     if trainer.validating:
-        loop.val_loop.batch_progress.reset()
-        loop.val_loop.batch_progress.increment_ready()
-        loop.val_loop.batch_progress.increment_started()
-    elif loop._should_check_val_fx(trainer.fit_loop._data_fetcher):
-        loop._batches_that_stepped -= 1
+        validation.batch_progress.reset()
+        validation.batch_progress.increment_ready()
+        validation.batch_progress.increment_started()
     try:
         yield
     finally:
-        loop._batches_that_stepped, loop.val_loop.batch_progress = steps, progress
+        validation.batch_progress = before
 
 
 def begin_validation_anew(trainer: Any) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import os
 import signal
 import subprocess
 from collections.abc import Callable
@@ -15,8 +14,6 @@ from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _Su
 
 from lightning_gpp.failure.processes import exit_now
 
-LAUNCHER: Final = "GPP_LAUNCHER_PID"
-"""Environment variable with the parent's process id, for processes that the launcher started."""
 _LAST: Final = 60.0
 """Seconds for which the first process waits at its end for each one that it has started."""
 _PATIENCE: Final = 5.0
@@ -29,7 +26,6 @@ class ScriptLauncher(_SubprocessScriptLauncher):
     def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
         """Run `function` here, after the other processes have been started, which run it, too."""
         if not self.cluster_environment.creates_processes_externally:
-            os.environ[LAUNCHER] = str(os.getpid())
             atexit.register(self.end)
         return super().launch(function, *args, trainer=trainer, **kwargs)
 
@@ -65,7 +61,6 @@ class ForkingLauncher(_MultiProcessingLauncher):
         if self.inside:
             return function(*args, **kwargs)
         assert trainer is not None
-        os.environ[LAUNCHER] = str(os.getpid())
         try:
             return super().launch(partial(_run, trainer), *args, trainer=trainer, **kwargs)
         except BaseException:

@@ -42,7 +42,7 @@ class Examination:
     def __init__(self, environment: ClusterEnvironment, num_nodes: int) -> None:
         self.rank, self._index = environment.global_rank(), environment.local_rank() % max(1, torch.cuda.device_count())
         open_queues()
-        store = meeting_point(environment, num_nodes, PATIENCE)
+        store = meeting_point(environment, PATIENCE)
         assert store is not None  # there is no process group yet
         store.set(f"facts {self.rank}", json.dumps((socket.gethostname(), _gpu(self._index))))
         facts = [json.loads(store.get(f"facts {rank}")) for rank in range(environment.world_size())]

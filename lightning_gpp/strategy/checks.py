@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import BatchSizeFinder, ModelPruning, StochasticWeightAveraging
@@ -14,7 +13,6 @@ from torch.nn.parameter import is_lazy
 
 from lightning_gpp._compat.torch import BatchNorm
 from lightning_gpp.errors import ConfigError
-from lightning_gpp.plan import Plan
 from lightning_gpp.training.options import Options
 from lightning_gpp.training.sessions import STEPS, compiled_steps
 from lightning_gpp.training.tensors.joining import text_of
@@ -84,25 +82,6 @@ def _problems(module: pl.LightningModule, whole: bool) -> Iterator[str]:
             )
 
 
-def once(closure: Callable[[], Any]) -> Callable[[], Any]:
-    """The closure, which raises ConfigError when it is called again."""
-    calls = 0
-
-    def called() -> Any:
-        nonlocal calls
-        calls += 1
-        if calls > 1:
-            raise ConfigError(
-                "The optimizer called its closure more than once in one step. Optimizers that evaluate the model "
-                "repeatedly (L-BFGS, sharpness-aware minimisation) use norms over all parameters, of which every rank "
-                "has only its own. Use one that needs a single evaluation, or take these steps by hand, in manual "
-                "optimization, with self.trainer.strategy.grad_norm()."
-            )
-        return closure()
-
-    return called
-
-
 def facts_of_trainer(trainer: pl.Trainer) -> dict[str, str]:
     """The settings, lengths of data and schedulers of training that all ranks must have alike."""
     facts = {f"trainer.{name}": text_of(getattr(trainer, name)) for name in _SETTINGS}
@@ -155,15 +134,3 @@ def copies_of(module: nn.Module, callbacks: Iterable[object]) -> list[nn.Module]
     kept = (value for callback in callbacks for value in vars(callback).values() if isinstance(value, nn.Module))
     parts = (part for value in kept for part in (value, getattr(value, "module", None)))
     return [part for part in parts if type(part) is type(module) and part is not module]
-
-
-def check_synchronised(module: nn.Module, plan: Plan, num_pipelines: int) -> None:
-    """Raise ConfigError for BatchNorm that the trainer is to synchronise over replicas."""
-    replicas = num_pipelines * max(len(stage.devices) for stage in plan.stages)
-    if replicas > 1 and any(isinstance(part, BatchNorm) for part in module.modules()):
-        raise ConfigError(
-            f"trainer.sync_batchnorm=True asks for BatchNorm over {replicas} replicas, which would have to wait for "
-            "each other inside every micro-batch, while their schedules do not. Use a norm within samples (GroupNorm), "
-            "or one replica (strategy.num_pipelines=1, one device per stage), or set it to False: then each replica "
-            "normalises its own samples."
-        )

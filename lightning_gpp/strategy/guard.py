@@ -94,7 +94,7 @@ class Guard(pl.Callback):
         self._control: Control | None = None
         self._flag: StopFlag | None = None
         self._said: int | None = None
-        self._wants_to_finish = False
+        self._wants_to_finish = self._validated = False
         self._raised = threading.Event()
         self._replaced = Replaced()
         trainer.callbacks = _Guarded(self, trainer.callbacks)  # type: ignore[attr-defined]  # set by a connector
@@ -140,9 +140,14 @@ class Guard(pl.Callback):
             self._trainer.should_stop = self._control.unanimous(wants, everyone=False)
 
     def _before_step(self) -> None:
-        """Stop here if rank 0 said so after the step before; at the first one it has to be asked."""
+        """Stop here if rank 0 said so after the step before; at the first one it has to be asked.
+
+        Not behind a validation, in which the run could stop: from here Lightning would resume at its end.
+        """
         said, self._said = self._said, None
-        self.boundary(said=said)
+        validated, self._validated = self._validated, False
+        if not validated:
+            self.boundary(said=said)
 
     def boundary(self, *, ended: bool = False, said: int | None = None) -> None:
         """Stop here if any rank was asked to, but not between the mini-batches of one optimizer step, whose gradients
@@ -177,6 +182,10 @@ class Guard(pl.Callback):
         self.boundary()
 
     on_test_batch_start = on_predict_batch_start = on_validation_batch_start
+
+    def on_validation_end(self, *_: Any, **__: Any) -> None:
+        """Note that the next step follows a validation."""
+        self._validated = True
 
     # -- the end
 

@@ -21,7 +21,6 @@ from torchmetrics import Metric
 
 from lightning_gpp._compat.lightning import FORWARD_CACHE
 from lightning_gpp.errors import ConfigError
-from lightning_gpp.replaced import Replaced
 from lightning_gpp.training.checks.results import REDUCTIONS
 from lightning_gpp.training.control import Control
 from lightning_gpp.training.options import Context
@@ -190,14 +189,14 @@ class LogRecorder:
         None for the one whose turn it is.
         """
         self._run = []
-        replaced = Replaced()
         for owner in self._owners:
-            replaced.put(owner, "log", self._log)
+            vars(owner)["log"] = self._log
         try:
             with context():
                 yield
         finally:
-            replaced.restore()
+            for owner in self._owners:
+                vars(owner).pop("log", None)
         record = self.record if batch is None else self._early.setdefault(batch, Record())
         record.add(self._run, num_samples, num_samples if share is None else share)
 

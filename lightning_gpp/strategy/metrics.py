@@ -4,21 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any, Final
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from torch import Tensor
-from torchmetrics import CatMetric, MaxMetric, Metric, MetricCollection, MinMetric, SumMetric
+from torchmetrics import Metric, MetricCollection
 from torchmetrics.utilities.distributed import gather_all_tensors
-from torchmetrics.wrappers import Running
 
 from lightning_gpp._compat.torch import pytree
 from lightning_gpp.capture.kept import metrics_in, metrics_of
 from lightning_gpp.errors import ForeignTensorError
 from lightning_gpp.training.control import Control
-
-_AGGREGATORS: Final = (SumMetric, MaxMetric, MinMetric, CatMetric, Running)
 
 
 class MetricStates:
@@ -71,11 +68,6 @@ class MetricStates:
 
     def _metrics(self) -> dict[str, Metric]:
         return {path: metric for path, metric in self._all() if isinstance(metric, Metric)}
-
-    def updates_of_aggregators(self) -> dict[str, int]:
-        """The numbers of updates of sums, extremes and running values; means of equal parts are means of all."""
-        found = self._metrics().items()
-        return {path: each.update_count for path, each in found if isinstance(each, _AGGREGATORS)}
 
     def _all(self) -> Iterator[tuple[str, Metric | MetricCollection]]:
         yield from metrics_of(self.module).items()

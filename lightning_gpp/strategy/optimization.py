@@ -36,6 +36,25 @@ def accumulates(trainer: pl.Trainer) -> bool:
     )
 
 
+def once(closure: Callable[[], Any]) -> Callable[[], Any]:
+    """The closure, which raises ConfigError when it is called again."""
+    calls = 0
+
+    def called() -> Any:
+        nonlocal calls
+        calls += 1
+        if calls > 1:
+            raise ConfigError(
+                "The optimizer called its closure more than once in one step. Optimizers that evaluate the model "
+                "repeatedly (L-BFGS, sharpness-aware minimisation) use norms over all parameters, of which every rank "
+                "has only its own. Use one that needs a single evaluation, or take these steps by hand, in manual "
+                "optimization, with self.trainer.strategy.grad_norm()."
+            )
+        return closure()
+
+    return called
+
+
 class StepGradients:
     """Puts the gradients that a pipelined step computes aside until the backward that Lightning calls.
 
@@ -47,6 +66,7 @@ class StepGradients:
 
     def __init__(self, trainer: pl.Trainer) -> None:
         self._trainer = trainer
+        self._seen: bool | None = None
         self._aside: list[tuple[Tensor, Tensor | None]] = []
 
     @contextmanager
@@ -57,8 +77,8 @@ class StepGradients:
             yield
             return
         parameters = [each for group in trainer.optimizers[0].param_groups for each in group["params"]]
-        seen = self._are_seen()
-        before = [parameter.grad if seen else None for parameter in parameters]
+        self._seen = self._are_seen() if self._seen is None else self._seen
+        before = [parameter.grad if self._seen else None for parameter in parameters]
         for parameter in parameters:
             parameter.grad = None
         yield

@@ -186,7 +186,7 @@ class JobProcesses:
     def _meet(self, environment: ClusterEnvironment, monitor: FailureMonitor) -> Control:
         """Start the watch, then what would wait for a rank that has ended: process group and mesh."""
         options = self.options
-        store = meeting_point(environment, self.num_nodes, timedelta(seconds=monitor.limits.patience))
+        store = meeting_point(environment, timedelta(seconds=monitor.limits.patience))
         monitor.start(store)
         start_process_group(environment, options.process_group_backend, self.root_device, options.timeout, store)
         self._control = join(options, self.global_rank, self.world_size)

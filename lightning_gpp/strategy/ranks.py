@@ -56,7 +56,6 @@ class RanksStrategy(JobProcesses, ParallelStrategy):
         self._control: Control | None = None
         self._monitor: FailureMonitor | None = None
         self._guard: Guard | None = None
-        self._silence: Silence | None = None
         self._run: Run | None = None
         self._trained: Engine | None = None
         self._end: BaseException | None = None
@@ -65,7 +64,7 @@ class RanksStrategy(JobProcesses, ParallelStrategy):
 
     def __getstate__(self) -> dict[str, Any]:
         """The state without what belongs to this process: its connections, its watch, and its run."""
-        parts = (self._control, self._monitor, self._guard, self._silence, self._run, self._trained, self._end)
+        parts = (self._control, self._monitor, self._guard, self._run, self._trained, self._end)
         gone = {id(part) for part in parts}
         kept = {name: None if id(part) in gone else part for name, part in super().__getstate__().items()}
         kept.pop("_world_size_reads", None)
@@ -87,7 +86,7 @@ class RanksStrategy(JobProcesses, ParallelStrategy):
 
     def setup_environment(self) -> None:
         """Initialise the device, the process group, and the watch over the other ranks."""
-        self._silence = Silence(self.num_pipelines)
+        silence(self.num_pipelines)
         super().setup_environment()
         self.set_world_ranks()
         if self.cluster_environment is None:
@@ -137,18 +136,8 @@ class RanksStrategy(JobProcesses, ParallelStrategy):
         return None if self._run is None else self._run.steps.engine
 
 
-class Silence:
-    """Ignores warnings from its creation to `end`, which leaves the filters of others as they are."""
-
-    def __init__(self, num_pipelines: int) -> None:
-        before = list(warnings.filters)
-        warnings.filterwarnings("ignore", message=_OWN_CODE, category=FutureWarning)
-        if num_pipelines == 1:
-            warnings.filterwarnings("ignore", message=_SYNC)
-        self._added = [each for each in warnings.filters if each not in before]
-
-    def end(self) -> None:
-        """Show the warnings again."""
-        kept = [each for each in warnings.filters if each not in self._added]
-        warnings.resetwarnings()  # lets Python look at its filters again
-        warnings.filters[:] = kept  # type: ignore[index]
+def silence(num_pipelines: int) -> None:
+    """Ignore, from now on, warnings of Lightning that are not meant for users of stages."""
+    warnings.filterwarnings("ignore", message=_OWN_CODE, category=FutureWarning)
+    if num_pipelines == 1:
+        warnings.filterwarnings("ignore", message=_SYNC)

@@ -81,10 +81,6 @@ class LightningHost(Host):
     def around(self, step: str, batch: int | None = None) -> Callable[[int, float], AbstractContextManager[Any]]:
         return partial(self.recorder.run, context=self.context(step), batch=batch)
 
-    def turn(self, batch: int) -> None:
-        """Take what was recorded for this mini-batch of training, whose step is complete."""
-        self.recorder.turn(batch)
-
     @contextmanager
     def unheard(self) -> Iterator[None]:
         """Inside, the trainer's loggers ignore everything; a wish to stop is taken back."""
@@ -175,15 +171,12 @@ class Steps:
             raise GPPError("The training step runs before the trainer's set-up; use trainer.fit(model).")
         accumulated = self.module.trainer.accumulate_grad_batches
         self._begin(first=not self._trained)  # one process looks at its first step only
-        updates = {} if self._trained else self._metrics.updates_of_aggregators()
         with self.gradients.computed():
             outputs = engine.train(arguments, accumulated=accumulated, last=last, scale=scale)
         changed = self._changed()
         self._tell_changes(changed, len(outputs))
-        if not self._trained:
-            self._tell_aggregators(updates)
         self._trained = True
-        self.host.turn(engine.num_steps - 1)
+        self.host.recorder.turn(engine.num_steps - 1)
         if self.trace is not None:
             self.trace.add(engine)
         loss, rest = engine.loss_of(outputs) if outputs else (torch.zeros(()), {})
@@ -220,16 +213,6 @@ class Steps:
         if new := late - self._told_late:
             self._told_late |= new
             self.control.warn(f"The training step changes {some(sorted(map(dotted, new)))}. {_LATE}")
-
-    def _tell_aggregators(self, before: Mapping[str, int]) -> None:
-        """Warn of aggregators that have got a number from each micro-batch of the first mini-batch."""
-        now = self._metrics.updates_of_aggregators()
-        if often := [place for place, count in now.items() if count > before.get(place, 0) + 1]:
-            self.control.warn(
-                f"The training step updates the metrics {some(often)} with a number from each micro-batch, where one "
-                "process has one from each mini-batch. Counts add up; a sum, maximum or minimum of losses differs. Log "
-                "the value itself (self.log(name, value, reduce_fx=...)), or set strategy.step=whole."
-            )
 
     def _settings(self) -> list[dict[str, Any]]:
         """The hyperparameters of the optimizers' groups that are numbers."""

@@ -16,7 +16,6 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_gpp._compat.lightning import layer_sync
 from lightning_gpp._compat.lightning_module import set_device
 from lightning_gpp.checkpoints.layout import entry_of
 from lightning_gpp.checkpoints.stored import StoredValues
@@ -28,10 +27,9 @@ from lightning_gpp.replaced import replaced
 from lightning_gpp.runtime.mesh import Mesh
 from lightning_gpp.simulation import Period, Timeline
 from lightning_gpp.strategy.checkpoints import saved_by_all
-from lightning_gpp.strategy.checks import check_synchronised, once
 from lightning_gpp.strategy.data import Taken, distribute
 from lightning_gpp.strategy.guard import Preempted
-from lightning_gpp.strategy.optimization import SKIPPED
+from lightning_gpp.strategy.optimization import SKIPPED, once
 from lightning_gpp.strategy.ranks import Arguments, RanksStrategy
 from lightning_gpp.strategy.run import Run
 from lightning_gpp.strategy.steps import Steps
@@ -104,8 +102,6 @@ class GPPStrategy(RanksStrategy):
         )
         if trainer.state.fn == TrainerFn.FITTING:
             self._run.set_up_training()
-            if layer_sync(self) is not None and self.plan is not None:
-                check_synchronised(self.model, self.plan, self.num_pipelines)
         self._run.attach()
         self.setup_precision_plugin()
 
@@ -143,9 +139,7 @@ class GPPStrategy(RanksStrategy):
             disconnect(self._control)
         if self._guard is not None:
             self._guard.remove(self._end)
-        if self._silence is not None:
-            self._silence.end()
-        self._monitor = self._guard = self._silence = None
+        self._monitor = self._guard = None
         if isinstance(self._end, KeyboardInterrupt):
             raise SystemExit(INTERRUPTED)
 

@@ -244,14 +244,14 @@ class Control:
         leaves = [self._receive(leaf, src) if isinstance(leaf, _Outline) else leaf for leaf in outline]
         return pytree.tree_unflatten(leaves, spec)
 
-    def pass_on(self, tensor: Tensor, source: int, ranks: Sequence[int]) -> None:
-        """Give a tensor's values of one rank to others. All of them call this."""
-        if self.rank == source:
-            for process in map(self.mesh.process, ranks):
+    def pass_on(self, tensor: Tensor, source: int, others: Sequence[int]) -> None:
+        """Give a tensor's values of one process to others. All of them call this."""
+        if self.mesh.own_process == source:
+            for process in others:
                 dist.send(tensor.detach().cpu().contiguous(), group_dst=process, group=self.everyone)
-        elif self.rank in ranks:
+        elif self.mesh.own_process in others:
             received = torch.empty(tensor.shape, dtype=tensor.dtype)
-            dist.recv(received, group_src=self.mesh.process(source), group=self.everyone)
+            dist.recv(received, group_src=source, group=self.everyone)
             with torch.no_grad():
                 tensor.copy_(received)
 

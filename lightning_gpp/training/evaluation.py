@@ -9,7 +9,7 @@ from typing import Any
 from lightning_gpp.errors import CaptureError, GPPError, NoNetworkError, PlanError, ShapeError
 from lightning_gpp.training.data.batches import Feed, Segments, outline
 from lightning_gpp.training.data.incoming import Incoming
-from lightning_gpp.training.runner import Runner, combined, on_one_rank
+from lightning_gpp.training.runner import Runner, combined
 from lightning_gpp.training.session import Session
 from lightning_gpp.training.sessions import Sessions
 from lightning_gpp.training.tensors.gathered import Door
@@ -69,7 +69,7 @@ class EvaluationSteps:
         sessions: makes the sessions of steps on micro-batches.
         runner: runs mini-batches on micro-batches.
         whole: runs steps as a whole.
-        door: gives the rank of the step the values of others.
+        door: gives all ranks the values of the others.
         as_whole: names of the steps that run as a whole from the beginning.
         training: the feed of training, whose mini-batches are not those of an evaluation.
         num_steps: returns the number of mini-batches trained so far.
@@ -92,7 +92,7 @@ class EvaluationSteps:
         self._job, self._layout, self._incoming = sessions.job, sessions.layout, sessions.incoming
         self._runner, self._whole, self._as_whole = runner, whole, {*as_whole}
         self._training, self._num_steps = training, num_steps
-        self._door, self._borrowing = door, set[str]()
+        self._door, self._summoning = door, set[str]()
         self.under_way: EvaluationPass | None = None
 
     def runs_whole(self, step: str) -> bool:
@@ -108,8 +108,6 @@ class EvaluationSteps:
         """Run a step on a mini-batch, which was announced, or is on all ranks for a step as a whole."""
         if self.runs_whole(step):
             return self._run_whole(step, arguments)
-        if step in self._borrowing:
-            return self._run_borrowing(step, arguments)
         current = self._current()
         try:
             session = self._runner.session(step, arguments)
@@ -120,13 +118,7 @@ class EvaluationSteps:
         self.end()
         if not may_evaluate_whole(self._job.options, self._layout.plan):
             raise refused
-        if (shared := self._whole_from_now_on(step, arguments, refused)) is not None:
-            return self._run_whole(step, shared)
-        if self._door.is_locked or self._job.control.num_devices == 1:
-            raise refused
-        self._borrowing.add(step)
-        self._job.control.warn(_why_borrowing(step, refused))
-        return self._run_borrowing(step, arguments)
+        return self._run_whole(step, self._whole_from_now_on(step, arguments, refused))
 
     def _run_cut(self, session: Session, current: EvaluationPass, arguments: Sequence[Any]) -> Any:
         if session.streams:
@@ -150,38 +142,35 @@ class EvaluationSteps:
             self.under_way.end()
             self.under_way = None
 
-    def _whole_from_now_on(self, step: str, arguments: Sequence[Any], refused: GPPError) -> list[Any] | None:
-        """Let a step that cannot be captured for micro-batches run as a whole; None if it cannot, either."""
+    def _whole_from_now_on(self, step: str, arguments: Sequence[Any], refused: GPPError) -> list[Any]:
+        """Let a step that cannot run on micro-batches run as a whole, if need be with all values on every rank."""
         shared = self.hand_out(arguments)
+        why: Callable[[GPPError, str], str] = why_whole
         if not self._has_calls(step, outline(shared[0])):
-            return None
+            if self._door.is_locked or self._job.control.num_devices == 1:
+                raise refused
+            self._summoning.add(step)
+            why = _why_summoning
         self._as_whole.add(step)
-        self._job.control.warn(why_whole(refused, step))
+        self._job.control.warn(why(refused, step))
         return shared
 
     def _has_calls(self, step: str, example: Any) -> bool:
+        """True if all that a step needs of other ranks are network calls."""
         try:
-            capture_whole(self._job, example, step=step)
+            _, found = capture_whole(self._job, example, step=step)
         except NoNetworkError:
             return True
         except (CaptureError, ShapeError) as error:
             log.info("The %s cannot run as a whole, either: %s", step, error)
             return False
-        return True
-
-    def _run_borrowing(self, step: str, arguments: Sequence[Any]) -> Any:
-        """Run a step on its rank, which gets the values of the others for that."""
-        job = self._job
-        with self._door.to_first(), on_one_rank():
-            if not job.control.runs_step:
-                return None
-            size = self._incoming.batch_size
-            with job.host.around(step)(size, size):
-                return getattr(job.module, step)(*arguments)
+        return not found.states
 
     def _run_whole(self, step: str, arguments: Sequence[Any]) -> Any:
-        with self._whole.running(self._num_steps()), self._job.host.context(step)():
-            return getattr(self._job.module, step)(*arguments)
+        module, control = self._job.module, self._job.control
+        around = self._door.open(module) if step in self._summoning else self._whole.running(self._num_steps())
+        with around, control.mesh.peers(), self._job.host.context(step)():
+            return getattr(module, step)(*arguments)
 
     def _current(self) -> EvaluationPass:
         if self.under_way is not None and self.under_way.is_over:
@@ -191,10 +180,10 @@ class EvaluationSteps:
         return self.under_way
 
 
-def _why_borrowing(step: str, refused: GPPError) -> str:
+def _why_summoning(refused: GPPError, step: str) -> str:
     name, reason = step.replace("_", " "), sentence(getattr(refused, "reason", "") or refused)
     return (
-        f"The {name} runs on the first device, to which the others send the values of their parameters for each "
-        f"mini-batch, because it can run neither on micro-batches nor as a whole (docs/howto/evaluate.md). "
-        f"{reason} That device needs memory for the undivided module."
+        f"The {name} runs on every rank, to which the others send the values of their parameters for each mini-batch, "
+        f"because it can run neither on micro-batches nor as a whole (docs/howto/evaluate.md). {reason} Every device "
+        "needs memory for the undivided module."
     )

@@ -182,12 +182,6 @@ def test_set_device_mesh() -> None:
     assert module.device_mesh is mesh
 
 
-def test_layer_sync() -> None:
-    for sync_batchnorm in (False, True):
-        trainer = L.Trainer(**QUIET, strategy="ddp", sync_batchnorm=sync_batchnorm)
-        assert (compat.layer_sync(trainer.strategy) is not None) == sync_batchnorm
-
-
 def test_on_epoch_end_reached() -> None:
     events, replaced = list[str](), Replaced()
     trainer = L.Trainer(**QUIET, callbacks=[At(on_validation_epoch_end=lambda _: events.append("hook"))])

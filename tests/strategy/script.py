@@ -33,8 +33,9 @@ class Fault(Callback):
 def main(folder: str, kind: str, rank: str) -> None:
     warnings.simplefilter("ignore")
     if kind == "orphan" and os.environ.get("LOCAL_RANK") == "1":
+        parent = os.getppid()
         Path(folder, "started").touch()
-        while os.getppid() == int(os.environ["GPP_LAUNCHER_PID"]):
+        while os.getppid() == parent:
             time.sleep(0.05)  # until rank 0 is gone, before there is a process group
     L.seed_everything(1, verbose=False)
     options: dict[str, Any] = {"trace": True, "failure_timeout": 20.0}

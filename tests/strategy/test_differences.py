@@ -10,25 +10,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torchmetrics import MeanMetric, SumMetric
 
 from tests.strategy import harness
 from tests.strategy.harness import TwoTowers
-
-
-class Aggregates(TwoTowers):
-    """Aggregators in a training step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mean, self.hits = MeanMetric(), SumMetric()
-
-    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor]:
-        loss, logits = self.loss(batch)
-        self.mean(loss)
-        self.hits((logits.argmax(1) == batch[2]).sum())
-        self.log_dict({"mean": self.mean, "hits": self.hits}, on_step=False, on_epoch=True)
-        return {"loss": loss, "logits": logits.detach()}
 
 
 class Keeps(TwoTowers):
@@ -83,7 +67,7 @@ class Sums(TwoTowers):
         return loss, logits
 
 
-KINDS = (Aggregates, Keeps, LogsSometimes, Contrasts, Masked, Sums)
+KINDS = (Keeps, LogsSometimes, Contrasts, Masked, Sums)
 Report = tuple[list[str], dict[str, float], list[float]]
 """Warnings, metrics and losses."""
 
@@ -119,7 +103,6 @@ def reports() -> tuple[dict[str, Report], list[Report]]:
 
 
 TOLD = {
-    "Aggregates": [r"metrics hits with a number from each micro-batch.*self\.log\(name, value, reduce_fx="],
     "Keeps": [
         "changes tensors. Only the ranks that run the step",
         "changes kept, tensors. It runs once per micro-batch",

@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import StochasticWeightAveraging
 
 from lightning_gpp import ConfigError, GPPError, GPPFabricStrategy, GPPStrategy, PlanError
 from lightning_gpp.plan import STEP, Plan, Stage
-from lightning_gpp.strategy.checks import check_callbacks, check_synchronised
+from lightning_gpp.strategy.checks import check_callbacks
 from lightning_gpp.strategy.data import Placeholder
 from lightning_gpp.training.updates.gradients import check_scaled
 from tests.strategies import chain
@@ -269,14 +269,6 @@ def test_batch_norm_is_not_averaged_from_micro_batches() -> None:
     trainer.strategy.connect(TwoTowers())
     with pytest.raises(ConfigError, match="computes the statistics of BatchNorm anew"):
         check_callbacks(trainer, num_devices=2)
-
-
-def test_batch_norm_over_replicas() -> None:
-    """Without BatchNorm, or without replicas, there is nothing to synchronise."""
-    check_synchronised(TwoTowers(), one_stage(), num_pipelines=1)
-    check_synchronised(torch.nn.Linear(2, 2), one_stage(), num_pipelines=2)
-    with pytest.raises(ConfigError, match=r"sync_batchnorm=True asks for BatchNorm over 2 replicas.*GroupNorm"):
-        check_synchronised(TwoTowers(), one_stage(), num_pipelines=2)
 
 
 @pytest.mark.parametrize("use", [lambda b: b[0], len, list, lambda b: b["x"], lambda b: b.size(0)])

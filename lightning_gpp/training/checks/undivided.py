@@ -282,11 +282,6 @@ def divided_samples(division: Division, batch: Any) -> tuple[Piece, list[Piece]]
     return Piece(few, 0, total, total, 0), pieces
 
 
-def tried(message: str, works: Callable[[], bool]) -> str:
-    """The message, which names a step as a whole only if that `works` on this model, otherwise a single micro-batch."""
-    return message if WHOLE not in message or works() else message.replace(WHOLE, UNCUT)
-
-
 def difference(comparison: CutComparison, inform: Callable[[str], None] = log.info) -> str:
     """The warning of a comparison; empty if there is nothing to compare, or the step fails on few samples.
 

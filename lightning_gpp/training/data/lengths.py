@@ -1,29 +1,25 @@
 """Sessions for mini-batches of another length, made from those of other lengths without a capture.
 
 With dynamic padding nearly every mini-batch has sequences of another length. All that depends on the length are
-numbers (`stages/sizes.py`). So a few lengths are captured, among them one that no mini-batch has had yet, about twice
-as long. If their numbers lie on one line, those of a length between them do, too. A network that takes another way for
-some lengths has other stages there; a length that does not lie between like ones is captured.
+numbers (`stages/sizes.py`). So a few lengths are captured. If their numbers lie on one line, those of a length between
+them do, too. A network that takes another way for some lengths has other stages there; a length that does not lie
+between like ones is captured.
 """
 
 from __future__ import annotations
 
-import logging
 import zlib
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
 from typing import Any, Final
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lightning_gpp._compat.torch import pytree
 from lightning_gpp.capture import Capture
-from lightning_gpp.capture.batch import GUESSED, BatchDims, known_to_pytree
+from lightning_gpp.capture.batch import GUESSED, BatchDims
 from lightning_gpp.capture.known_values import values_at
-from lightning_gpp.errors import GPPError
 from lightning_gpp.plan import Plan
 from lightning_gpp.stages.sizes import are_alike, may_be_resized, numbers_of, resized
 from lightning_gpp.training.data.batches import one_sample
@@ -31,13 +27,11 @@ from lightning_gpp.training.data.incoming import Incoming
 from lightning_gpp.training.host import Job
 from lightning_gpp.training.session import Session
 
-log = logging.getLogger(__name__)
-
 Array = NDArray[np.float64]
 Sizes = tuple[int, ...]
 """The sizes of a mini-batch besides the number of samples: those of all dimensions of its tensors."""
 
-_MOST: Final = 16
+_MOST: Final = 32
 """Captured lengths of one kind of mini-batch that others are made from; and kinds, of which the latest are kept."""
 _ROUNDING: Final = 1e-3
 """Errors of whole numbers that were computed."""
@@ -73,51 +67,25 @@ class KnownLengths:
             return make(example)
         key, sizes = self._described(step, example, values)
         serving = [lengths for lengths in self._groups.get(key, ()) if lengths.serves(example)]
-        found = _first(serving, sizes)
-        if found is None and self._reaches_beyond(key, serving, sizes, example, make):
-            found = _first(serving, sizes)
+        found = next(filter(None, (lengths.made(sizes) for lengths in serving)), None)
         if found is None:
             found = make(example)
             self._add(key, sizes, found)
         return found
 
-    def _reaches_beyond(
-        self, key: Hashable, serving: Sequence[Lengths], sizes: Sizes, example: Any, make: Callable[[Any], Session]
-    ) -> bool:
-        """Capture a length that no mini-batch has had, if that may help; returns whether it is like others."""
-        for lengths in serving:
-            other = lengths.beyond(sizes)
-            if other is None:
-                continue
-            try:
-                joined = self._add(key, other, make(resized_batch(example, sizes, other)))
-            except GPPError as error:  # a network that is not made for it, as with a table of positions
-                log.info("A length of %s cannot be captured: %s", other, error)
-                joined = None
-            lengths.tried = joined is not lengths
-            return not lengths.tried
-        return False
-
     def _described(self, step: str, example: Any, values: Hashable) -> tuple[Hashable, Sizes]:
         kind, sizes = kind_and_sizes(example, self._dims(step))
         return (step, kind, self._incoming.trained(), values), sizes
 
-    def _add(self, key: Hashable, sizes: Sizes, session: Session) -> Lengths | None:
-        """Add a captured length to those that it is like; returns these."""
+    def _add(self, key: Hashable, sizes: Sizes, session: Session) -> None:
+        """Add a captured length to those that it is like."""
         if session.plan.is_sliced or not may_be_resized(session.pipeline):
-            return None
+            return
         if key not in self._groups and len(self._groups) == _MOST:
             del self._groups[next(iter(self._groups))]
         groups = self._groups.setdefault(key, [])
-        alike = next((lengths for lengths in groups if lengths.add(sizes, session)), None)
-        if alike is None:
-            groups.append(alike := Lengths(sizes, session))
-        return alike
-
-
-def _first(groups: Sequence[Lengths], sizes: Sizes) -> Session | None:
-    """A session for this length from the first group that it follows from."""
-    return next(filter(None, (lengths.made(sizes) for lengths in groups)), None)
+        if not any(lengths.add(sizes, session) for lengths in groups):
+            groups.append(Lengths(sizes, session))
 
 
 class Lengths:
@@ -127,9 +95,6 @@ class Lengths:
         sizes: a first length.
         session: its session.
     """
-
-    tried = False
-    """True if a length that no mini-batch has had was captured in vain."""
 
     def __init__(self, sizes: Sizes, session: Session) -> None:
         self._first = session
@@ -158,17 +123,6 @@ class Lengths:
             return None
         numbers = _on_line(_with_one(points), np.array(list(self._numbers.values())), _with_one(at))
         return None if numbers is None else self._first.resized(resized(self._first.pipeline, numbers))
-
-    def beyond(self, sizes: Sizes) -> Sizes | None:
-        """A length about twice as long, or half as long, if this one is not between captured ones; otherwise None."""
-        points, at = np.array(list(self._numbers)), np.array(sizes)
-        if self.tried or not 2 <= len(points) < _MOST or _between(points, at):
-            return None
-        step = at - points[np.abs(points - at).sum(axis=1).argmax()]
-        reach = at.max() if step.sum() > 0 else at.max() // 2
-        step = _smallest(step, points - at)
-        other = at + step * max(1, reach // max(1, np.abs(step).max()))
-        return tuple(other.tolist()) if (other >= np.minimum(at, 2)).all() else None
 
 
 def _planned_alike(one: Plan, other: Plan) -> bool:
@@ -200,15 +154,6 @@ def _on_line(points: Array, values: Array, at: Array) -> list[int] | None:
     return [int(number) for number in found.round()] if (errors < _ROUNDING).all() else None
 
 
-def _smallest(step: NDArray[np.int64], others: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The smallest step in this direction that is a multiple of the greatest common divisor of others in all sizes."""
-    unit = step // max(1, int(np.gcd.reduce(step)))
-    divisors = np.gcd.reduce(others, axis=0)
-    factors = np.where(unit == 0, 1, divisors // np.maximum(1, np.gcd(divisors, unit)))
-    smallest: NDArray[np.int64] = unit * np.lcm.reduce(np.maximum(1, factors))
-    return smallest
-
-
 def _between(points: Array, at: Array) -> bool:
     """True if all sizes are between those of captured lengths, and as far from them as these from each other, or a
     multiple: what is rounded up to a multiple of eight may lie on a line for multiples of eight only.
@@ -225,27 +170,3 @@ def kind_and_sizes(batch: Any, dims: BatchDims | None) -> tuple[int, Sizes]:
     kinds = [(str(leaf.dtype), leaf.dim()) if isinstance(leaf, Tensor) else type(leaf).__qualname__ for leaf in leaves]
     sizes = tuple(size for leaf in leaves if isinstance(leaf, Tensor) for size in leaf.shape)
     return zlib.crc32(repr((structure, kinds)).encode()), sizes
-
-
-def resized_batch(batch: Any, sizes: Sizes, other: Sizes) -> Any:
-    """A mini-batch with other sizes besides the number of samples; what is added repeats the end of a tensor.
-
-    Raises:
-        GPPError: it has lists of samples, whose lengths are not known.
-    """
-    leaves, spec = pytree.tree_flatten(known_to_pytree(batch))
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    if sum(leaf.dim() for leaf in tensors) != len(sizes):
-        raise GPPError("The mini-batch has lists of samples.")
-    changes, position = dict[int, list[tuple[int, int]]](), 0
-    for leaf in tensors:
-        there = range(position, position + leaf.dim())
-        changes[id(leaf)] = [(at - position, other[at]) for at in there if sizes[at] != other[at]]
-        position += leaf.dim()
-    return pytree.tree_unflatten([_resized(leaf, changes.get(id(leaf), [])) for leaf in leaves], spec)
-
-
-def _resized(leaf: Any, changes: Sequence[tuple[int, int]]) -> Any:
-    for dim, size in changes:
-        leaf = leaf.index_select(dim, torch.arange(size, device=leaf.device).clamp(max=leaf.shape[dim] - 1))
-    return leaf

@@ -118,39 +118,40 @@ class Foreign(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """The results of an operator, without values."""
-        name = func.overloadpacket.__name__
-        if name.startswith("_foreach"):
-            return _one_by_one(func, name, args, kwargs or {})
-        if name == "linalg_vector_norm" and (norm := _known_norm(args[0], args, kwargs or {})) is not None:
-            return norm
-        leaves, structure = pytree.tree_flatten((args, kwargs or {}))
-        foreign = [leaf for leaf in leaves if isinstance(leaf, Foreign)]
-        written = _written(func, args, kwargs or {})
-        if _DEPENDS_ON_VALUES & set(func.tags) or _is_left_undone(foreign, written, leaves):
-            raise _refusal(name, foreign)
-        _note_changes(written)
-        device = next((leaf for leaf in leaves if isinstance(leaf, torch.device)), foreign[0].device)
-        outlines = [_outline(leaf) for leaf in leaves]
-        known = {id(outline): leaf for outline, leaf in zip(outlines, leaves, strict=True)}
-        origins = [origin for tensor in foreign for origin in tensor.origins]
+        kwargs, name = kwargs or {}, func.overloadpacket.__name__
+        return (_one_by_one if name.startswith("_foreach") else _answered)(func, name, args, kwargs)
 
-        from_gradient = any(tensor.gradient_of or tensor.from_gradient for tensor in foreign)
 
-        def answer(leaf: Any) -> Any:
-            if not isinstance(leaf, Tensor) or id(leaf) in known:
-                return known.get(id(leaf), leaf)
-            made = Foreign(leaf, device, origins)
-            made.from_gradient = from_gradient
-            return made
+def _answered(func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The results of an operator, without values; the norm of a gradient, if it is known."""
+    if name == "linalg_vector_norm" and (norm := _known_norm(args[0], args, kwargs)) is not None:
+        return norm
+    leaves, structure = pytree.tree_flatten((args, kwargs))
+    foreign = [leaf for leaf in leaves if isinstance(leaf, Foreign)]
+    written = _written(func, args, kwargs)
+    if _DEPENDS_ON_VALUES & set(func.tags) or _is_left_undone(foreign, written, leaves):
+        raise _refusal(name, foreign)
+    _note_changes(written)
+    device = next((leaf for leaf in leaves if isinstance(leaf, torch.device)), foreign[0].device)
+    outlines = [_outline(leaf) for leaf in leaves]
+    known = {id(outline): leaf for outline, leaf in zip(outlines, leaves, strict=True)}
+    origins = [origin for tensor in foreign for origin in tensor.origins]
+    from_gradient = any(tensor.gradient_of or tensor.from_gradient for tensor in foreign)
 
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            _draw(func, leaves, structure)
-        given, named = pytree.tree_unflatten(outlines, structure)
-        result = pytree.tree_map(answer, func(*given, **named))
-        if name in ("detach", "alias"):
-            result.gradient_of = foreign[0].gradient_of
-        return result
+    def answer(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or id(leaf) in known:
+            return known.get(id(leaf), leaf)
+        made = Foreign(leaf, device, origins)
+        made.from_gradient = from_gradient
+        return made
+
+    if torch.Tag.nondeterministic_seeded in func.tags:
+        _draw(func, leaves, structure)
+    given, named = pytree.tree_unflatten(outlines, structure)
+    result = pytree.tree_map(answer, func(*given, **named))
+    if name in ("detach", "alias"):
+        result.gradient_of = foreign[0].gradient_of
+    return result
 
 
 def _draw(func: Any, leaves: Sequence[Any], structure: Any) -> None:
@@ -221,8 +222,8 @@ def _note_changes(written: Sequence[Tensor]) -> None:
 
 def _set(setter: Callable[[Tensor, Any], None], tensor: Foreign, value: Tensor | None) -> None:
     """Set `grad` or `data`; only the type of the tensor can change here."""
-    if value is not None:
-        _check("=", [tensor], [tensor], [value])
+    if value is not None and _is_left_undone([tensor], [tensor], [value]):
+        raise _refusal("=", [tensor])
     if norms := _norms.get():
         norms.forget(tensor.origins[0].name)
     if isinstance(value, Foreign) and value.dtype != tensor.dtype:
@@ -247,37 +248,28 @@ def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[
 
 
 def _one_by_one(func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """An operator on lists of tensors: done on those places of the lists that are here."""
+    """An operator on lists of tensors: at once on those places of the lists that are here, one by one on others."""
     length = len(args[0])
-    places = [[arg[place] for arg in args if _is_list(arg, length)] for place in range(length)]
-    here = [place for place, items in enumerate(places) if not any(isinstance(item, Foreign) for item in items)]
+
+    def at(places: Sequence[int]) -> list[Any]:
+        return [[arg[place] for place in places] if _is_list(arg, length) else arg for arg in args]
+
+    here = [place for place in range(length) if not any(isinstance(each, Foreign) for each in _flat(at([place])))]
+    results = dict(zip(here, (func(*at(here), **kwargs) or ()) if here else (), strict=False))
     for place in set(range(length)) - set(here):
-        written = [args[0][place]] if name.endswith("_") else []
-        foreign = [item for item in places[place] if isinstance(item, Foreign)]
-        _check(name, foreign, written, places[place])
-        _note_changes(written)
-    picked = [[arg[place] for place in here] if _is_list(arg, length) else arg for arg in args]
-    done = func(*picked, **kwargs) if here else []
-    if name.endswith("_"):
-        return None
-    results = dict(zip(here, done, strict=True))
-
-    def elsewhere(tensor: Any) -> Any:
         if name == "_foreach_norm":
-            return torch.linalg.vector_norm(tensor, *args[1:], **kwargs)
-        return tensor.detach()
+            results[place] = torch.linalg.vector_norm(args[0][place], *args[1:], **kwargs)
+        else:
+            results.update((place, made) for made in _answered(func, name, at([place]), kwargs) or ())
+    return None if name.endswith("_") else [results[place] for place in range(length)]
 
-    return [results[place] if place in results else elsewhere(args[0][place]) for place in range(length)]
+
+def _flat(lists: Sequence[Any]) -> list[Any]:
+    return [item for each in lists if isinstance(each, list) for item in each]
 
 
 def _is_list(value: Any, length: int) -> bool:
     return isinstance(value, list | tuple) and len(value) == length
-
-
-def _check(name: str, foreign: Sequence[Foreign], written: Sequence[Tensor], operands: Sequence[Any]) -> None:
-    """Refuse what no rank would do, or not all of it."""
-    if _is_left_undone(foreign, written, operands):
-        raise _refusal(name, foreign)
 
 
 def _is_left_undone(foreign: Sequence[Foreign], written: Sequence[Tensor], operands: Sequence[Any]) -> bool:

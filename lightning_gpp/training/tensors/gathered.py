@@ -66,16 +66,6 @@ class Door:
             if self._holders:
                 self._check_changes(before, self._digests(names))
 
-    @contextmanager
-    def to_first(self) -> Iterator[None]:
-        """Inside, the rank of the user's step has all values; the others only send theirs.
-
-        Raises:
-            ConfigError: values cannot be gathered.
-        """
-        with self._values_of(self._names_in(self.module), keep=self._control.runs_step):
-            yield
-
     @property
     def is_locked(self) -> bool:
         """True if values cannot be gathered."""
@@ -99,11 +89,11 @@ class Door:
         return {name: tensor for name, tensor in tensors_of(self.module).items() if name in self._holders}
 
     @contextmanager
-    def _values_of(self, names: Collection[str], *, keep: bool = True) -> Iterator[None]:
+    def _values_of(self, names: Collection[str]) -> Iterator[None]:
         lacking, tensors = list[tuple[Tensor, Tensor]](), self._tensors()
         for name in sorted(names):
             values = self._broadcast(tensors[name], self._holders[name][0])
-            if keep and isinstance(tensors[name], Foreign):
+            if isinstance(tensors[name], Foreign):
                 lacking.append((tensors[name], _borrowed(tensors[name], values)))
         self._gathered.update(names)
         try:

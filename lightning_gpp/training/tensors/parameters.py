@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -176,8 +175,7 @@ def settle(
     Raises:
         ConfigError: a module without `reset_parameters` was built on the meta device.
     """
-    _share_in_device(module, control)
-    present = _present(module, control)
+    present = control.gather_all({name for name, tensor in tensors_of(module).items() if not tensor.is_meta})
     absent = [name for name in placement.devices if not any(name in names for names in present)]
     stored = stored or {}
     read = {name for name in absent if name in stored}
@@ -189,33 +187,13 @@ def settle(
     for name, devices in placement.devices.items():
         if name in read:
             continue
-        users = [control.mesh.global_rank(device, p) for p in range(control.num_pipelines) for device in devices]
-        owners = [rank for rank, names in enumerate(present) if name in names] or users[:1]
-        source = next((rank for rank in users if rank in owners), owners[0])
-        control.pass_on(tensors_of_one(module, name), source, [rank for rank in users if rank != source])
-    _equalise({name: tensors_of_one(module, name) for name in sorted(mine)}, control.mesh.member_control_group)
+        ranks = [control.mesh.global_rank(device, p) for p in range(control.num_pipelines) for device in devices]
+        users = [process for rank in ranks for process in control.mesh.processes(rank)]
+        owners = [process for process, names in enumerate(present) if name in names] or users[:1]
+        source = next((process for process in users if process in owners), owners[0])
+        control.pass_on(tensors_of_one(module, name), source, [process for process in users if process != source])
     drop(module, placement.elsewhere(control), device)
     return not absent and len(present[0]) == len(placement.devices)
-
-
-def _share_in_device(module: nn.Module, control: Control) -> None:
-    """Give all members of this device the tensors of which only the first one has values, as after an earlier run."""
-    first, *others = control.gather_in_device(_with_values(module))
-    lacking = [name for name in sorted(first) if not all(name in names for names in others)]
-    materialise(module, lacking)
-    for name in lacking:
-        _from_first(tensors_of_one(module, name), control.mesh.member_control_group)
-
-
-def _with_values(module: nn.Module) -> set[str]:
-    return {name for name, tensor in tensors_of(module).items() if not tensor.is_meta}
-
-
-def _present(module: nn.Module, control: Control) -> list[set[str]]:
-    """The names of the tensors that have values, by rank: on all processes of it."""
-    values = control.gather_all(_with_values(module))
-    ranks = (control.mesh.processes(rank) for rank in range(control.world_size))
-    return [set.intersection(*(values[process] for process in processes)) for processes in ranks]
 
 
 def equalise(module: nn.Module, control: Control) -> None:
@@ -225,26 +203,13 @@ def equalise(module: nn.Module, control: Control) -> None:
     """
     tensors = tensors_of(module)
     if not any(control.gather_all(any(tensor.is_meta for tensor in tensors.values()))):
-        _equalise(tensors, control.everyone)
-
-
-def _equalise(tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None) -> None:
-    """Give all processes of a group the values of its first one; None is a single process."""
-    if group is None:
-        return
-    digests: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(digests, [digest(tensor) for tensor in tensors.values()], group=group)
-    for tensor, *found in zip(tensors.values(), *digests, strict=True):
-        if len(set(found)) > 1:
-            _from_first(tensor, group)
-
-
-def _from_first(tensor: Tensor, group: dist.ProcessGroup | None) -> None:
-    """Give a tensor the values of a group's first process."""
-    values = tensor.detach().cpu().contiguous()
-    dist.broadcast(as_sent(values), group_src=0, group=group)
-    with torch.no_grad():
-        tensor.copy_(values)
+        digests = control.gather_all([digest(tensor) for tensor in tensors.values()])
+        for tensor, *found in zip(tensors.values(), *digests, strict=True):
+            if len(set(found)) > 1:
+                values = tensor.detach().cpu().contiguous()
+                dist.broadcast(as_sent(values), group_src=0, group=control.everyone)
+                with torch.no_grad():
+                    tensor.copy_(values)
 
 
 def digest(tensor: Tensor) -> tuple[float, ...]:
