@@ -158,18 +158,24 @@ def eager(seatings: Sequence[Seating]) -> Iterator[str]:
     yield "column is for a step alone, whose loss is read, so that it is not hidden.\n"
     rows = []
     for seating in seatings:
-        sizes = ((True, 1), (True, 8), (False, 1), (False, 4), (False, 16))
-        outcomes = seating.run_each([partial(parts.eager, tiny=tiny, micro_batches=count) for tiny, count in sizes])
-        for (tiny, count), outcome in zip(sizes, outcomes, strict=True):
+        sizes = [(tiny, count, graphs) for tiny, count in SIZES for graphs in (False, True)[: 1 + seating.on_gpu]]
+        calls = [partial(parts.eager, tiny=tiny, micro_batches=count, graphs=graphs) for tiny, count, graphs in sizes]
+        for (tiny, count, graphs), outcome in zip(sizes, seating.run_each(calls), strict=True):
             (((ours, same, whole), (alone, same_alone, _)),) = _found(outcome)
-            row = [seating.name, "tiny" if tiny else "ordinary", str(count)]
+            row = [seating.name, "tiny" if tiny else "ordinary", str(count), "CUDA graphs" if graphs else ""]
             row += [f"{seconds * 1e3:.2f}" for seconds in (ours, same, whole)]
             row += [f"{ours / same:.3f}", f"{same / whole:.3f}", f"{(ours - same) / (6 * count) * 1e6:.0f}"]
             rows.append([*row, f"{alone / same_alone:.3f}"])
-    header = "processes | layers | micro-batches | stages, ms | same micro-batches undivided, ms | at once, ms"
+    header = (
+        "processes | layers | micro-batches | stages as | stages, ms | same micro-batches undivided, ms | at once, ms"
+    )
     ratios = "stages / same micro-batches | same micro-batches / at once | library, us/action"
     ratios += " | a step alone: stages / same micro-batches"
     yield from table(f"{header} | {ratios}", rows)
+
+
+SIZES = ((True, 1), (True, 8), (False, 1), (False, 4), (False, 16))
+"""Tiny or ordinary layers, and numbers of micro-batches."""
 
 
 def beside(seatings: Sequence[Seating]) -> Iterator[str]:

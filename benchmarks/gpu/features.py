@@ -93,6 +93,19 @@ def scaled(device: torch.device) -> float:
     return abs(norm / float(wanted) - 1)
 
 
+def recorded(device: torch.device, **options: Any) -> float:
+    """The largest difference of the losses of training with CUDA graphs from those of training without."""
+    losses = []
+    for graphs in (False, "auto"):
+        shape = replace(ordinary(device), width=64, samples=32)
+        with pipeline(device, shape, dtype=torch.float64, rate=0.01, cuda_graphs=graphs, **options) as job:
+            losses.append([float(job.step()) for _ in range(6)])
+            session = job.engine.current
+            if graphs and session is not None and session.latest is not None and not session.latest.recorded:
+                raise AssertionError("nothing was recorded")
+    return max(abs(one - other) for one, other in zip(*losses, strict=True))
+
+
 # -- models with more kinds of layers ---------------------------------------------------------------------------------
 
 
@@ -199,6 +212,10 @@ def mirrored(device: torch.device) -> float:
     return float(sum(not torch.equal(*pair) for pair in zip(tree, found, strict=True)))
 
 
+def lacks_graphs(device: torch.device) -> str:
+    return "" if device.type == "cuda" else "only GPUs have them"
+
+
 def lacks_fsdp(_: torch.device) -> str:
     return "" if hasattr(FSDPModule, "set_reduce_scatter_unused_params") else "this torch cannot"
 
@@ -217,6 +234,8 @@ FEATURES = (
     Feature(name="every block recomputed", error=partial(against_undivided, recompute=True)),
     Feature(name="offload to the host", error=partial(against_undivided, offload=True)),
     Feature(name="split backwards", error=partial(against_undivided, schedule="zb_h1")),
+    Feature(name="CUDA graphs", error=recorded, lacks=lacks_graphs),
+    Feature(name="CUDA graphs, split", error=partial(recorded, schedule="zb_h1"), lacks=lacks_graphs),
     Feature(name="step as a whole", error=partial(against_undivided, step="whole")),
     Feature(name="a device that trains nothing", error=partial(against_undivided, frozen=True)),
     Feature(name="replicas", error=partial(against_undivided, replicas=True), together=True),

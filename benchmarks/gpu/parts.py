@@ -140,12 +140,17 @@ def _per_step(counter: Counter[str]) -> dict[str, float]:
     return {place: count / STEPS for place, count in sorted(counter.items())}
 
 
-def eager(device: torch.device, tiny: bool, micro_batches: int) -> tuple[list[float], list[float]]:
+def eager(
+    device: torch.device, tiny: bool, micro_batches: int, graphs: bool = False
+) -> tuple[list[float], list[float]]:
     """Median seconds of forwards and backwards: all stages in this process, the undivided model over the same
     micro-batches, and over the whole mini-batch at once. First per step in a row of steps, then of one step alone.
+    `graphs`: stages as CUDA graphs.
     """
     shape = replace(TINY if tiny else ordinary(device), micro_batches=micro_batches)
-    with pipeline(device, shape) as job:
+    with pipeline(device, shape, cuda_graphs=graphs) as job:
+        for _ in range(3):
+            job.step()
         reference = model_of(shape, device, torch.float32)
         undivided = (partial(gradients_of, reference, job.batch, count) for count in (micro_batches, 1))
         steps = (partial(job.engine.train_step, job.batch), *undivided)

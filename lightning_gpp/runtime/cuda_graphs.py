@@ -9,7 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_gpp.runtime.recorded import Repeat
+from lightning_gpp.runtime.recorded import Recorder, Repeat
+
+
+def recorder_of(device: torch.device) -> Recorder | None:
+    """The recorder of a device's launches; None if it has none."""
+    return CudaGraphs(device) if device.type == "cuda" else None
 
 
 class CudaGraphs:

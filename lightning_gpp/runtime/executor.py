@@ -126,6 +126,11 @@ class Executor:
         return {stage: splitter.reason for stage, splitter in self._compiler.splitters.items() if splitter.reason}
 
     @property
+    def recorded(self) -> set[int]:
+        """Numbers of the stages of this device that are recorded."""
+        return set() if self._recorded is None else self._recorded.recorded
+
+    @property
     def current_action(self) -> Action | None:
         """The action that this device computes, sends or waits for; after a run, its last one."""
         if not self._instructions:

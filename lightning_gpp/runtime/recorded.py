@@ -18,6 +18,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final, Protocol
 
 import torch
@@ -92,6 +93,8 @@ class RecordedStage(StageWrapper):
     """
 
     stage: Recordable
+    runs_again = False
+    """Whether the forward is recomputed."""
 
     def __init__(self, stage: Recordable, slots: Iterable[Slot], num_samples: int) -> None:
         super().__init__(stage)
@@ -165,7 +168,8 @@ class RecordedStage(StageWrapper):
 
         repeat = recorder.record(work)
         edges = {name: get_gradient_edge(result) for name, result in results.items() if result.requires_grad}
-        self._open = leaves, edges
+        is_last = len(self._runs) == self.runs_again  # only the graph of the last forward is kept for the backward
+        self._open = (leaves, edges) if is_last else None
         return _Run(
             {name: recorder.unowned(buffer) for name, buffer in buffers.items()},
             {name: recorder.unowned(result) for name, result in results.items()},
@@ -236,6 +240,7 @@ class RecordedProgram:
         self._actions: list[Action] = []
         self._learned: list[Parameter] = []
         self._form: dict[int, Any] | None = None
+        self._zero: Repeat | None = None
         self._runs, self._records = 0, 0
         self.reasons: dict[int, str] = {}
 
@@ -252,6 +257,9 @@ class RecordedProgram:
     def note(self, action: Action) -> None:
         """Take note of a computing action, in the order of the program."""
         self._actions.append(action)
+        stage = self._stages.get((action.stage, action.micro_batch))
+        if stage is not None and action.kind is Kind.RECOMPUTE:
+            stage.runs_again = True
 
     def weights(self, action: Action) -> None:
         """The part of a W that is recorded."""
@@ -261,7 +269,7 @@ class RecordedProgram:
     @property
     def recorded(self) -> set[int]:
         """Numbers of the stages that are recorded."""
-        return {number for number, _ in self._stages} - self.reasons.keys() if self._form is not None else set()
+        return set(self._numbers) if self._form is not None else set()
 
     def begin(self) -> None:
         """Before a mini-batch: record if it is time; if anything that a record depends on has changed, one mini-batch
@@ -272,7 +280,7 @@ class RecordedProgram:
         if self._form is not None and self._form != self._present_form():
             self._forget()
             self._runs = WARM - 1
-        if self._form is None and self._runs >= WARM and len(self.reasons) < len(self._numbers):
+        if self._form is None and self._runs >= WARM and self._numbers:
             self._record()
         if self._form is not None:
             self._attach()
@@ -285,8 +293,8 @@ class RecordedProgram:
 
     @property
     def _numbers(self) -> dict[int, RecordedStage]:
-        """One of the stages of each number."""
-        return {number: stage for (number, _), stage in self._stages.items()}
+        """One of the stages of each number that is recorded, or may be."""
+        return {number: stage for (number, _), stage in self._stages.items() if number not in self.reasons}
 
     def _parts(self) -> list[nn.Module]:
         return [part for stage in self._numbers.values() for part in stage.parts]
@@ -301,19 +309,19 @@ class RecordedProgram:
 
     def _attach(self) -> None:
         """Let gradients be added where records add them."""
-        empty, gradients = [], self._recording.gradients
-        for parameter in self._learned:
-            gradient = gradients[parameter]
-            if parameter.grad is None:
-                empty.append(gradient)
-            elif parameter.grad is not gradient:
+        gradients = {parameter: self._recording.gradients[parameter] for parameter in self._learned}
+        empty = [gradient for parameter, gradient in gradients.items() if parameter.grad is None]
+        if len(empty) == len(gradients) and self._zero is not None:
+            self._zero()
+        else:
+            _zero(empty)
+        for parameter, gradient in gradients.items():
+            if parameter.grad is not None and parameter.grad is not gradient:
                 gradient.copy_(parameter.grad)
             parameter.grad = gradient
-        if empty:
-            torch._foreach_zero_(empty)
 
     def _forget(self) -> None:
-        self._form = None
+        self._form = self._zero = None
         for stage in self._stages.values():
             stage.forget()
 
@@ -321,10 +329,9 @@ class RecordedProgram:
         self._records += 1
         start = time.perf_counter()
         for number, stage in self._numbers.items():
-            reason = self._reason(stage)
-            if reason:
+            if reason := self._reason(stage):
                 self.reasons[number] = reason
-        while self._numbers.keys() - self.reasons.keys() and not self._try():
+        while self._numbers and not self._try():
             self._forget()
         self._tell(time.perf_counter() - start)
 
@@ -338,8 +345,7 @@ class RecordedProgram:
             return "its parameters have hooks, which would not run"
         if any(p.grad is not None and p.grad.is_sparse for p in parameters):
             return "it has sparse gradients"
-        again = any(action.kind is Kind.RECOMPUTE for action in self._actions if self._numbers[action.stage] is stage)
-        if again and any(buffers_of(part) for part in stage.parts):
+        if stage.runs_again and any(buffers_of(part) for part in stage.parts):
             return "it is recomputed, and has buffers"
         return ""
 
@@ -359,13 +365,12 @@ class RecordedProgram:
                 self.reasons[action.stage] = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
                 return False
         self._form = self._present_form()
+        self._zero = self._recording.recorder.record(partial(_zero, [gradients[each] for each in self._learned]))
         return self._check(before)
 
     def _check(self, before: Mapping[int, Any]) -> bool:
         assert self._form is not None
         for number, stage in self._numbers.items():
-            if number in self.reasons:
-                continue
             changed = [type(part).__name__ for part in stage.parts if before[id(part)] != self._form[id(part)]]
             strays = [p for part in stage.parts for p in parameters_of(part).values() if self._is_stray(p)]
             if changed:
@@ -388,6 +393,11 @@ class RecordedProgram:
         for number, reason in self.reasons.items():
             level = logging.WARNING if self._recording.demanded else logging.INFO
             log.log(level, "strategy.cuda_graphs: stage %r is not recorded: %s.", self._names[number], reason)
+
+
+def _zero(tensors: Iterable[Tensor]) -> None:
+    for tensor in tensors:
+        tensor.zero_()
 
 
 def form_of(module: nn.Module) -> tuple[Any, ...]:

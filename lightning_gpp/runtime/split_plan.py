@@ -98,7 +98,7 @@ def follow(signature: Signature, roots: Sequence[Node], leaves: Sequence[Tensor]
             if number == count and child is not None:
                 nodes.append(child)
                 count += 1
-            elif child is not (None if number < 0 else nodes[number]):
+            elif number == count or child is not (None if number < 0 else nodes[number]):
                 return None
     found = set(nodes)
     same = len(found) == count and list(map(type, nodes)) == types

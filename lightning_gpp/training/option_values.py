@@ -272,12 +272,24 @@ def _problems(options: Any) -> dict[str, Problems]:
                 "moves tensors that slices hand on, which stay on the device. Use strategy.recompute",
             )
         },
+        f"cuda_graphs={options.cuda_graphs}": _beside_graphs(options) if options.cuda_graphs is True else {},
         f"sharding={options.sharding}": {
             "streaming": (
                 sharded and options.streaming is True,
                 "needs parameters for several mini-batches at a time. Use strategy.streaming=auto, which then flushes",
             )
         },
+    }
+
+
+def _beside_graphs(options: Any) -> Problems:
+    """Options with which nothing can be recorded."""
+    return {
+        "weights": (options.weights != SYNCHRONOUS, "computes with other values than the parameters'. Leave it out"),
+        "sharding": (options.sharding == "fsdp", "moves parameters between actions. Use zero1"),
+        "step": (options.step == "whole", "runs forwards and backwards apart. Leave it out"),
+        "tensor_parallel_size": (options.tensor_parallel_size != 1, "has messages inside stages. Leave it out"),
+        "offload": (bool(options.offload), "moves activations while stages compute. Use strategy.recompute"),
     }
 
 

@@ -269,10 +269,16 @@ class Options(SearchOptions):
         "checkpoint, and the end of the run, wait for it.",
     )
 
+    cuda_graphs: bool | Literal["auto"] = option(
+        False,
+        "record what each stage launches on its GPU for a micro-batch, and launch it at once from the third mini-batch "
+        "on (docs/howto/cuda_graphs.md), for micro-batches that are bound by launches. true warns of each stage that "
+        "cannot be recorded, and says why; auto does not.",
+        section="Running",
+    )
     trace: bool = option(
         False,
         "write the measured timeline of all devices to the trainer's default_root_dir, as JSON for https://ui.perfetto.dev.",
-        section="Running",
     )
     timeout: Converted[float | timedelta, timedelta] = option(
         1800.0, "seconds (or a timedelta) until a collective operation gives up.", convert=duration("timeout")

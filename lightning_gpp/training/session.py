@@ -93,7 +93,7 @@ class Session:
         self._programs: dict[tuple[int, bool], Program] = {}
         self._meetings: dict[int, int] = {}
         self.latest: Executor | None = None
-        self._replicas = replicas
+        self._replicas, self._recording = replicas, site.recording
         self._numbers = None if replicas is None else counterparts(plan, self.pipeline.parameters, replicas.layout)
 
     def resized(self, pipeline: Pipeline) -> Session:
@@ -130,6 +130,7 @@ class Session:
             pipeline=control.pipeline,
             sharding=cast(StageSync, Forwarded(replicas, self._numbers or {})) if together and replicas else None,
             weights=None if self.asynchronous is None else self.asynchronous.policy,
+            recording=self._recording if together and self.training else None,
             trace=self._job.options.trace,
             process=control.mesh.process,
         )

@@ -35,6 +35,8 @@ from lightning_gpp.plan import Plan
 from lightning_gpp.planning.search import REMARK
 from lightning_gpp.reports import plan_table, terminal_width
 from lightning_gpp.reports.terminal import SEARCHING, working, wrapped
+from lightning_gpp.runtime.cuda_graphs import recorder_of
+from lightning_gpp.runtime.recorded import Recording
 from lightning_gpp.runtime.transport import DistributedTransport, pairs_of
 from lightning_gpp.runtime.weights import WeightPolicy, Weights, make_policy
 from lightning_gpp.stages import build
@@ -210,7 +212,14 @@ def _set_up(
         ahead = asynchronous.ahead
         incoming.feed = Feed(lambda: ahead)
     looks = step == TRAINING and asynchronous is None and job.options.on_nonfinite in ("stop", "skip")
-    site = Site(job=job, layout=layout, transport=transport, replicas=replicas, asynchronous=asynchronous)
+    site = Site(
+        job=job,
+        layout=layout,
+        transport=transport,
+        replicas=replicas,
+        asynchronous=asynchronous,
+        recording=_recording(job, plan, replicas) if policy is None and step == TRAINING else None,
+    )
     evaluating = None if asynchronous is None else _connect(job, plan, "evaluation")
     sessions = Sessions(site, incoming, captured=captured, form=form, example=example, evaluating=evaluating)
     return Engine(
@@ -223,6 +232,25 @@ def _set_up(
         machine=machine.look,
         num_steps=num_steps,
     )
+
+
+def _recording(job: Job, plan: Plan, replicas: Replicas | None) -> Recording | None:
+    """The recording of stages on this rank; None if nothing is recorded.
+
+    Raises:
+        ConfigError: it is demanded without a GPU.
+    """
+    wanted = job.options.cuda_graphs
+    moves = job.parallel is not None or any(stage.offload for stage in plan.stages)
+    if not wanted or job.whole or moves or (replicas is not None and replicas.sync.gathers):
+        return None
+    recorder = recorder_of(job.device)
+    if recorder is None and wanted is True:
+        raise ConfigError(
+            "strategy.cuda_graphs=True records what stages launch on GPUs, and this job computes on "
+            f"{job.device.type}. Use strategy.cuda_graphs=auto, or leave it out."
+        )
+    return None if recorder is None else Recording(recorder=recorder, demanded=wanted is True)
 
 
 def _parts_of_rank_0(job: Job, division: Division, batch: Any) -> list[Any]:

@@ -15,7 +15,8 @@ from lightning_gpp.capture import capture_step
 from lightning_gpp.plan import STEP, Stage
 from lightning_gpp.planning.assignment.assign import make_plan
 from lightning_gpp.runtime import Executor, RandomStreams
-from lightning_gpp.runtime.recorded import MOST, WARM, Recording
+from lightning_gpp.runtime.cuda_graphs import recorder_of
+from lightning_gpp.runtime.recorded import MOST, WARM, Recorder, Recording
 from lightning_gpp.schedules import compile_program
 from lightning_gpp.stages import build
 from lightning_gpp.stages.build import in_context
@@ -23,6 +24,7 @@ from tests.runtime.tape import Tape
 from tests.runtime.test_executor import NoTransport
 
 SAMPLES, WIDTH, STEPS = 8, 6, 10
+CPU = torch.device("cpu")
 Context = Callable[[], AbstractContextManager[Any]]
 
 
@@ -69,9 +71,10 @@ TOWERS = [["left"], ["right", "fixed"], ["head", STEP]]
 BLOCKS = [["blocks.0"], ["blocks.1"], ["blocks.2", "rate", STEP]]
 
 
-def data(step: int) -> tuple[Tensor, Tensor]:
+def data(step: int, device: torch.device) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(step)
-    return torch.randn(SAMPLES, 4, generator=generator), torch.randint(0, 5, (SAMPLES,), generator=generator)
+    a, b = torch.randn(SAMPLES, 4, generator=generator), torch.randint(0, 5, (SAMPLES,), generator=generator)
+    return a.to(device), b.to(device)
 
 
 class Run:
@@ -86,9 +89,10 @@ class Run:
         recompute: bool = False,
         recording: Recording | None = None,
         context: Context = nullcontext,
+        device: torch.device = CPU,
     ) -> None:
-        self.module = module
-        captured = capture_step(module, data(0), context=context)
+        self.module, self.device = module.to(device), device
+        captured = capture_step(module, data(0, device), context=context)
         drafts = [
             Stage(
                 name=group[0],
@@ -108,7 +112,8 @@ class Run:
             slots=self.pipeline.slots,
             transport=NoTransport(),
             source=self.pipeline.source,
-            streams=RandomStreams(7),
+            torch_device=device,
+            streams=RandomStreams(7, device),
             recording=recording,
         )
         self.optimizer = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], 0.02, momentum=0.9)
@@ -117,7 +122,9 @@ class Run:
     def step(self, number: int, accumulated: bool = False) -> None:
         if not accumulated:
             self.optimizer.zero_grad()
-        self.pipeline.step.begin(data(number), lambda samples: self.module.training_step(samples, 0), number)
+        self.pipeline.step.begin(
+            data(number, self.device), lambda samples: self.module.training_step(samples, 0), number
+        )
         self.executor.run(loss_weight=1 / SAMPLES, step=number)
         self.seen += [loss.clone() for _, loss in self.pipeline.step.outputs]
         self.seen += [None if p.grad is None else p.grad.clone() for p in self.module.parameters()]
@@ -129,16 +136,21 @@ class Run:
         return [*self.seen, *(buffer.clone() for buffer in self.module.buffers()), *kept]
 
 
-def assert_same(make: Callable[[Recording | None], Run], during: Callable[[Run, int], None] | None = None) -> Tape:
+def assert_same(
+    make: Callable[[Recording | None], Run],
+    during: Callable[[Run, int], None] | None = None,
+    recorder: Recorder | None = None,
+) -> Tape:
     """Train twice, the second time with records."""
     results, tape = [], Tape()
-    for recording in (None, Recording(recorder=tape)):
+    for recording in (None, Recording(recorder=recorder or tape)):
         run = make(recording)
         for number in range(STEPS):
             if during is not None:
                 during(run, number)
             run.step(number, accumulated=number in (4, 6))
         results.append(run.results())
+        assert recording is None or run.executor.recorded
     for plain, recorded in zip(*results, strict=True):
         assert (plain is None and recorded is None) or torch.equal(plain, recorded)
     return tape
@@ -149,12 +161,12 @@ def assert_same(make: Callable[[Recording | None], Run], during: Callable[[Run, 
 def test_nothing_but_launches_changes(make: Callable[[], nn.Module], stages: Any, schedule: str) -> None:
     tape = assert_same(lambda recording: Run(make(), stages, schedule, recording=recording))
     micro_batches = SAMPLES // 2
-    assert tape.count == micro_batches * len(stages) * (3 if schedule == "zb_h1" else 2)
+    assert tape.count == 1 + micro_batches * len(stages) * (3 if schedule == "zb_h1" else 2)
 
 
 def test_recomputed_stages() -> None:
     tape = assert_same(lambda recording: Run(Blocks(), BLOCKS, recompute=True, recording=recording))
-    assert tape.count == SAMPLES // 2 * (3 + 3 + 2)
+    assert tape.count == 1 + SAMPLES // 2 * (3 + 3 + 2)
 
 
 def test_autocast() -> None:
@@ -174,7 +186,7 @@ def test_changes_of_attributes_and_frozen_parameters_are_recorded_anew() -> None
             run.module.blocks[1].requires_grad_(True)
 
     tape = assert_same(lambda recording: Run(Blocks(), BLOCKS, recording=recording), during)
-    assert tape.count == 4 * SAMPLES // 2 * 3 * 2
+    assert tape.count == 4 * (1 + SAMPLES // 2 * 3 * 2)
 
 
 class Counting(nn.Module):
@@ -239,4 +251,17 @@ def test_attributes_that_always_change_are_given_up_on(caplog: pytest.LogCapture
         run.module.rate.p = 0.9 / (1 + number)
         run.step(number)
     assert "change from step to step" in caplog.text
-    assert not run.executor._recorded.recorded
+    assert not run.executor.recorded
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="records CUDA graphs")
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb_h1"])
+@pytest.mark.parametrize(("make", "stages"), [(Towers, TOWERS), (Blocks, BLOCKS), (Blocks, [["blocks", "rate", STEP]])])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_on_a_gpu(make: Callable[[], nn.Module], stages: Any, schedule: str, recompute: bool) -> None:
+    device = torch.device("cuda", 0)
+
+    def run(recording: Recording | None) -> Run:
+        return Run(make(), stages, schedule, recompute=recompute, recording=recording, device=device)
+
+    assert_same(run, recorder=recorder_of(device))

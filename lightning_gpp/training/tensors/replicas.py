@@ -30,6 +30,7 @@ from lightning_gpp._compat.torch import trained_flags, with_gradient_hooks
 from lightning_gpp.errors import ConfigError
 from lightning_gpp.plan import Plan
 from lightning_gpp.runtime.gradients import GradientSync
+from lightning_gpp.runtime.recorded import Recording
 from lightning_gpp.runtime.sharding import OwnedParameters, ShardedStages, assign_owners
 from lightning_gpp.runtime.transport import Transport
 from lightning_gpp.training.asynchronous import Asynchronous
@@ -74,6 +75,7 @@ class Site:
         transport: transport to the other devices.
         replicas: collectives of ranks with the same parameters; None if there are none.
         asynchronous: training without a flush between mini-batches; None flushes after each.
+        recording: records what stages launch; None records nothing.
     """
 
     job: Job
@@ -81,6 +83,7 @@ class Site:
     transport: Transport
     replicas: Replicas | None = None
     asynchronous: Asynchronous | None = None
+    recording: Recording | None = None
 
 
 class Replicas:
