@@ -19,14 +19,14 @@ from benchmarks.workloads.layers import Block, Trained
 from lightning_gpp.capture import capture_step
 from lightning_gpp.cluster.presets import preset_cluster
 from lightning_gpp.graph import Affine
-from lightning_gpp.plan import SOURCE, STEP, Edge, Plan, Stage
+from lightning_gpp.plan import SOURCE, STEP, Edge, Figures, Plan, Stage
 from lightning_gpp.planning import Prediction, Request
 from lightning_gpp.reports import svg
 from lightning_gpp.reports.graph import GraphPicture
 from lightning_gpp.reports.timeline import Chart, summary
 from lightning_gpp.reports.units import duration, percent, size
 from lightning_gpp.schedules import compile_program
-from lightning_gpp.simulation import StageCost, StageCosts, simulate
+from lightning_gpp.simulation import StageCosts, simulate
 
 FOLDER: Final = Path(__file__).parents[1] / "docs" / "pictures"
 
@@ -112,7 +112,10 @@ def schedules() -> str:
     )
     edges = (Edge(src=SOURCE, dst=0), *(Edge(src=k, dst=k + 1) for k in range(3)))
     plan = Plan(stages=stages, edges=edges, batch_size=8)
-    cost = StageCost(forward=Affine(1), backward=Affine(2), weight=Affine(1), activation_bytes=Affine(2**30))
+    one, kept = Affine(1), Affine(2**30)
+    cost = Figures(
+        forward_seconds=one, input_seconds=one, weight_seconds=one, activation_bytes=kept, pending_bytes=kept
+    )
     costs = StageCosts(stages=(cost,) * len(stages))
     timelines = {name: simulate(compile_program(replace(plan, schedule=name)), costs) for name in SCHEDULES}
     longest, top, elements = max(each.makespan for each in timelines.values()), MARGIN, list[str]()

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
         register_partitioner,
     )
     from lightning_gpp.schedules import Action, Kind, Schedule, compile_program, register_schedule
-    from lightning_gpp.simulation import StageCost, StageCosts, Timeline, simulate, trace_of
+    from lightning_gpp.simulation import StageCosts, Timeline, simulate, trace_of
     from lightning_gpp.strategy import GPPStrategy
     from lightning_gpp.training.engine import Engine
     from lightning_gpp.training.loop import initialize
@@ -88,7 +88,6 @@ __all__ = [
     "ScheduleError",
     "SearchControl",
     "Stage",
-    "StageCost",
     "StageCosts",
     "Timeline",
     "__version__",
@@ -121,7 +120,7 @@ _ORIGINS: Final = {
         *("best_plan", "estimate", "register_partitioner"),
     ),
     "schedules": ("Action", "Kind", "Schedule", "compile_program", "register_schedule"),
-    "simulation": ("StageCost", "StageCosts", "Timeline", "simulate", "trace_of"),
+    "simulation": ("StageCosts", "Timeline", "simulate", "trace_of"),
     "strategy": ("GPPStrategy",),
     "training.engine": ("Engine",),
     "training.tensors.gathered": ("summon_full_params",),

@@ -36,10 +36,9 @@ def part_of(name: str, cost: Affine, share: float, work: float) -> Affine:
 
     Seconds that do not depend on samples are those of calling operators; every slice has them all.
     """
-    is_seconds = name.endswith("seconds") or name in ("forward", "backward", "weight")
-    if is_seconds or name == "flops":
-        return Affine(cost.per_sample * work, cost.fixed if is_seconds else cost.fixed * work)
-    return cost * share
+    if name.endswith("seconds"):
+        return Affine(cost.per_sample * work, cost.fixed)
+    return cost * (work if name == "flops" else share)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

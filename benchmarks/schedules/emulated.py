@@ -29,7 +29,7 @@ from lightning_gpp.planning.assignment.layout import laid_out
 from lightning_gpp.runtime import LOSS, DistributedTransport, Executor, Mesh, MicroBatch, Slot, pairs_of
 from lightning_gpp.schedules import Program, compile_program, schedule_names
 from lightning_gpp.schedules.registry import method_of
-from lightning_gpp.simulation import StageCost, StageCosts, simulate
+from lightning_gpp.simulation import StageCosts, simulate
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from processes import load, run  # noqa: E402
@@ -111,11 +111,12 @@ def case(model: str, plan: Plan) -> Case:
     fed = {edge.dst for edge in plan.edges if not edge.artificial}
     seconds = [stage.figures.forward_seconds for stage in plan.stages]
     stages = tuple(
-        StageCost(
-            forward=cost,
-            backward=Affine(0, 2 * cost.fixed),
-            weight=cost if index in fed else Affine(),
+        Figures(
+            forward_seconds=cost,
+            input_seconds=cost if index in fed else Affine(0, 2 * cost.fixed),
+            weight_seconds=cost if index in fed else Affine(),
             activation_bytes=Affine(0, 1),
+            pending_bytes=Affine(0, 1),
         )
         for index, cost in enumerate(seconds)
     )

@@ -29,7 +29,7 @@ from lightning_gpp.graph import Affine, TensorSpec
 from lightning_gpp.plan import STEP, Edge, Figures, Plan, Stage
 from lightning_gpp.runtime import LOSS, DistributedTransport, Executor, Mesh, MicroBatch, Slot, pairs_of
 from lightning_gpp.schedules import compile_program
-from lightning_gpp.simulation import StageCost, StageCosts, simulate
+from lightning_gpp.simulation import StageCosts, simulate
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from processes import load, run  # noqa: E402
@@ -177,7 +177,9 @@ def compared(rank: int, pair: Pair, num: int, repetitions: int) -> str:
             dist.barrier()
             times[name].append(1e3 * (time.perf_counter() - start))
     ours, theirs = (statistics.median(times[name]) for name in ("ours", "torch"))
-    cost = StageCost(forward=Affine(0, seconds), backward=Affine(0, 2 * seconds), weight=Affine(0, seconds))
+    cost = Figures(
+        forward_seconds=Affine(0, seconds), input_seconds=Affine(0, seconds), weight_seconds=Affine(0, seconds)
+    )
     plan = plan_of(pair, num, seconds)
     expected = 1e3 * simulate(compile_program(plan), StageCosts(stages=(cost,) * pair.num_stages)).makespan
     name = re.sub("^Schedule", "", pair.torch)

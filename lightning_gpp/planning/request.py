@@ -58,8 +58,7 @@ class SearchOptions:
     )
     simplicity: Annotated[float, Ge(0)] = option(
         0.02,
-        "share of the step time by which a simpler plan may be slower than the fastest one found: a plan with fewer "
-        "stages, then with fewer modules cut in the middle, then with equal numbers of replicas.",
+        "share of the step time by which a plan with fewer stages may be slower than the fastest one found.",
         allowed="0 or more",
     )
     stages_per_device: Count | None = option(

@@ -20,12 +20,19 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from math import inf
 from typing import Final
 
 from lightning_gpp.plan import Plan
 from lightning_gpp.schedules.actions import Action, Kind, Schedule
-from lightning_gpp.schedules.list_scheduling import SLACK, Clock, DeviceOrders, TaskGraph, list_schedule
+from lightning_gpp.schedules.list_scheduling import (
+    SLACK,
+    Clock,
+    DeviceOrders,
+    FixedOrder,
+    TaskGraph,
+    in_order,
+    list_schedule,
+)
 from lightning_gpp.schedules.nominal_times import TimedRows, actions, by_nominal_time, coarse_numbers, levels
 from lightning_gpp.schedules.work import Work, is_extra, turns, work_of
 
@@ -35,22 +42,13 @@ first, and may leave larger ones later.
 """
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Compacted:
-    """The order of every device, the longest time of a device from first start to last end, and the step time."""
-
-    rows: DeviceOrders
-    busy: float
-    makespan: float
-
-
-def fastest(work: Work, trials: Iterable[Compacted]) -> Compacted:
+def fastest(work: Work, trials: Iterable[FixedOrder]) -> FixedOrder:
     """The trial whose slowest device finishes first, because the next mini-batch waits for it.
 
     Trials run one after the other until one has no gaps.
     """
     most = max(work.loads()) * SLACK
-    tried: list[Compacted] = []
+    tried: list[FixedOrder] = []
     for trial in trials:
         tried.append(trial)
         if trial.busy <= most:
@@ -58,7 +56,7 @@ def fastest(work: Work, trials: Iterable[Compacted]) -> Compacted:
     return min(tried, key=lambda trial: (trial.busy, trial.makespan))
 
 
-def compacted(work: Work, rows: DeviceOrders, limits: Sequence[float]) -> Iterator[Compacted]:
+def compacted(work: Work, rows: DeviceOrders, limits: Sequence[float]) -> Iterator[FixedOrder]:
     """Compact an order in several ways.
 
     Args:
@@ -78,7 +76,7 @@ def compaction_limits(work: Work, peaks: Sequence[float]) -> list[float]:
     return [max(peak, min(limit, max(peaks))) for peak, limit in zip(peaks, limits, strict=True)]
 
 
-def compact(work: Work, rows: DeviceOrders, limits: Sequence[float], window: int = 0) -> Compacted:
+def compact(work: Work, rows: DeviceOrders, limits: Sequence[float], window: int = 0) -> FixedOrder:
     """Compact an order.
 
     Args:
@@ -89,8 +87,7 @@ def compact(work: Work, rows: DeviceOrders, limits: Sequence[float], window: int
     """
     clock = Clock(len(rows), work.tasks)
     list_schedule(clock, Compaction(clock, rows, limits, window))
-    busy = max(stop - start for start, stop in zip(clock.begins(), clock.free, strict=True) if start < inf)
-    return Compacted(rows=clock.rows, busy=busy, makespan=max(clock.free))
+    return in_order(work.tasks, clock.rows)
 
 
 @dataclass(slots=True)

@@ -7,14 +7,14 @@ the scheduler, a single one if it orders devices. Durations are nominal: a sampl
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 from lightning_gpp.errors import ScheduleError
 from lightning_gpp.plan import Plan
 from lightning_gpp.schedules.actions import Action, Kind, Schedule
 from lightning_gpp.schedules.list_scheduling import Clock, Priorities, Task, TaskGraph, list_schedule, task_graph
-from lightning_gpp.schedules.lowering import difference, samples_of
+from lightning_gpp.schedules.lowering import difference, required_actions, samples_of
 from lightning_gpp.schedules.work import links
 
 StageOrders = Mapping[int, tuple[Action, ...]]
@@ -26,6 +26,7 @@ Orders = StageOrders | Schedule
 """The result of a generator: the order of every stage, or of every device."""
 
 _URGENCY: Final = {Kind.BACKWARD: 0, Kind.INPUT: 0, Kind.FORWARD: 1, Kind.WEIGHT: 2}
+_HALVES: Final = (Kind.INPUT, Kind.WEIGHT)
 
 Lanes = Sequence[Sequence[tuple[Action, ...]]]
 """The orders of every device."""
@@ -101,9 +102,6 @@ def _check_end(plan: Plan, tasks: TaskGraph, waiting: Sequence[int]) -> None:
         )
 
 
-_SPLIT: Final = (Kind.INPUT, Kind.WEIGHT)
-
-
 def check_orders(plan: Plan, orders: Orders, batch_size: int) -> None:
     """Check that every micro-batch runs once through every stage: forward, and full backward or both of its halves.
 
@@ -119,20 +117,11 @@ def check_orders(plan: Plan, orders: Orders, batch_size: int) -> None:
         )
     for device, own in enumerate(_lanes(plan, orders, batch_size)):
         actions = [action for lane in own for action in lane if action.kind is not Kind.RECOMPUTE]
-        problem = difference(_needed(plan, device, actions, batch_size), actions)
+        split = frozenset((action.stage, action.micro_batch) for action in actions if action.kind in _HALVES)
+        needed = required_actions(plan, device, batch_size, True, split)
+        problem = difference([action for action in needed if action.kind in _URGENCY], actions)
         if problem:
             raise ScheduleError(
                 f"Schedule {plan.schedule!r} (strategy.schedule), device {device}: the order must contain the forward "
                 f"and the backward of each micro-batch once; it {problem}."
             )
-
-
-def _needed(plan: Plan, device: int, actions: Iterable[Action], batch_size: int) -> list[Action]:
-    """The actions that a device has to run, with those backwards split that are split in its order."""
-    split = {(action.stage, action.micro_batch) for action in actions if action.kind in _SPLIT}
-    return [
-        Action(stage, kind, number)
-        for stage in plan.stages_on(device)
-        for number in plan.micro_batches(stage, device, batch_size)
-        for kind in (Kind.FORWARD, *(_SPLIT if (stage, number) in split else (Kind.BACKWARD,)))
-    ]

@@ -113,10 +113,6 @@ class Clock:
         """The actions that every device has started."""
         return [[self.tasks.actions[task] for task in row] for row in self._started]
 
-    def begins(self) -> list[float]:
-        """The time of every device's first start; infinite if it has none."""
-        return [self.began[row[0]] if row else inf for row in self._started]
-
     def has_begun(self, device: int) -> bool:
         """True if a device has started anything."""
         return bool(self._started[device])

@@ -4,79 +4,51 @@ Seconds and bytes are the plan's. If the plan has no times, each action takes on
 holds only the user's step), and message times are ignored; if it has no bytes, the same holds for them and the memory
 limits.
 
-List schedulers, the simulator and the evaluator of drafts all count bytes by the rules of `StageCost`.
+List schedulers, the simulator and the evaluator of drafts all count bytes by the rules of `allocations`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from math import inf
 from typing import Final, Generic, TypeVar
 
 from lightning_gpp.graph import Affine
-from lightning_gpp.plan import SOURCE, STEP, Plan, Stage
+from lightning_gpp.plan import SOURCE, STEP, Figures, Plan, Stage
 from lightning_gpp.schedules.actions import Action, Kind, Schedule
 from lightning_gpp.schedules.list_scheduling import DeviceOrders, Readers, Task, TaskGraph, task_graph
 from lightning_gpp.schedules.lowering import derive_messages, samples_of
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageCost:
-    """Costs of a stage replica. List schedulers and the simulator count seconds and bytes by its rules.
+def duration(figures: Figures, kind: Kind, num_samples: int) -> float:
+    """Seconds of an action of a stage with these figures, whose replica has so many samples of the micro-batch."""
+    inputs, weights = figures.input_seconds.at(num_samples), figures.weight_seconds.at(num_samples)
+    seconds = {Kind.BACKWARD: inputs + weights, Kind.INPUT: inputs, Kind.WEIGHT: weights}
+    return seconds[kind] if kind in seconds else figures.forward_seconds.at(num_samples)
+
+
+def allocations(figures: Figures, num_samples: int, *, recomputes: bool) -> dict[Kind, float]:
+    """Bytes that an action of each kind allocates, or frees if negative.
 
     Args:
-        forward: seconds of a forward, or of a recomputation; affine in the samples of the replica's share.
-        backward: seconds of a full backward, with recomputed blocks, but without a recomputation of the whole stage.
-        weight: seconds of the weight gradients; input gradients take the rest of `backward`.
-        activation_bytes: bytes of a micro-batch in flight.
-        offloaded_bytes: further bytes, which lie in host memory between OFFLOAD and LOAD.
-        working_bytes: additional bytes from its recomputation on.
-        pending_bytes: the part of these that is kept from the input gradients to the weight gradients; None: all.
-        parameter_bytes: bytes of the stage's parameters.
+        figures: those of the stage.
+        num_samples: samples of the micro-batch.
+        recomputes: whether recomputations are actions of their own; otherwise they are part of the backwards.
     """
-
-    forward: Affine = Affine(0, 1)
-    backward: Affine = Affine(0, 1)
-    weight: Affine = Affine()
-    activation_bytes: Affine = Affine()
-    offloaded_bytes: Affine = Affine()
-    working_bytes: Affine = Affine()
-    pending_bytes: Affine | None = None
-    parameter_bytes: float = 0
-
-    def seconds(self, kind: Kind, num_samples: int) -> float:
-        """Duration of an action of the stage."""
-        if kind is Kind.BACKWARD:
-            return self.backward.at(num_samples)
-        if kind is Kind.INPUT:
-            return self.backward.at(num_samples) - self.weight.at(num_samples)
-        if kind is Kind.WEIGHT:
-            return self.weight.at(num_samples)
-        return self.forward.at(num_samples)
-
-    def changes(self, num_samples: int, *, recomputes: bool) -> dict[Kind, float]:
-        """Bytes that an action of each kind allocates, or frees if negative.
-
-        Args:
-            num_samples: samples of the micro-batch.
-            recomputes: whether recomputations are actions of their own; otherwise they are part of the backwards.
-        """
-        offloaded, working = self.offloaded_bytes.at(num_samples), self.working_bytes.at(num_samples)
-        kept = self.activation_bytes.at(num_samples) + offloaded
-        held = kept + working if recomputes else kept
-        pending = inf if self.pending_bytes is None else self.pending_bytes.at(num_samples)
-        left = min(kept + working, pending)
-        return {
-            Kind.FORWARD: kept,
-            Kind.OFFLOAD: -offloaded,
-            Kind.LOAD: offloaded,
-            Kind.RECOMPUTE: working,
-            Kind.INPUT: left - held,
-            Kind.WEIGHT: -left,
-            Kind.BACKWARD: -held,
-        }
+    offloaded, working = figures.offloaded_bytes.at(num_samples), figures.working_bytes.at(num_samples)
+    kept = figures.activation_bytes.at(num_samples) + offloaded
+    held = kept + working if recomputes else kept
+    left = min(kept + working, figures.pending_bytes.at(num_samples))
+    return {
+        Kind.FORWARD: kept,
+        Kind.OFFLOAD: -offloaded,
+        Kind.LOAD: offloaded,
+        Kind.RECOMPUTE: working,
+        Kind.INPUT: left - held,
+        Kind.WEIGHT: -left,
+        Kind.BACKWARD: -held,
+    }
 
 
 def peak(changes: Iterable[float]) -> float:
@@ -210,15 +182,15 @@ def work_of(plan: Plan, batch_size: int, *, split: bool = True) -> Work:
     figures = [stage.figures for stage in plan.stages]
     timed, unsplit = is_timed(plan), unsplit_stages(plan)
     sized = any(entry.activation_bytes != Affine() for entry in figures)
-    costs = [_cost(plan, stage, timed, sized, stage not in unsplit) for stage in range(len(figures))]
+    costs = [_figures(plan, stage, timed, sized, stage not in unsplit) for stage in range(len(figures))]
     seconds: dict[Task, float] = {}
     takes: dict[Task, float] = {}
     working = [0.0 for _ in range(plan.num_devices)]
     for stage, device, number, samples in _parts(plan, batch_size):
-        cost, changes = costs[stage], costs[stage].changes(samples, recomputes=False)
+        cost, changes = costs[stage], allocations(costs[stage], samples, recomputes=False)
         for kind in (Kind.FORWARD, Kind.INPUT, Kind.WEIGHT) if split else (Kind.FORWARD, Kind.BACKWARD):
             task = device, Action(stage, kind, number)
-            seconds[task] = cost.seconds(kind, samples) if samples else 0.0
+            seconds[task] = duration(cost, kind, samples) if samples else 0.0
             takes[task] = changes[kind] if samples else 0.0
         working[device] = max(working[device], cost.working_bytes.at(samples) if samples else 0.0)
     missing, readers = links(plan, batch_size, seconds, travels=timed)
@@ -314,23 +286,22 @@ def _parts(plan: Plan, batch_size: int) -> Iterator[tuple[int, int, int, int]]:
                 yield stage, device, number, samples[number]
 
 
-def _cost(plan: Plan, index: int, timed: bool, sized: bool, halves: bool) -> StageCost:
-    """The costs of a stage. The first half of a backward includes the recomputation."""
-    stage, figures = plan.stages[index], plan.stages[index].figures
+def _figures(plan: Plan, index: int, timed: bool, sized: bool, halves: bool) -> Figures:
+    """The figures of a stage, or units. The first half of a backward includes the recomputation."""
+    stage, known = plan.stages[index], plan.stages[index].figures
     unit = Affine(0 if is_extra(plan, index) else 1)
-    forward, inputs, weight = unit, unit, unit
-    kept, pending, working = unit, unit, Affine()
+    figures = Figures(forward_seconds=unit, input_seconds=unit, weight_seconds=unit)
     if timed:
-        forward, inputs, weight = figures.forward_seconds, figures.input_seconds, figures.weight_seconds
-        inputs = forward + inputs if stage.reruns else inputs
+        inputs = known.forward_seconds + known.input_seconds if stage.reruns else known.input_seconds
+        figures = replace(known, input_seconds=inputs)
+    kept, pending, working = unit, unit, Affine()
     if sized:
-        kept, pending = figures.activation_bytes, figures.pending_bytes
-        working = figures.working_bytes + figures.offloaded_bytes * MOST_COPIED
-    return StageCost(
-        forward=forward,
-        backward=inputs + weight,
-        weight=weight,
+        kept, pending = known.activation_bytes, known.pending_bytes
+        working = known.working_bytes + known.offloaded_bytes * MOST_COPIED
+    return replace(
+        figures,
         activation_bytes=kept,
+        offloaded_bytes=Affine(),
         working_bytes=working,
         pending_bytes=pending if halves else Affine(),
     )

@@ -1,7 +1,6 @@
 """The simulator: step time and peak memory of the same program that the runtime executes."""
 
 from lightning_gpp.cluster import Link
-from lightning_gpp.schedules.work import StageCost
 from lightning_gpp.simulation.period import (
     Period,
     WeightCopies,
@@ -21,7 +20,6 @@ __all__ = [
     "Link",
     "Period",
     "Span",
-    "StageCost",
     "StageCosts",
     "Timeline",
     "TraceEvents",

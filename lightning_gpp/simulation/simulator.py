@@ -14,11 +14,12 @@ import networkx as nx
 from lightning_gpp.cluster import Port
 from lightning_gpp.costs.model import held_copies
 from lightning_gpp.errors import PlanError, VerificationError
+from lightning_gpp.plan import Figures
 from lightning_gpp.schedules import Action, Instruction, Kind, Op, Program
 from lightning_gpp.schedules.actions import COLLECTIVES, COMPUTING, COPIES, RELEASES
 from lightning_gpp.schedules.lowering import samples_of
 from lightning_gpp.schedules.verifier import replay
-from lightning_gpp.schedules.work import Leaving, StageCost, peak
+from lightning_gpp.schedules.work import Leaving, allocations, peak
 from lightning_gpp.simulation.stage_costs import StageCosts
 from lightning_gpp.simulation.timeline import Collective, HostCopy, Span, Timeline, Transfer
 
@@ -79,7 +80,7 @@ def peak_bytes(program: Program, costs: StageCosts, device: int) -> float:
     Parameters, gradients and optimizer states of its stages count at all times: with ZeRO-1 only its share of the
     states, with fsdp only its shares of all three. So does the mini-batch on the device that loads it. With fsdp, a
     stage's unsharded parameters count from UNSHARD to RESHARD, and its unsharded gradients until REDUCE. In training,
-    micro-batches in flight count as in `StageCost`, offloaded tensors until the second computing action after their
+    micro-batches in flight count as in `allocations`, offloaded tensors until the second computing action after their
     OFFLOAD, whenever their copy ends; in inference, activations count during the forward.
     """
     return _static(program, costs, device) + peak(changes(program, costs, device))
@@ -129,7 +130,7 @@ def _copied(leaving: Leaving[Action, float], action: Action, found: Iterable[flo
             yield change
 
 
-def _sharded_change(program: Program, action: Action, cost: StageCost, unreduced: set[int]) -> float:
+def _sharded_change(program: Program, action: Action, cost: Figures, unreduced: set[int]) -> float:
     """Bytes of unsharded parameters and gradients. `unreduced`: stages with gradients since their last REDUCE."""
     if action.kind in (Kind.UNSHARD, Kind.RESHARD):
         return cost.parameter_bytes * (1 if action.kind is Kind.UNSHARD else -1)
@@ -148,11 +149,11 @@ _REACH_BLOCKS: Final = (Kind.BACKWARD, Kind.INPUT)
 """Kinds of actions inside of which recomputed blocks run again."""
 
 
-def _activations(program: Program, action: Action, cost: StageCost, num_samples: int) -> Iterator[float]:
+def _activations(program: Program, action: Action, cost: Figures, num_samples: int) -> Iterator[float]:
     if not num_samples or action.kind in COLLECTIVES:
         return
     stage = program.plan.stages[action.stage]
-    change = cost.changes(num_samples, recomputes=stage.reruns)[action.kind]
+    change = allocations(cost, num_samples, recomputes=stage.reruns)[action.kind]
     inside = cost.working_bytes.at(num_samples) if stage.recomputed_blocks and action.kind in _REACH_BLOCKS else 0.0
     if inside:
         yield inside

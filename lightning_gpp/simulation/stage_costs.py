@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 from lightning_gpp.cluster import Cluster, Link, Port
 from lightning_gpp.graph import Affine
-from lightning_gpp.plan import Plan
+from lightning_gpp.plan import Figures, Plan
 from lightning_gpp.schedules import Action, Kind, Message
-from lightning_gpp.schedules.work import StageCost
+from lightning_gpp.schedules.work import duration
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,8 +17,8 @@ class StageCosts:
     """Costs of all stages and links of a plan.
 
     Args:
-        stages: costs of each stage of the plan.
-        replicas: costs of replicas that differ from the others of their stage, by (stage, device).
+        stages: figures of a replica of each stage; seconds and bytes are affine in the samples of its share.
+        replicas: figures of replicas that differ from the others of their stage, by (stage, device).
         cluster: links between the plan's devices and to their hosts; None: `default_link` between any two, and copies
             to and from hosts take no time.
         default_link: link between any two devices without a cluster.
@@ -32,8 +32,8 @@ class StageCosts:
             Adam, 2 for plain gradient descent, 1 for inference.
     """
 
-    stages: tuple[StageCost, ...]
-    replicas: Mapping[tuple[int, int], StageCost] = field(default_factory=dict)
+    stages: tuple[Figures, ...]
+    replicas: Mapping[tuple[int, int], Figures] = field(default_factory=dict)
     cluster: Cluster | None = None
     default_link: Link = Link()
     all_reduce: tuple[float, ...] = ()
@@ -50,16 +50,17 @@ class StageCosts:
     @classmethod
     def uniform(cls, plan: Plan, forward: float = 1, backward: float = 1, weight: float = 0) -> StageCosts:
         """Equal seconds for every micro-batch of every stage; messages are free. `weight` is a part of `backward`."""
-        cost = StageCost(
-            forward=Affine(0, forward),
-            backward=Affine(0, backward),
-            weight=Affine(0, weight),
+        figures = Figures(
+            forward_seconds=Affine(0, forward),
+            input_seconds=Affine(0, backward - weight),
+            weight_seconds=Affine(0, weight),
             activation_bytes=Affine(0, 1),
+            pending_bytes=Affine(0, 1),
         )
-        return cls(stages=(cost,) * len(plan.stages))
+        return cls(stages=(figures,) * len(plan.stages))
 
-    def replica(self, stage: int, device: int) -> StageCost:
-        """The cost of a stage on one of its devices."""
+    def replica(self, stage: int, device: int) -> Figures:
+        """The figures of a stage on one of its devices."""
         return self.replicas.get((stage, device), self.stages[stage])
 
     def seconds(self, action: Action, device: int, num_samples: int) -> float:
@@ -68,7 +69,7 @@ class StageCosts:
             return 0
         if action.kind is Kind.DATA:
             return self.data.at(num_samples)
-        return self.replica(action.stage, device).seconds(action.kind, num_samples)
+        return duration(self.replica(action.stage, device), action.kind, num_samples)
 
     def host_copy(self, action: Action, device: int, num_samples: int) -> tuple[float, float]:
         """Seconds and bytes of an OFFLOAD or LOAD of a micro-batch share; no seconds if the host link is unknown."""

@@ -50,8 +50,9 @@ def test_stage_costs_are_those_of_the_units_they_consist_of() -> None:
         units = [index for index, unit in enumerate(problem.units.units) if unit.modules[0].startswith(module)]
         for size in (1, 8):
             table = problem.seconds(size)
-            assert stage.forward.at(size) == pytest.approx(table.forward[units].sum())
-            assert stage.backward.at(size) == pytest.approx((table.input_gradient + table.weight_gradient)[units].sum())
+            assert stage.forward_seconds.at(size) == pytest.approx(table.forward[units].sum())
+            backward = stage.input_seconds.at(size) + stage.weight_seconds.at(size)
+            assert backward == pytest.approx((table.input_gradient + table.weight_gradient)[units].sum())
             assert stage.activation_bytes.at(size) == pytest.approx(problem.saved_bytes(size)[units].sum())
         assert stage.parameter_bytes == problem.parameter_bytes[units].sum()
         assert stage.working_bytes == Affine()

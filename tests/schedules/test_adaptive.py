@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from lightning_gpp.graph import Affine
-from lightning_gpp.plan import Plan
+from lightning_gpp.plan import Figures, Plan
 from lightning_gpp.planning.assignment.estimate import timed
 from lightning_gpp.schedules import compile_program, schedule_names
 from lightning_gpp.schedules.registry import method_of
-from lightning_gpp.simulation import StageCost, StageCosts, Timeline, simulate
+from lightning_gpp.simulation import StageCosts, Timeline, simulate
 from tests.strategies import chain, plan_of, towers
 
 
@@ -20,7 +20,7 @@ def _simulated(plan: Plan, costs: StageCosts) -> Timeline:
 def test_it_is_as_drawn() -> None:
     plan = plan_of([(0, 2), (1, 2)], (1, 1, 1), 4, schedule="adaptive")
     stages = tuple(
-        StageCost(forward=Affine(0, forward), backward=Affine(0, 2), weight=Affine(0, 1), activation_bytes=Affine(0, 1))
+        Figures(forward_seconds=Affine(0, forward), input_seconds=Affine(0, 1), weight_seconds=Affine(0, 1))
         for forward in (1, 2, 1)
     )
     costs = StageCosts(stages=stages)
@@ -49,7 +49,8 @@ def _bytes(plan: Plan) -> tuple[object, ...]:
 def test_towers_of_unequal_stages_beat_every_other_schedule() -> None:
     plan = towers(3, 2, 12)
     seconds = [(1, 3), (2, 2), (1, 1), (3, 4), (1, 2), (1, 1), (2, 6)]
-    stages = tuple(StageCost(forward=Affine(0, f), backward=Affine(0, b), weight=Affine(0, b / 2)) for f, b in seconds)
+    times = ((Affine(0, f), Affine(0, b / 2)) for f, b in seconds)
+    stages = tuple(Figures(forward_seconds=f, input_seconds=half, weight_seconds=half) for f, half in times)
     costs = StageCosts(stages=stages)
     known = timed(plan, costs)
     steps = {

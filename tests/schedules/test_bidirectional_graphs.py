@@ -13,7 +13,7 @@ from lightning_gpp.plan import SOURCE, STEP, Figures, Plan
 from lightning_gpp.planning.assignment.layout import laid_out
 from lightning_gpp.schedules import compile_program
 from lightning_gpp.schedules.registry import method_of
-from lightning_gpp.simulation import StageCost, StageCosts, simulate
+from lightning_gpp.simulation import StageCosts, simulate
 from tests.schedules.mirrored import peaks, played, round_robin
 from tests.strategies import plan_of, plans
 
@@ -78,11 +78,6 @@ def weighed(draw: st.DrawFn) -> Plan:
 @settings(max_examples=60, deadline=None)
 @given(plan=weighed())
 def test_no_graph_is_slower_than_its_chain(plan: Plan) -> None:
-    figures = [stage.figures for stage in plan.stages]
-    stages = (
-        StageCost(forward=f.forward_seconds, backward=f.input_seconds + f.weight_seconds, weight=f.weight_seconds)
-        for f in figures
-    )
-    costs = StageCosts(stages=tuple(stages))
+    costs = StageCosts(stages=tuple(stage.figures for stage in plan.stages))
     own, twin = (simulate(compile_program(each), costs).makespan for each in (plan, plan.chained()))
     assert own <= twin * (1 + 1e-9)

@@ -8,8 +8,9 @@ import pytest
 
 from lightning_gpp.errors import ConfigError, PlanError, ScheduleError, VerificationError
 from lightning_gpp.graph import Affine
+from lightning_gpp.plan import Figures
 from lightning_gpp.schedules import compile_program, schedule_names
-from lightning_gpp.simulation import StageCost, StageCosts, simulate
+from lightning_gpp.simulation import StageCosts, simulate
 from tests.schedules import promises
 from tests.schedules.random_plans import Limits, case_of
 from tests.schedules.random_runs import execute
@@ -57,6 +58,6 @@ def test_the_memory_of_sharded_inference() -> None:
     """Gatherings of parameters are no micro-batches whose activations end."""
     plan = replace(chain([1, 1], 4), sharding="fsdp")
     program = compile_program(plan, training=False, copies=2)
-    cost = StageCost(activation_bytes=Affine(3, 0), parameter_bytes=8)
+    cost = Figures(activation_bytes=Affine(3, 0), parameter_bytes=8)
     costs = StageCosts(stages=(cost, cost), ranks=(2, 2), parameter_copies=1)
     assert simulate(program, costs).peak_bytes == (4 + 8 + 3,) * 2

@@ -98,7 +98,7 @@ def test_the_bubble_shrinks(devices: int, slices: int, micro_batches: int) -> No
     alike; the step takes no time."""
     plan = sliced_chain(devices, slices, micro_batches)
     cost = StageCosts.uniform(plan, 1, 2)
-    free = replace(cost.stages[0], forward=Affine(), backward=Affine(), activation_bytes=Affine())
+    free = replace(cost.stages[0], forward_seconds=Affine(), input_seconds=Affine(), activation_bytes=Affine())
     costs = StageCosts(stages=(*cost.stages[:-1], free))
     slots = micro_batches * slices
     assert simulate(compile_program(plan), costs).makespan == 3 * (slots + devices - 1)

@@ -17,7 +17,7 @@ from lightning_gpp.schedules import Action, Kind, Schedule, compile_program, mak
 from lightning_gpp.schedules.building_blocks import WINDOWS, compact
 from lightning_gpp.schedules.registry import orders_of
 from lightning_gpp.schedules.work import work_of
-from lightning_gpp.simulation import StageCost, StageCosts, Timeline, simulate
+from lightning_gpp.simulation import StageCosts, Timeline, simulate
 from tests.strategies import plan_of, plans
 
 NAMES = ("zbv", "v_half", "v_min", "dualpipe_v")
@@ -132,8 +132,8 @@ def test_own_times_make_zbv_no_slower(seconds: list[tuple[int, int, int]], trave
     timed = with_figures(plan, seconds)
     assert seconds_of(timed, timed) <= seconds_of(timed, plan)
     if not travel:
-        costs = [StageCost(forward=Affine(0, f), backward=Affine(0, i + w), weight=Affine(0, w)) for f, i, w in seconds]
-        timeline = simulate(compile_program(timed), StageCosts(stages=tuple(costs)))
+        costs = StageCosts(stages=tuple(stage.figures for stage in timed.stages))
+        timeline = simulate(compile_program(timed), costs)
         assert seconds_of(timed, timed) == max(spans[-1].stop - spans[0].start for spans in timeline.devices)
 
 

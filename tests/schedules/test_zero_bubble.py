@@ -9,7 +9,7 @@ import pytest
 from lightning_gpp.graph import Affine
 from lightning_gpp.plan import Figures, Plan
 from lightning_gpp.schedules import Kind, compile_program, make_schedule
-from lightning_gpp.simulation import Link, StageCost, StageCosts, Timeline, simulate
+from lightning_gpp.simulation import Link, StageCosts, Timeline, simulate
 from tests.strategies import chain, plan_of
 
 Times = tuple[float, float, float, float]
@@ -46,16 +46,7 @@ def bytes_of(model: tuple[int, int]) -> tuple[int, int]:
 
 def played(plan: Plan) -> Timeline:
     """Simulated with the plan's own figures."""
-    stages = tuple(
-        StageCost(
-            forward=stage.figures.forward_seconds,
-            backward=stage.figures.input_seconds + stage.figures.weight_seconds,
-            weight=stage.figures.weight_seconds,
-            activation_bytes=stage.figures.activation_bytes,
-            pending_bytes=stage.figures.pending_bytes,
-        )
-        for stage in plan.stages
-    )
+    stages = tuple(stage.figures for stage in plan.stages)
     latency = max((edge.seconds.at(1) for edge in plan.edges), default=0)
     return simulate(compile_program(plan), StageCosts(stages=stages, default_link=Link(latency=latency)))
 

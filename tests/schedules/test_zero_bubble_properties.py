@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from lightning_gpp.graph import Affine
 from lightning_gpp.plan import Figures, Plan, Stage
 from lightning_gpp.schedules import compile_program
-from lightning_gpp.simulation import StageCost, StageCosts, Timeline, simulate
+from lightning_gpp.simulation import StageCosts, Timeline, simulate
 from tests.strategies import chain, plans
 
 NAMES = ("zb_h1", "zb_h2", "zero_bubble", "layerpipe")
@@ -66,7 +66,7 @@ def test_room_is_kept_where_stages_have_devices_of_their_own(plan: Plan, room: i
     )
     edges = tuple(replace(edge, differentiable=edge.src >= 0) for edge in plan.edges)
     plan = replace(plan, stages=stages, edges=edges, memory_bytes=(5 * room,) * number, schedule="zero_bubble")
-    cost = StageCost(activation_bytes=Affine(5), pending_bytes=Affine(2))
+    cost = Figures(activation_bytes=Affine(5), pending_bytes=Affine(2))
     timeline = simulate(compile_program(plan), StageCosts(stages=(cost,) * number))
     assert max(timeline.peak_bytes) <= 5 * room
 
@@ -80,9 +80,7 @@ def test_uneven_chains_never_take_longer_than_under_1f1b(times: list[tuple[int, 
     figures = [Figures(**{name: Affine(cost) for name, cost in zip(names, row, strict=True)}) for row in times]
     stages = tuple(replace(stage, figures=row) for stage, row in zip(plan.stages, figures, strict=True))
     plan = replace(plan, stages=stages)
-    costs = StageCosts(
-        stages=tuple(StageCost(forward=Affine(f), backward=Affine(i + w), weight=Affine(w)) for f, i, w in times)
-    )
+    costs = StageCosts(stages=tuple(figures))
     usual = simulate(compile_program(replace(plan, schedule="1f1b")), costs)
     assert _longest(simulate(compile_program(plan), costs)) <= _longest(usual)
 

@@ -8,9 +8,9 @@ import pytest
 
 from lightning_gpp.cluster import Cluster, Device
 from lightning_gpp.graph import Affine
-from lightning_gpp.plan import Plan
+from lightning_gpp.plan import Figures, Plan
 from lightning_gpp.schedules import compile_program
-from lightning_gpp.simulation import StageCost, StageCosts, Timeline, simulate, trace_of
+from lightning_gpp.simulation import StageCosts, Timeline, simulate, trace_of
 from tests.strategies import chain, offloading
 
 DEVICE = Device(
@@ -21,12 +21,16 @@ DEVICE = Device(
     peak_host_bytes_per_second=4.0,
     bytes_efficiency=0.5,
 )
-COST = StageCost(
-    forward=Affine(1), backward=Affine(2), activation_bytes=Affine(1), offloaded_bytes=Affine(3), parameter_bytes=5
+COST = Figures(
+    forward_seconds=Affine(1),
+    input_seconds=Affine(2),
+    activation_bytes=Affine(1),
+    offloaded_bytes=Affine(3),
+    parameter_bytes=5,
 )
 
 
-def simulated(plan: Plan, device: Device = DEVICE, cost: StageCost = COST) -> Timeline:
+def simulated(plan: Plan, device: Device = DEVICE, cost: Figures = COST) -> Timeline:
     cluster = Cluster.uniform(device, plan.num_devices)
     costs = StageCosts(stages=(cost,) * len(plan.stages), cluster=cluster, parameter_copies=2)
     return simulate(compile_program(plan), costs)

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_gpp.graph import Affine
-from lightning_gpp.plan import Plan
+from lightning_gpp.plan import Figures, Plan
 from lightning_gpp.schedules import Action, Kind, Program, compile_program
-from lightning_gpp.simulation import Link, StageCost, StageCosts, simulate
+from lightning_gpp.simulation import Link, StageCosts, simulate
 from tests.strategies import chain, plan_of, plans, towers
 
 
@@ -68,7 +68,7 @@ def test_sends_do_not_block_computing() -> None:
 
 def test_affine_costs_shares_and_empty_shares() -> None:
     plan = plan_of([], (2,), 3, devices=[(0, 1)])
-    cost = StageCost(forward=Affine(2, 1), backward=Affine(3, 0.5))
+    cost = Figures(forward_seconds=Affine(2, 1), input_seconds=Affine(3, 0.5))
     timeline = simulate(compile_program(plan), StageCosts(stages=(cost,)))
     durations = [{str(span.action): span.stop - span.start for span in spans} for spans in timeline.devices]
     assert durations == [
@@ -80,7 +80,7 @@ def test_affine_costs_shares_and_empty_shares() -> None:
 def test_peak_bytes() -> None:
     """Parameters in all their copies, and activations of the micro-batches in flight."""
     plan = chain((2, 2), 8)
-    cost = StageCost(activation_bytes=Affine(10, 3), parameter_bytes=100)
+    cost = Figures(activation_bytes=Affine(10, 3), parameter_bytes=100)
     costs = StageCosts(stages=(cost, cost), parameter_copies=4)
     assert simulate(compile_program(plan), costs).peak_bytes == (400 + 23, 400 + 2 * 23)
     assert simulate(compile_program(plan, training=False), costs).peak_bytes == (423, 423)
@@ -91,7 +91,9 @@ def test_peak_bytes() -> None:
 @settings(max_examples=60, deadline=None)
 @given(plan=plans(), costs=st.lists(st.tuples(st.integers(1, 5), st.integers(1, 5)), min_size=7, max_size=7))
 def test_free_communication_equals_the_longest_path(plan: Plan, costs: list[tuple[int, int]]) -> None:
-    stages = tuple(StageCost(forward=Affine(0, f), backward=Affine(b, 0)) for f, b in costs[: len(plan.stages)])
+    stages = tuple(
+        Figures(forward_seconds=Affine(0, f), input_seconds=Affine(b, 0)) for f, b in costs[: len(plan.stages)]
+    )
     program = compile_program(plan)
     timeline = simulate(program, StageCosts(stages=stages))
     assert timeline.makespan == _longest_path(program, StageCosts(stages=stages))
@@ -114,5 +116,5 @@ def _longest_path(program: Program, costs: StageCosts) -> float:
 def _seconds(program: Program, costs: StageCosts, device: int, action: Action) -> float:
     start, stop = program.plan.share(action.stage, device, action.micro_batch, program.batch_size)
     cost = costs.stages[action.stage]
-    by_kind = {Kind.DATA: costs.data, Kind.FORWARD: cost.forward, Kind.BACKWARD: cost.backward}
+    by_kind = {Kind.DATA: costs.data, Kind.FORWARD: cost.forward_seconds, Kind.BACKWARD: cost.input_seconds}
     return by_kind[action.kind].at(stop - start) if stop > start else 0

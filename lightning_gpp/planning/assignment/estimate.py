@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any, Final
 
 from lightning_gpp.cluster import Cluster, Device
 from lightning_gpp.cluster.groups import grouped
@@ -15,9 +16,11 @@ from lightning_gpp.planning.assignment.assign import assign
 from lightning_gpp.planning.assignment.modules import operators_of, recomputed_blocks
 from lightning_gpp.planning.assignment.slices import sliced_costs
 from lightning_gpp.schedules.lowering import carries_gradient
-from lightning_gpp.schedules.work import StageCost
 from lightning_gpp.simulation.stage_costs import StageCosts
 from lightning_gpp.slices import unsliced
+
+SECONDS: Final = ("forward_seconds", "input_seconds", "weight_seconds")
+"""The figures of a stage that are seconds."""
 
 
 def timed(plan: Plan, costs: StageCosts, memory_bytes: Sequence[float] = ()) -> Plan:
@@ -38,17 +41,15 @@ def timed(plan: Plan, costs: StageCosts, memory_bytes: Sequence[float] = ()) -> 
 
 def _timed_stage(stage: Stage, index: int, costs: StageCosts) -> Stage:
     """The stage with its seconds by a micro-batch's samples; the slowest replica's share counts."""
-    cost = max((costs.replica(index, device) for device in stage.devices), key=lambda entry: entry.backward.at(1))
+    cost = max((costs.replica(index, device) for device in stage.devices), key=lambda entry: _backward(entry, 1))
     share = 1 if stage.round_robin else len(stage.devices)
-    forward, weight = _shared(cost.forward, share), _shared(cost.weight, share)
-    backward = _shared(cost.backward, share)
-    inputs = backward - weight
-    figures = replace(stage.figures, forward_seconds=forward, input_seconds=inputs, weight_seconds=weight)
-    return replace(stage, figures=figures)
+    costs_of_samples = ((name, getattr(cost, name)) for name in SECONDS)
+    shared: dict[str, Any] = {name: Affine(each.per_sample / share, each.fixed) for name, each in costs_of_samples}
+    return replace(stage, figures=replace(stage.figures, **shared))
 
 
-def _shared(cost: Affine, num_replicas: int) -> Affine:
-    return Affine(cost.per_sample / num_replicas, cost.fixed)
+def _backward(figures: Figures, num_samples: int) -> float:
+    return figures.input_seconds.at(num_samples) + figures.weight_seconds.at(num_samples)
 
 
 def _edge_seconds(plan: Plan, edge: Edge, costs: StageCosts) -> Affine:
@@ -97,8 +98,7 @@ def with_figures_of(known: Plan, plan: Plan) -> Plan:
 def _merged(figures: Figures, known: Figures | None) -> Figures:
     if known is None:
         return figures
-    seconds = {name: getattr(known, name) for name in ("forward_seconds", "input_seconds", "weight_seconds")}
-    return replace(figures, **seconds)
+    return replace(figures, **{name: getattr(known, name) for name in SECONDS})
 
 
 def _ends(plan: Plan, edge: Edge) -> tuple[str, str]:
@@ -174,10 +174,10 @@ def _tied(plan: Plan, operators: Sequence[Sequence[Operator]]) -> tuple[tuple[in
     return tuple(group for group in groups if len({plan.devices_of(stage) for stage in group}) > 1)
 
 
-def _slowest(candidates: Sequence[StageCost], stage: Stage) -> StageCost:
+def _slowest(candidates: Sequence[Figures], stage: Stage) -> Figures:
     """The costs on the slowest pipeline's device, because pipelines wait for each other to reduce gradients."""
     share = -(-stage.micro_batch_size // len(stage.devices))
-    return max(candidates, key=lambda cost: cost.forward.at(share) + cost.backward.at(share))
+    return max(candidates, key=lambda cost: cost.forward_seconds.at(share) + _backward(cost, share))
 
 
 def _all_reduce(plan: Plan, stage: int, cluster: Cluster, devices: Sequence[int]) -> float:
@@ -197,8 +197,8 @@ def _stage_cost(
     index: int,
     kind: Device,
     costs: CostModel,
-) -> StageCost:
-    """The costs of a stage; gradients of weights of recomputed blocks are never computed apart."""
+) -> Figures:
+    """The figures of a stage with their seconds; gradients of weights of recomputed blocks are never computed apart."""
     stage = plan.stages[index]
     share = max(2, -(-stage.micro_batch_size // len(stage.devices)))
     inside = {operator.name for block in again for operator in block}
@@ -212,16 +212,8 @@ def _stage_cost(
             _weight(plan, index, [s for name, s in seconds.items() if name not in inside]),
         ]
     forward, backward, weight = (_through({samples: point[i] for samples, point in points.items()}) for i in range(3))
-    return StageCost(
-        forward=forward,
-        backward=backward,
-        weight=weight,
-        activation_bytes=stage.figures.activation_bytes,
-        offloaded_bytes=stage.figures.offloaded_bytes,
-        working_bytes=stage.figures.working_bytes,
-        pending_bytes=stage.figures.pending_bytes,
-        parameter_bytes=stage.figures.parameter_bytes,
-    )
+    inputs = backward - weight
+    return replace(stage.figures, forward_seconds=forward, input_seconds=inputs, weight_seconds=weight)
 
 
 def _weight(plan: Plan, index: int, seconds: Sequence[Seconds]) -> float:

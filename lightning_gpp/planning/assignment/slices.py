@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from math import sqrt
-from typing import Any, TypeVar
+from typing import Any
 
 import networkx as nx
 
@@ -13,14 +13,11 @@ from lightning_gpp.errors import ConfigError
 from lightning_gpp.graph import Affine, Operator, OperatorGraph, TensorSpec
 from lightning_gpp.plan import SOURCE, STEP, Edge, Figures, Plan, Stage
 from lightning_gpp.planning.assignment.assign import Assignment, assign, crossing
-from lightning_gpp.schedules.work import StageCost
 from lightning_gpp.simulation.stage_costs import StageCosts
-from lightning_gpp.slices import CARRY, DIM, Unsliced, part_of, slice_name
+from lightning_gpp.slices import CARRY, COSTS, DIM, Unsliced, part_of, slice_name
 
 ValueKey = tuple[str, int]
 """Operator and number of its output."""
-
-Costs = TypeVar("Costs", Figures, StageCost)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -306,7 +303,7 @@ def sliced_costs(costs: StageCosts, plan: Plan, whole: Unsliced, graph: Operator
     assignment = assign(graph, [stage.modules for stage in whole.plan.stages])
     sizes = [carried_bytes(graph, assignment, number) for number in range(len(whole.plan.stages))]
 
-    def part(cost: StageCost, index: int) -> StageCost:
+    def part(cost: Figures, index: int) -> Figures:
         tokens = plan.stages[index].tokens
         if tokens is None:
             return cost
@@ -330,19 +327,16 @@ def sliced_costs(costs: StageCosts, plan: Plan, whole: Unsliced, graph: Operator
     )
 
 
-def _part(costs: Costs, tokens: tuple[int, int], length: int, work: float, carried_bytes: Affine) -> Costs:
-    """The costs of a slice. The first one allocates the tensors carried for all tokens: its backward is the last."""
+def _part(figures: Figures, tokens: tuple[int, int], length: int, work: float, carried_bytes: Affine) -> Figures:
+    """The figures of a slice. The first one allocates the tensors carried for all tokens: its backward is the last."""
     share = (tokens[1] - tokens[0]) / length
-    figures = {entry.name: getattr(costs, entry.name) for entry in fields(costs)}
-    changes: dict[str, Any] = {
-        name: part_of(name, cost, share, work) for name, cost in figures.items() if isinstance(cost, Affine)
-    }
+    changes: dict[str, Any] = {name: part_of(name, getattr(figures, name), share, work) for name in COSTS}
     if tokens[0]:
-        changes |= dict.fromkeys(figures.keys() & {"num_parameters", "parameter_bytes"}, 0)
+        changes |= {"num_parameters": 0, "parameter_bytes": 0}
     else:
-        kept = "working_bytes" if costs.working_bytes != Affine() else "activation_bytes"  # it keeps what it received
+        kept = "working_bytes" if figures.working_bytes != Affine() else "activation_bytes"  # it keeps what it received
         changes[kept] += carried_bytes
-    return replace(costs, **changes)
+    return replace(figures, **changes)
 
 
 # -- tokens by their position -----------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ class Answer:
         objective: the value that the search minimised.
         states: partial or complete solutions visited.
         alternatives: drafts that lost, best first.
-        tolerance: share of the time by which a simpler draft may be slower than the fastest of all of these.
+        tolerance: share of the time by which a draft with fewer stages may be slower than the fastest of all of these.
         bound: seconds that no draft can go below; 0 if the search knows none.
         neighbours: the drafts one change away from a draft, the most promising first, with which it may be improved by
             its program; None if the partitioner's draft is to stay as it is.

@@ -18,7 +18,7 @@ from lightning_gpp.errors import GPPError, ScheduleError
 from lightning_gpp.graph import OperatorGraph
 from lightning_gpp.plan import Plan
 from lightning_gpp.planning.assignment.estimate import estimate, timed
-from lightning_gpp.planning.problem.draft import Draft, complexity, unreplicated
+from lightning_gpp.planning.problem.draft import Draft, unreplicated
 from lightning_gpp.planning.problem.partitioner import Answer, SearchControl
 from lightning_gpp.planning.problem.problem import Problem
 from lightning_gpp.schedules import compile_program, in_flight
@@ -213,7 +213,7 @@ def best_trial(
     if not trials.known:
         raise trials.failures[0]
     trials.improve(control)
-    return _chosen(problem, answer, list(trials.known.items()))
+    return _chosen(answer, list(trials.known.items()))
 
 
 @dataclass(slots=True)
@@ -278,14 +278,12 @@ class _Trials:
                 waiting = neighbours(best)
 
 
-def _chosen(problem: Problem, answer: Answer, predictions: Sequence[Trial]) -> Trial:
-    """The simplest of those that are nearly as fast as the fastest."""
+def _chosen(answer: Answer, predictions: Sequence[Trial]) -> Trial:
+    """The one with the fewest stages of those that are nearly as fast as the fastest."""
     excess, seconds = min(prediction.rank for _, prediction in predictions)
     limit = excess, seconds * (1 + answer.tolerance)
     near = [entry for entry in predictions if entry[1].rank <= limit]
-    if not answer.tolerance:
-        return min(near, key=lambda entry: entry[1].rank)
-    return min(near, key=lambda entry: (complexity(problem, entry[0]), entry[1].rank))
+    return min(near, key=lambda entry: (len(entry[0].stages) if answer.tolerance else 0, entry[1].rank))
 
 
 def _evaluations(problem: Problem, draft: Draft) -> float:

@@ -6,7 +6,7 @@ of all is perturbed and improved again, until the search is over, there was no i
 short as the lower bound (`bound`) allows. Every draft is judged by the simulated seconds of its whole step and by the
 memory of every device, with the cheapest measures that make it fit (`Evaluator.fitted`).
 
-Of those that are nearly as fast as the best, the simplest one is the answer (`Problem.simplicity`).
+Of those that are nearly as fast as the best, one with the fewest stages is the answer (`Problem.simplicity`).
 
 Fewer devices may be faster: if the problem allows idle ones, moves release and take devices. If no draft uses all
 devices, as of a model that cannot be cut into that many stages, nor each micro-batch shared, the answer is one on
@@ -27,7 +27,7 @@ from lightning_gpp.planning.partitioners.auto.moves import arranged, moves, spre
 from lightning_gpp.planning.partitioners.auto.seeds import Cuts, orders, seeds, variants
 from lightning_gpp.planning.partitioners.auto.unequal import unequal
 from lightning_gpp.planning.partitioners.graphpipe import graphpipe
-from lightning_gpp.planning.problem.draft import Draft, complexity
+from lightning_gpp.planning.problem.draft import Draft
 from lightning_gpp.planning.problem.evaluate import Evaluator
 from lightning_gpp.planning.problem.partitioner import Answer, SearchControl, register_partitioner
 from lightning_gpp.planning.problem.pipeline_clock import EXACT_ACTIONS
@@ -152,14 +152,12 @@ class Search:
             failures = 0 if self.rank < before else failures + 1
 
     def simplify(self) -> None:
-        """Answer with the simplest draft that is nearly as fast as the fastest."""
+        """Answer with a draft of the fewest stages that is nearly as fast as the fastest."""
         if self.best is None or self.rank[0] > 0 or not self.problem.simplicity:
             return
         self.fastest, limit = self.best, self.rank[1] * (1 + self.problem.simplicity)
         near = [draft for draft, rank in self.known.items() if rank <= (0, limit)]
-        fewest = min(len(draft.groups) for draft in near)
-        simple = [draft for draft in near if len(draft.groups) == fewest]
-        self.best = min(simple, key=lambda draft: (complexity(self.problem, draft), self.known[draft]))
+        self.best = min(near, key=lambda draft: (len(draft.groups), self.known[draft]))
         self.rank = self.known[self.best]
 
     def save(self) -> None:
