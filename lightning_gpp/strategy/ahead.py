@@ -14,7 +14,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_gpp._compat.lightning import loaders_of, read_ahead
 from lightning_gpp.replaced import Replaced
-from lightning_gpp.strategy.data import AgreedLoader, StatefulLoader, Taken, transferred
+from lightning_gpp.strategy.data import AgreedLoader, Taken, has_state, transferred
 from lightning_gpp.training.data.batches import Feed
 from lightning_gpp.training.data.incoming import Incoming
 
@@ -28,7 +28,7 @@ class _Read:
 
     entry: Any
     told: list[bool]
-    positions: list[tuple[StatefulLoader, dict[str, Any]]]
+    positions: list[tuple[AgreedLoader, dict[str, Any]]]
 
     @property
     def loader(self) -> int:
@@ -120,11 +120,11 @@ class ReadAhead:
         read_ahead(loop, partial(self._over, feed, told))
 
     def _over(self, feed: Feed, told: list[bool], loader: Iterable[Any]) -> Iterator[Any]:
-        stateful = [each for each in self._silent[-1] if isinstance(each, StatefulLoader)]
+        stateful = [each for each in self._silent[-1] if has_state(each)]
 
         def reads() -> Iterator[_Read]:
             for entry in loader:
-                positions = [(each, each.state_of_loader()) for each in stateful]
+                positions = [(each, each.loader.state_dict()) for each in stateful]
                 yield _Read(entry=entry, told=[*told], positions=positions)
                 told.clear()
 

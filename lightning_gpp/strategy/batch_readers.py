@@ -65,37 +65,15 @@ def user_hooks(trainer: pl.Trainer, names: Iterable[str], of: object = None) -> 
                 yield UserHook(owner, name)
 
 
-@dataclass(frozen=True, slots=True)
-class _SentTensor:
-    """The values of a tensor, on the CPU, and whether it was there."""
-
-    values: Tensor
-    on_cpu: bool
-
-    def on(self, device: torch.device) -> Tensor:
-        return self.values if self.on_cpu else self.values.to(device)
-
-
-@dataclass(frozen=True, slots=True)
-class _TooLarge:
-    """Stands for a tensor that is not sent."""
-
-    num_bytes: int
-    first_size: int
-
-    def on(self, device: torch.device) -> Placeholder:
-        return Placeholder(torch.empty(self.first_size, 0), self.num_bytes)
-
-
 def packed(value: Any) -> Any:
     """A mini-batch or a result for other ranks, without its large tensors."""
     return pytree.tree_map_only(Tensor, _sent, value)
 
 
-def _sent(tensor: Tensor) -> _SentTensor | _TooLarge:
+def _sent(tensor: Tensor) -> Tensor | Placeholder:
     if tensor.nbytes <= MOST_BYTES or not tensor.dim():
-        return _SentTensor(tensor.detach().cpu(), tensor.device.type == "cpu")
-    return _TooLarge(tensor.nbytes, tensor.shape[0])
+        return tensor.detach().cpu()
+    return Placeholder(torch.empty(len(tensor), 0), tensor.nbytes)
 
 
 class BatchReaders:
@@ -148,7 +126,7 @@ class BatchReaders:
 
     def unpacked(self, value: Any) -> Any:
         """The value that another rank has packed; large tensors are placeholders."""
-        return pytree.tree_map_only((_SentTensor, _TooLarge), lambda sent: sent.on(self._device), value)
+        return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(self._device), value)
 
     def _silence(self, callback: object) -> None:
         if isinstance(callback, BasePredictionWriter):

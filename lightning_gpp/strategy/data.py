@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import InitVar, dataclass
 from typing import Any, NoReturn
@@ -25,20 +25,15 @@ from lightning_gpp.wording import described
 
 def transferred(trainer: pl.Trainer, batch: Any, device: torch.device, loader: int = 0) -> Any:
     """The mini-batch of a loader (by number) after the conversion of its precision and the hooks of its transfer."""
-    batch = trainer.precision_plugin.convert_input(batch)
+    batch, data = trainer.precision_plugin.convert_input(batch), getattr(trainer, "datamodule", None)
     for name, others in (
         ("on_before_batch_transfer", (loader,)),
         ("transfer_batch_to_device", (device, loader)),
         ("on_after_batch_transfer", (loader,)),
     ):
-        batch = getattr(_owner_of(trainer, name), name)(batch, *others)
+        overridden = data is not None and is_overridden(name, data)
+        batch = getattr(data if overridden else trainer.lightning_module, name)(batch, *others)
     return batch
-
-
-def _owner_of(trainer: pl.Trainer, hook: str) -> object:
-    """The object whose hook of a transfer Lightning calls: the data module, if it overrides it, or the module."""
-    data: Any = getattr(trainer, "datamodule", None)
-    return data if data is not None and is_overridden(hook, data) else trainer.lightning_module
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +90,8 @@ class ShadowLoader:
         for name in ("sampler", "batch_sampler", "dataset", "batch_size", "drop_last", "collate_fn", "num_workers"):
             if hasattr(loader, name):
                 setattr(self, name, getattr(loader, name))
+        if has_state(loader):  # so that the states in a checkpoint find their loaders; that of data loads them
+            self.state_dict, self.load_state_dict = dict[str, Any], lambda state: None
         batch_sampler = getattr(loader, "batch_sampler", None)
         if batch_sampler is not None:
             batch_sampler.seen_batch_indices = []  # which prediction writers read; it is never iterated here
@@ -116,19 +113,28 @@ class ShadowLoader:
 
 
 class AgreedLoader:
-    """A data loader of unknown length, which tells the other ranks whether there is another batch.
+    """A data loader of unknown length, or with a state, which tells the other ranks whether there is another batch.
 
     Attributes:
         tell: called with True before every batch, and with False at the end.
+        position: the state of the loader after the current mini-batch, for checkpoints, if others have been read ahead.
     """
 
-    def __init__(self, loader: Iterable[Any], control: Control) -> None:
+    position: dict[str, Any] | None = None
+
+    def __init__(self, loader: Any, control: Control) -> None:
         self.loader, self.control = loader, control
         self.tell: Callable[[bool], object] = control.share_loaded
+        if has_state(loader):
+            self.state_dict, self.load_state_dict = self._state, loader.load_state_dict
+
+    def _state(self) -> dict[str, Any]:
+        state: dict[str, Any] = self.loader.state_dict() if self.position is None else self.position
+        return state
 
     def __len__(self) -> int:
         with data_parallel_world(self.control.mesh):
-            return len(self.loader)  # type: ignore[arg-type]
+            return len(self.loader)
 
     def __iter__(self) -> Iterator[Any]:
         for batch in read_in_world(self.loader, self.control.mesh):
@@ -140,37 +146,6 @@ class AgreedLoader:
         if name == "loader":
             raise AttributeError(name)
         return getattr(self.loader, name)
-
-
-class StatefulLoader(AgreedLoader):
-    """A loader that keeps its position. Checkpoints have the one after the current mini-batch.
-
-    Attributes:
-        position: that one, if others have been read ahead.
-    """
-
-    position: dict[str, Any] | None = None
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.state_of_loader() if self.position is None else self.position
-
-    def state_of_loader(self) -> dict[str, Any]:
-        """The state after all mini-batches that have been read."""
-        state: dict[str, Any] = self.loader.state_dict()  # type: ignore[attr-defined]
-        return state
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.loader.load_state_dict(state)  # type: ignore[attr-defined]
-
-
-class StatefulShadowLoader(ShadowLoader):
-    """Shadow of a stateful loader, so that the states in a checkpoint find their loaders."""
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Ignore the state, which belongs to the rank that loads data."""
 
 
 def distribute(loader: Any, control: Control, wanted: Mapping[str, int]) -> Any:
@@ -185,17 +160,17 @@ def distribute(loader: Any, control: Control, wanted: Mapping[str, int]) -> Any:
         ConfigError: its sampler divides samples among others than pipelines.
     """
     divide_samples(loader, control.mesh, wanted)
-    stateful = _has_state(loader)
-    agreed = stateful or not _ends_when_it_says(loader)
+    agreed = has_state(loader) or not _ends_when_it_says(loader)
     if control.loads:
         alone = control.num_devices * control.num_members == 1
         if alone or not agreed:
             return loader
-        return (StatefulLoader if stateful else AgreedLoader)(loader, control)
-    return (StatefulShadowLoader if stateful else ShadowLoader)(loader, control, agreed)
+        return AgreedLoader(loader, control)
+    return ShadowLoader(loader, control, agreed)
 
 
-def _has_state(loader: Any) -> bool:
+def has_state(loader: Any) -> bool:
+    """True for a loader that keeps its position."""
     return hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
 
 
@@ -208,7 +183,7 @@ def _ends_when_it_says(loader: Any) -> bool:
 def is_moved_by_reading(loader: Any) -> bool:
     """True for an iterator, such as a generator, and for a loader that keeps its position."""
     loader = _inside(loader)
-    return isinstance(loader, Iterator) or (_has_state(loader) and not _reads_indices(loader))
+    return isinstance(loader, Iterator) or (has_state(loader) and not _reads_indices(loader))
 
 
 def peek(loader: Any) -> Any:

@@ -65,8 +65,11 @@ class Hooks:
             for found in user_hooks(self._trainer, _OUTSIDE):
                 self._replaced.surround(found.owner, found.name, self._mirror.one_stream)
             self._share_logs()
-            if trains and whole:
-                self._toggle_all()
+            if (
+                trains and whole
+            ):  # whether a parameter needs a gradient is part of what all ranks know of a network call
+                for name in ("toggle_optimizer", "untoggle_optimizer"):
+                    self._replaced.surround(self._module, name, lambda: self._trained().undivided_optimizers())
         if self._control.num_processes > 1 and trains:  # optimizers are divided over replicas, too
             self._complete_optimizers()
 
@@ -94,10 +97,11 @@ class Hooks:
 
     def _complete_optimizers(self) -> None:
         """In hooks around gradients optimizers have the parameters of all ranks, and norms are those of all."""
-        for owner in owners_of(self._trainer):
-            for name in GRADIENTS:  # of libraries, too
+        for name in GRADIENTS:  # of libraries, too
+            empty = [getattr(base, name, None) for base in (pl.Callback, pl.LightningModule)]
+            for owner in owners_of(self._trainer):
                 plain = getattr(owner, name, None)
-                if plain is not None and getattr(plain, "__func__", None) not in _plain_hooks(name):
+                if plain is not None and getattr(plain, "__func__", None) not in empty:
                     self._replaced.surround(owner, name, self._with_norms)
 
     @contextmanager
@@ -105,14 +109,6 @@ class Hooks:
         norms = None if accumulates(self._trainer) else self._trained().known_norms()
         with self._trained().undivided_optimizers(), nullcontext() if norms is None else known(norms):
             yield
-
-    def _toggle_all(self) -> None:
-        """Let the methods that freeze all parameters but those of one optimizer treat the parameters of all ranks.
-
-        Whether a parameter needs a gradient is part of what all ranks must know alike of a network call.
-        """
-        for name in ("toggle_optimizer", "untoggle_optimizer"):
-            self._replaced.surround(self._module, name, lambda: self._trained().undivided_optimizers())
 
     # -- logs
 
@@ -138,8 +134,3 @@ class Hooks:
             return -1 if ends else None
 
         return hook
-
-
-def _plain_hooks(name: str) -> list[Any]:
-    """The hooks of a name that do nothing."""
-    return [getattr(base, name, None) for base in (pl.Callback, pl.LightningModule)]

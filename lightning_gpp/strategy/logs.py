@@ -207,7 +207,8 @@ class LogRecorder:
         size = arguments.pop("batch_size", None)
         metric = self._metric_path(name, value, arguments)
         current = getattr(value, FORWARD_CACHE) if isinstance(value, Metric) else value
-        scalar = self._scalar(name, current) if metric is None or _is_scalar(current) else None
+        is_scalar = isinstance(current, Tensor) and current.numel() == 1
+        scalar = self._scalar(name, current) if metric is None or is_scalar else None
         dtype = current.dtype if isinstance(current, Tensor) and current.is_floating_point() else None
         occurrence = sum(call.name == name for call, _, _ in self._run)
         call = Call(name, tuple(sorted(arguments.items())), dtype, metric, scalar is not None, occurrence)
@@ -235,10 +236,6 @@ class LogRecorder:
                 "number. Log its mean, or several values under several names."
             )
         return value
-
-
-def _is_scalar(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.numel() == 1
 
 
 Logged = tuple[Call, float, int]

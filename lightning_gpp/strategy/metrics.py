@@ -89,16 +89,14 @@ class MetricStates:
             if isinstance(part, MetricCollection):
                 list(part.items(copy_state=False))  # lets members of a compute group refer to their leader's state
         self.behind = False
-        states = {path: _state_of(metric) for path, metric in metrics.items()}
+        states = {
+            path: {**each.metric_state, **{name: value for name, value in vars(each).items() if isinstance(value, int)}}
+            for path, each in metrics.items()
+        }
         received = self.control.share_object(pytree.tree_map_only(Tensor, torch.Tensor.cpu, states))
         if not self.control.runs_step:
             _set({path: metric for path, metric in metrics.items() if path in received}, received)
         self._counts = {id(metric): metric.update_count for metric in metrics.values()}
-
-
-def _state_of(metric: Metric) -> dict[str, Any]:
-    """The state of a metric, and its counters."""
-    return {**metric.metric_state, **{name: value for name, value in vars(metric).items() if isinstance(value, int)}}
 
 
 def _set(metrics: Mapping[str, Metric], states: Mapping[str, Mapping[str, Any]]) -> None:

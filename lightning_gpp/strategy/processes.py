@@ -17,7 +17,6 @@ from lightning.fabric.plugins import ClusterEnvironment
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]  # it has no types
-from torch.distributed.nn.functional import all_gather
 
 from lightning_gpp._compat.lightning_processes import ForkingLauncher, ScriptLauncher
 from lightning_gpp.errors import ConfigError
@@ -268,7 +267,8 @@ class JobProcesses:
         if pipelines is None:
             return tensor
         everyone = group is None or group is dist.group.WORLD
-        return _gather_over(tensor, pipelines if everyone else group, sync_grads)
+        gathered: Tensor = super().all_gather(tensor, pipelines if everyone else group, sync_grads)  # type: ignore[misc]
+        return gathered
 
 
 def _reduce_over(tensor: Tensor, group: dist.ProcessGroup, operation: str | dist.ReduceOp | None) -> Tensor:
@@ -280,9 +280,3 @@ def _reduce_over(tensor: Tensor, group: dist.ProcessGroup, operation: str | dist
         operation = getattr(dist.ReduceOp, operation.upper())
     dist.all_reduce(tensor, dist.ReduceOp.SUM if operation is None else operation, group)
     return tensor
-
-
-def _gather_over(tensor: Tensor, group: dist.ProcessGroup, sync_grads: bool) -> Tensor:
-    """Stack the tensors of all; gradients flow back through it if `sync_grads`."""
-    with torch.set_grad_enabled(sync_grads and torch.is_grad_enabled()):
-        return torch.stack(all_gather(tensor.contiguous(), group))

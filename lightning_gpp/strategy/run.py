@@ -101,12 +101,13 @@ class Run:
         check_processes(trainer, control.num_processes)
         device = strategy.root_device
         host = self._host = LightningHost(self.module, self.precision)
+        seeds = options.seed, resumed.get("seed"), given_seed()
         self.job = Job(
             module=self.module,
             control=control,
             options=options,
             device=device,
-            seed=agreed_seed(_first_of(options.seed, resumed.get("seed"), given_seed()), control),
+            seed=agreed_seed(next((seed for seed in seeds if seed is not None), None), control),
             num_nodes=trainer.num_nodes,
             host=host,
             stored=stored,
@@ -245,13 +246,9 @@ class Run:
         if self.engine is None:
             move(self.module, CPU)
             return
-        self._end_trace(self.engine, complete)
+        if complete and self.steps.trace is not None:
+            self.steps.trace.finish(self.engine)
         (self.engine.release if complete else self.engine.abandon)()
-
-    def _end_trace(self, engine: Engine, complete: bool) -> None:
-        trace = self.steps.trace
-        if complete and trace is not None:
-            trace.finish(engine)
 
     # -- loops --------------------------------------------------------------------------------------------------------
 
@@ -349,7 +346,3 @@ class Run:
 def _plain(optimizer: Optimizer) -> Optimizer:
     """The user's optimizer, without Lightning's wrapper."""
     return optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-
-
-def _first_of(*seeds: int | None) -> int | None:
-    return next((seed for seed in seeds if seed is not None), None)

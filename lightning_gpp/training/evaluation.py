@@ -147,7 +147,7 @@ class EvaluationSteps:
         shared = self.hand_out(arguments)
         why: Callable[[GPPError, str], str] = why_whole
         if not self._has_calls(step, outline(shared[0])):
-            if self._door.is_locked or self._job.control.num_devices == 1:
+            if self._door.locked or self._job.control.num_devices == 1:
                 raise refused
             self._summoning.add(step)
             why = _why_summoning

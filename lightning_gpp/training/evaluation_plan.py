@@ -147,7 +147,7 @@ def with_reductions_in_step(captured: Capture) -> Capture:
     names = {operator.name for operator in graph if operator.target != "step" and _mixes(operator)}
     names |= {follower for name in names for follower in nx.descendants(graph.nx, name)}
     found = [graph[name] for name in names]
-    if not found or not all(map(_can_move, found)):
+    if not found or any(each.parameters or each.buffers or each.random or each.cluster for each in found):
         return captured
     moved = replace(graph, nx=graph.nx.copy())
     for operator in found:
@@ -157,10 +157,6 @@ def with_reductions_in_step(captured: Capture) -> Capture:
 
 def _mixes(operator: Operator) -> bool:
     return any(spec.mixes_samples for spec in operator.outputs)
-
-
-def _can_move(operator: Operator) -> bool:
-    return not (operator.parameters or operator.buffers or operator.random or operator.cluster)
 
 
 def with_others(stages: Sequence[Stage], graph: OperatorGraph, held: Held) -> list[Stage]:

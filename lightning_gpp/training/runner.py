@@ -218,7 +218,8 @@ def _combine(values: list[Any], sizes: list[int]) -> Any:
     if isinstance(first, Tensor):
         return _combine_tensors([value.detach() for value in values], sizes)
     if isinstance(first, np.ndarray):
-        return _as_arrays(_combine_tensors(list(map(torch.as_tensor, values)), sizes))
+        made = _combine_tensors(list(map(torch.as_tensor, values)), sizes)
+        return made.numpy() if isinstance(made, Tensor) else [each.numpy() for each in made]
     if isinstance(first, Mapping):
         return {key: _combine([value[key] for value in values], sizes) for key in first}
     if isinstance(first, list | tuple):
@@ -249,10 +250,6 @@ def _combine_tensors(values: list[Tensor], sizes: list[int]) -> Any:
         return weighted_mean(values, sizes)
     counts = values[0].dim() == 0 and values[0].dtype != torch.bool and not values[0].is_complex()
     return torch.stack(values).sum(dtype=values[0].dtype) if counts else torch.stack(values)
-
-
-def _as_arrays(combined: Any) -> Any:
-    return combined.numpy() if isinstance(combined, Tensor) else [value.numpy() for value in combined]
 
 
 def weighted_mean(values: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:

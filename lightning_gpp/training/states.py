@@ -275,29 +275,11 @@ def load_state(module: nn.Module, state: Mapping[str, Any], strict: bool) -> Non
     try:
         module.load_state_dict({key: loadable(state, key, own.get(key)) for key in state}, strict=strict)
     except RuntimeError as error:
-        text = _differences(own, state) or str(error)
         partly = strict and "size mismatch" not in str(error)
         raise CheckpointError(
             f"The checkpoint does not fit {type(module).__name__} (ckpt_path). Load a checkpoint of the same model"
-            f"{', or set `strict_loading = False` on the module' if partly else ''}. {text}"
+            f"{', or set `strict_loading = False` on the module' if partly else ''}. {error}"
         ) from error
-
-
-def _differences(own: Mapping[str, Any], state: Mapping[str, Any]) -> str:
-    """The names that only the module or only the checkpoint has, and those with two shapes; empty if there are none."""
-    shapes = [(name, _shape(own[name]), _shape(state[name])) for name in own if name in state]
-    found = {
-        "It lacks": [name for name in own if name not in state],
-        "It also has": [name for name in state if name not in own],
-        "Shapes differ:": [
-            f"{name} {stored}, in the model {shape}" for name, shape, stored in shapes if shape != stored
-        ],
-    }
-    return " ".join(f"{told} {some(names, most=3)}." for told, names in found.items() if names)
-
-
-def _shape(value: Any) -> tuple[int, ...]:
-    return tuple(getattr(value, "shape", ()))
 
 
 def make_whole(module: nn.Module, placement: Placement, control: Control) -> None:

@@ -26,7 +26,7 @@ from lightning_gpp.errors import CaptureError, ShapeError
 from lightning_gpp.runtime.random import Neutral, undisturbed
 from lightning_gpp.stages.answers import Answers
 from lightning_gpp.training.host import TRAINING, Job
-from lightning_gpp.training.tensors.foreign import Foreign, Whereabouts, foreign_like
+from lightning_gpp.training.tensors.foreign import Whereabouts, foreign_like
 from lightning_gpp.training.tensors.parameters import flatten, tensors_of, with_values
 
 SMALL: Final = 1 << 24
@@ -44,21 +44,13 @@ def silent_copy(
         else:
             memo[id(tensor)] = with_values(tensor, tensor.detach().to(device, copy=True))
     for tensor in kept_by(module.modules()).tensors:
-        if _is_small(tensor) and not _is_foreign(tensor):
+        if tensor.nbytes <= SMALL and not tensor.is_meta:
             memo.setdefault(id(tensor), tensor.detach().clone())
     copied = silenced(private_copy(module, memo), module)
     for metric in (part for part in copied.modules() if isinstance(part, Metric)):
         metric.to(device)
     flatten(copied)
     return copied
-
-
-def _is_foreign(tensor: Tensor) -> bool:
-    return isinstance(tensor, Foreign) or tensor.is_meta
-
-
-def _is_small(tensor: Tensor) -> bool:
-    return tensor.nbytes <= SMALL
 
 
 def silenced(copied: nn.Module, module: nn.Module) -> nn.Module:
@@ -80,17 +72,14 @@ def comparison(job: Job, found: StepCalls, batch: Any, num_samples: int) -> Any:
     None on all ranks if there is nothing to compare, or the step does not run on a copy of the module.
     """
     given, failure = None, ""
-    if job.control.first and job.options.self_check is not False and not _is_meta(job.module):
+    lacks = any(parameter.is_meta for parameter in job.module.parameters())
+    if job.control.first and job.options.self_check is not False and not lacks:
         try:
             given = joint_batch(given_arguments(job, found, batch), num_samples)
         except Exception as error:  # user code, without what training makes for it
             failure = f"{type(error).__name__}: {error}"
             job.host.inform(f"The self-check (strategy.self_check) is skipped: on a copy of the module, {failure}.")
     return None if job.control.broadcast(given is None) else given or {}
-
-
-def _is_meta(module: nn.Module) -> bool:
-    return any(parameter.is_meta for parameter in module.parameters())
 
 
 def given_arguments(job: Job, found: StepCalls, batch: Any) -> dict[str, CallArguments]:

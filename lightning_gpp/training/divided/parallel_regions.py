@@ -131,18 +131,14 @@ def _regions_in(
         try:
             actual = _shapes(divided, call.path, args, kwargs)
         except Exception as error:
-            raise _cannot_run(call.path, error) from error
+            raise ConfigError(
+                f"configure_model divides {named(call.path)} among processes in a way in which it cannot run: "
+                f"{type(error).__name__}: {error} Between two divided layers, torch needs sizes that are multiples of "
+                "strategy.tensor_parallel_size; choose another number, or other sizes."
+            ) from error
     for path, results in actual.items():
         if results != expected.get(path):
             yield _around(path, call, expected)
-
-
-def _cannot_run(path: str, error: Exception) -> ConfigError:
-    return ConfigError(
-        f"configure_model divides {named(path)} among processes in a way in which it cannot run: "
-        f"{type(error).__name__}: {error} Between two divided layers, torch needs sizes that are multiples of "
-        "strategy.tensor_parallel_size; choose another number, or other sizes."
-    )
 
 
 def _around(path: str, call: ModuleCall, called: Shapes) -> str:

@@ -194,8 +194,8 @@ def _is_parameter(tensor: Tensor) -> bool:
 
 def _gradient_of(tensor: Foreign) -> Foreign | None:
     """A gradient is where its parameter is; whether there is one at the moment is known in some hooks."""
-    norms, name = _norms.get(), tensor.origins[0].name
-    if not tensor.requires_grad or (norms is not None and norms.is_missing(name)):
+    name = tensor.origins[0].name
+    if not tensor.requires_grad or (_norms.get() or {}).get(name, ()) is None:
         return None
     gradient = Foreign(tensor.detach(), tensor.device, tensor.origins)
     gradient.gradient_of = name if _is_parameter(tensor) else ""
@@ -204,12 +204,11 @@ def _gradient_of(tensor: Foreign) -> Foreign | None:
 
 def _known_norm(tensor: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
     """The norm of a gradient of another rank, if it is known."""
-    norms, order = _norms.get(), _order_of(args, kwargs)
-    if norms is None or order is None or not isinstance(tensor, Foreign):
+    order = _order_of(args, kwargs)
+    norms = (_norms.get() or {}).get(tensor.gradient_of) if isinstance(tensor, Foreign) else None
+    if norms is None or order not in ORDERS:
         return None
-    norm = norms.norm(tensor.gradient_of, order)
-    dtype = kwargs.get("dtype") or tensor.dtype
-    return None if norm is None else torch.tensor(norm, dtype=dtype, device=tensor.device)
+    return torch.tensor(norms[ORDERS.index(order)], dtype=kwargs.get("dtype") or tensor.dtype, device=tensor.device)
 
 
 def _note_changes(written: Sequence[Tensor]) -> None:
@@ -217,7 +216,7 @@ def _note_changes(written: Sequence[Tensor]) -> None:
     norms = _norms.get()
     for tensor in written:
         if norms is not None and isinstance(tensor, Foreign) and tensor.gradient_of:
-            norms.forget(tensor.gradient_of)
+            norms.pop(tensor.gradient_of, None)
 
 
 def _set(setter: Callable[[Tensor, Any], None], tensor: Foreign, value: Tensor | None) -> None:
@@ -225,7 +224,7 @@ def _set(setter: Callable[[Tensor, Any], None], tensor: Foreign, value: Tensor |
     if value is not None and _is_left_undone([tensor], [tensor], [value]):
         raise _refusal("=", [tensor])
     if norms := _norms.get():
-        norms.forget(tensor.origins[0].name)
+        norms.pop(tensor.origins[0].name, None)
     if isinstance(value, Foreign) and value.dtype != tensor.dtype:
         with without_torch_function():
             setter(tensor, value)
@@ -324,28 +323,8 @@ ORDERS: Final = (1.0, 2.0, math.inf)
 """The orders of the norms that are exchanged."""
 
 
-class KnownNorms:
-    """The norms of gradients by parameter name, as far as they are known.
-
-    Args:
-        table: the norms of `ORDERS` of each gradient; None for a parameter without one.
-    """
-
-    def __init__(self, table: Mapping[str, Sequence[float] | None]) -> None:
-        self._table = dict(table)
-
-    def is_missing(self, name: str) -> bool:
-        """True if the parameter is known to have no gradient."""
-        return name in self._table and self._table[name] is None
-
-    def norm(self, name: str, order: float) -> float | None:
-        """A norm of a gradient; None if it is not known."""
-        norms = self._table.get(name)
-        return norms[ORDERS.index(order)] if norms is not None and order in ORDERS else None
-
-    def forget(self, name: str) -> None:
-        """Take note that a gradient was changed."""
-        self._table.pop(name, None)
+KnownNorms = dict[str, Sequence[float] | None]
+"""The norms of `ORDERS` of gradients by parameter name, as far as they are known; None for a parameter without one."""
 
 
 @contextmanager
@@ -370,10 +349,10 @@ def exchanged(module: nn.Module, mine: Collection[str], control: Control) -> Kno
     norms = [torch.linalg.vector_norm(each, order).double() for each in dense.values() for order in ORDERS]
     values = torch.stack(norms).view(-1, len(ORDERS)).tolist() if norms else []  # one wait for the device
     missing = (name for name, each in gradients.items() if each is None)
-    table: dict[str, Sequence[float] | None] = {}
+    table: KnownNorms = {}
     for known_there in control.gather_in_pipeline({**dict.fromkeys(missing), **dict(zip(dense, values, strict=True))}):
         table.update(known_there)
-    return KnownNorms(table)
+    return table
 
 
 def _is_dense(gradient: Tensor) -> bool:

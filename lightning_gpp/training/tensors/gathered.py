@@ -33,6 +33,9 @@ class Door:
     Args:
         job: the job of the run.
         layout: the parameter placement.
+
+    Attributes:
+        locked: the reason why values cannot be gathered, and the way out; empty if they can.
     """
 
     def __init__(self, job: Job, layout: Layout) -> None:
@@ -40,7 +43,7 @@ class Door:
         self._mirror = Mirror(job.control, job.device)
         everywhere = set(range(job.control.num_devices))
         self._holders = {n: ranks for n, ranks in layout.placement.devices.items() if not everywhere <= {*ranks}}
-        self._locked = _reason(job, layout)
+        self.locked = _reason(job, layout)
         self._gathered = set[str]()
 
     @contextmanager
@@ -51,11 +54,16 @@ class Door:
             ConfigError: values cannot be gathered, in a step that only one rank runs, too; the ranks open different
                 doors; or only some ranks change a value.
         """
-        if self._locked:
-            raise ConfigError(f"summon_full_params gathers no values with {self._locked}")
+        if self.locked:
+            raise ConfigError(f"summon_full_params gathers no values with {self.locked}")
         names = self._names_in(part) - self._gathered
         if alone.get():
-            _check_present(names)
+            if names:
+                raise ConfigError(
+                    f"summon_full_params was called in a step, which one rank runs, for {some(sorted(names))}, which "
+                    "others hold. Call it in a hook, which all ranks run, or let the step run as a whole "
+                    "(strategy.step=whole)."
+                )
             yield
             return
         if self._holders:
@@ -65,11 +73,6 @@ class Door:
             yield
             if self._holders:
                 self._check_changes(before, self._digests(names))
-
-    @property
-    def is_locked(self) -> bool:
-        """True if values cannot be gathered."""
-        return bool(self._locked)
 
     def _check_together(self, part: nn.Module) -> None:
         path = next((path for path, each in self.module.named_modules() if each is part), "")
@@ -140,14 +143,6 @@ def _reason(job: Job, layout: Layout) -> str:
     else:
         return ""
     return f"{option}, or save by trainer.save_checkpoint and read the file."
-
-
-def _check_present(names: Collection[str]) -> None:
-    if names:
-        raise ConfigError(
-            f"summon_full_params was called in a step, which one rank runs, for {some(sorted(names))}, which others "
-            "hold. Call it in a hook, which all ranks run, or let the step run as a whole (strategy.step=whole)."
-        )
 
 
 def _borrowed(foreign: Tensor, values: Tensor) -> Tensor:

@@ -65,16 +65,13 @@ def _difference(facts: Sequence[SharedFacts]) -> str:
     ranks: dict[str, list[int]] = {}
     for rank, of_rank in enumerate(facts):
         ranks.setdefault(of_rank.get(name, "missing"), []).append(rank)
-    values = ", but ".join(f"{_short(value)} on {_listed(having)}" for value, having in ranks.items())
+    short = {value: value if len(value) <= _LONGEST else f"{value[:_LONGEST]}..." for value in ranks}
+    values = ", but ".join(f"{short[value]} on {_listed(having)}" for value, having in ranks.items())
     return (
         f"The ranks disagree on {name}: it is {values}. Ranks that do not work alike would wait for each other for "
         "ever. Start all with the same code, installation and configuration, and let nothing of it depend on the rank, "
         "the host or unseeded random choices."
     )
-
-
-def _short(value: str) -> str:
-    return value if len(value) <= _LONGEST else f"{value[:_LONGEST]}..."
 
 
 def _listed(ranks: Sequence[int]) -> str:

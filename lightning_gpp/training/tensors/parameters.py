@@ -146,16 +146,12 @@ def without_memory(tensor: Tensor) -> Tensor:
     return with_values(tensor, torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"))
 
 
-def _empty(tensor: Tensor) -> Tensor:
-    """A tensor of the same kind on the CPU; its values are undefined."""
-    empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
-    return with_values(tensor, empty)
-
-
 def materialise(module: nn.Module, names: Iterable[str]) -> None:
     """Allocate CPU memory for those of these tensors that have none. Values are undefined."""
     tensors = tensors_of(module)
-    succeed(module, [(tensors[name], _empty(tensors[name])) for name in names if tensors[name].is_meta])
+    lacking = [tensors[name] for name in names if tensors[name].is_meta]
+    empty = [torch.empty_strided(each.shape, each.stride(), dtype=each.dtype, device="cpu") for each in lacking]
+    succeed(module, [(each, with_values(each, values)) for each, values in zip(lacking, empty, strict=True)])
 
 
 def settle(
@@ -231,7 +227,11 @@ def tensors_of_one(module: nn.Module, name: str) -> Tensor:
 
 def _initialise(module: nn.Module, names: set[str]) -> None:
     wanted = {id(tensor) for name, tensor in tensors_of(module).items() if name in names}
-    parts = [(path, part) for path, part in module.named_modules() if wanted & {id(t) for t in _direct(part)}]
+    parts = [
+        (path, part)
+        for path, part in module.named_modules()
+        if wanted & {id(each) for each in (*part.parameters(recurse=False), *part.buffers(recurse=False))}
+    ]
     for path, part in parts:
         if not callable(getattr(part, "reset_parameters", None)):
             raise ConfigError(
@@ -241,10 +241,6 @@ def _initialise(module: nn.Module, names: set[str]) -> None:
     materialise(module, names)
     for _, part in parts:
         part.reset_parameters()
-
-
-def _direct(part: nn.Module) -> list[Tensor]:
-    return [*part.parameters(recurse=False), *part.buffers(recurse=False)]
 
 
 def move(module: nn.Module, device: torch.device) -> None:

@@ -66,6 +66,7 @@ class CallSession:
         plan: the part of the plan that the call needs; the step has a stage of its own, on device 0.
         is_cut: whether a mini-batch is divided into micro-batches.
         differentiable: whether a result needs a gradient.
+        wanted: the inputs that need one, by their places among the leaves of the call's arguments.
     """
 
     def __init__(self, site: Site, captured: Capture, streams: RandomStreams, *, divided: bool = True) -> None:
@@ -75,7 +76,7 @@ class CallSession:
         self.is_cut = any(stage.micro_batch_size < WHOLE for stage in self.plan.stages if STEP not in stage.modules)
         self.pipeline = build(captured, self.plan, job.module)
         check_placement(self.pipeline, self.plan, site.layout.placement, captured.step)
-        self.input_specs = dict(zip(_slot_names(captured), captured.inputs, strict=True))
+        self.input_specs = {f"input{number}": spec for number, spec in enumerate(captured.inputs)}
         context = job.host.context(TRAINING)
         self._stages = [InContext(stage, context) for stage in self.pipeline.stages]
         self._executors: dict[tuple[int, bool], PhasedExecutor] = {}
@@ -84,6 +85,8 @@ class CallSession:
         self._refs = list(dict.fromkeys(ref for ref in _refs(call.result) if ref.call >= 0))
         self._specs = [captured.specs[ref.call][ref.output] for ref in self._refs]
         self.needs_grad = [spec.requires_grad for spec in self._specs]
+        places = zip(self.input_specs.items(), captured.network.inputs, strict=True)
+        self.wanted = {key[2]: name for (name, spec), key in places if spec.requires_grad}
         self.differentiable = any(self.needs_grad)
 
     def executor(self, batch_size: int, training: bool) -> PhasedExecutor:
@@ -133,14 +136,6 @@ class CallSession:
             return known[leaf] if leaf.call >= 0 else given[keys[-1 - leaf.call][2]]
 
         return pytree.tree_map(value, self._tree)
-
-    def argument_of(self, name: str) -> int:
-        """The place of a network input among the leaves of the call's arguments."""
-        return self._captured.network.inputs[_slot_names(self._captured).index(name)][2]
-
-
-def _slot_names(captured: Capture) -> list[str]:
-    return [f"input{number}" for number in range(len(captured.inputs))]
 
 
 def _refs(tree: Any) -> list[Ref]:
@@ -258,7 +253,7 @@ class NetworkRun:
 
     def _input_gradients(self, kept: KeptForwards) -> list[Tensor | None]:
         """The gradients of all tensors among the arguments: sums over the stages and ranks that read them."""
-        wanted = {self.session.argument_of(name): name for name in sorted(self._needed_inputs())}
+        wanted = self.session.wanted
         total: dict[int, Tensor] = {place: torch.zeros_like(self._arguments[place]) for place in wanted}
         for (stage, number), (leaves, _, _) in kept.graphs.items():
             start, stop = self.session.samples_of(stage, number, self._size)
@@ -268,9 +263,6 @@ class NetworkRun:
                     _part(total[place], self.session.input_specs[name], start, stop).add_(gradient)
         self._sum(list(total.values()))
         return [total.get(place) for place in self._tensors]
-
-    def _needed_inputs(self) -> set[str]:
-        return {name for name, spec in self.session.input_specs.items() if spec.requires_grad}
 
     def _sum(self, gradients: Sequence[Tensor]) -> None:
         mesh = self.session.job.control.mesh
