@@ -235,6 +235,7 @@ FEATURES = (
     Feature(name="offload to the host", error=partial(against_undivided, offload=True)),
     Feature(name="split backwards", error=partial(against_undivided, schedule="zb_h1")),
     Feature(name="CUDA graphs", error=recorded, lacks=lacks_graphs),
+    Feature(name="concurrent stages", error=partial(recorded, concurrent_stages=2), lacks=lacks_graphs),
     Feature(name="CUDA graphs, split", error=partial(recorded, schedule="zb_h1"), lacks=lacks_graphs),
     Feature(name="step as a whole", error=partial(against_undivided, step="whole")),
     Feature(name="a device that trains nothing", error=partial(against_undivided, frozen=True)),

@@ -289,6 +289,11 @@ class Cluster:
             links=links,
         )
 
+    def shared(self, times: int) -> Cluster:
+        """The cluster with every device as `times` devices that share it evenly; for their numbers, see `repeated`."""
+        parts = self.repeated(times, times)
+        return replace(parts, devices=tuple(_part(device, times) for device in parts.devices))
+
     def with_headroom(self, share: float) -> Cluster:
         """The cluster with this share of every device's memory left out."""
         devices = tuple(replace(device, memory_bytes=device.memory_bytes * (1 - share)) for device in self.devices)
@@ -319,6 +324,11 @@ class Cluster:
                 if src in number and dst in number
             },
         )
+
+
+def _part(device: Device, times: int) -> Device:
+    peaks = {name: peak / times for name, peak in device.peak_flops.items()}
+    return replace(device, peak_flops=peaks, peak_bytes_per_second=device.peak_bytes_per_second / times)
 
 
 def _links_unlike_the_first(nodes: Sequence[Node]) -> Iterator[tuple[tuple[int, int], Link]]:

@@ -22,6 +22,7 @@ from lightning_gpp.errors import add_note
 from lightning_gpp.failure.hangs import Wait
 from lightning_gpp.runtime.boundary import DeviceState, carried, describe_edge
 from lightning_gpp.runtime.compiler import Compiler, Lane, action_of
+from lightning_gpp.runtime.concurrent import Concurrent, Streams
 from lightning_gpp.runtime.operations import Operation, State
 from lightning_gpp.runtime.random import RandomStreams
 from lightning_gpp.runtime.recorded import RecordedProgram, Recording
@@ -49,6 +50,8 @@ class Executor:
         weights: policy for the values of the parameters with which actions compute; None for the current ones.
         recording: records what the stages launch; only for training programs that flush, with current weights,
             without offloading, and with a StageSync that leaves parameters in their memory.
+        streams_here: streams of the device, on which stages compute at the same time; only for programs that flush.
+        num_streams: the most of these besides the current one.
         trace: measure every action (see `timings`) and name it for `torch.profiler`.
         process: returns the process of a rank, for messages.
 
@@ -73,6 +76,8 @@ class Executor:
         sharding: StageSync | None = None,
         weights: WeightPolicy | None = None,
         recording: Recording | None = None,
+        streams_here: Streams | None = None,
+        num_streams: int = 1,
         trace: bool = False,
         process: Callable[[int], int] = int,
     ) -> None:
@@ -86,7 +91,11 @@ class Executor:
         self._routes = self._routes_of(transport, 1 + program.lead)
         self._lanes = [self._lane(number, transport, tensors_on) for number in range(1 + program.lead)]
         names = [stage.name for stage in program.plan.stages]
-        self._recorded = RecordedProgram(recording, names) if recording is not None else None
+        self._recorded = RecordedProgram(recording, names, streams_here is not None) if recording is not None else None
+        self._concurrent = None
+        if streams_here is not None:
+            values = self._lanes[0].state.values
+            self._concurrent = Concurrent(streams_here, program, device, stages, num_streams, values)
         self._compiler = Compiler(
             program,
             device,
@@ -219,6 +228,8 @@ class Executor:
             with torch.set_grad_enabled(self.program.training):
                 if self._recorded is not None:
                     self._recorded.begin()
+                if self._concurrent is not None:
+                    self._concurrent.begin()
                 self._enter(step, first, last, loss_weight * grad_scale)
                 if step == first:
                     for period in range(first - self._own_lead, first):  # the pipeline fills
@@ -226,6 +237,8 @@ class Executor:
                 self._run_period(step, first, last, None if bindings is None else self._of_micro_batches(bindings))
                 if step + 1 == last:
                     self._finish_sends()
+            if self._concurrent is not None:
+                self._concurrent.end()
             if self._recorded is not None:
                 self._recorded.end()
             self.is_complete = True
@@ -288,8 +301,8 @@ class Executor:
         instruction = self._instructions[position]
         operation = compiler.operation(position, instruction, phase, hollow=hollow)
         if self._trace and not hollow and instruction.op is Op.COMPUTE:
-            return self._traced(action_of(self.program, instruction), operation)
-        return operation
+            operation = self._traced(action_of(self.program, instruction), operation)
+        return operation if self._concurrent is None else self._concurrent.operation(instruction, operation)
 
     def _of_micro_batches(self, bindings: Sequence[Binding]) -> list[Operation]:
         """The operations of a period, each for the sizes of its micro-batch."""

@@ -56,6 +56,10 @@ class Recorder(Protocol):
         """Record `work`, which takes no effect."""
         ...
 
+    def apart(self) -> Recorder:
+        """A recorder for records that are repeated at the same time as this one's."""
+        ...
+
     def unowned(self, tensor: Tensor) -> Tensor:
         """The same memory, which the result does not keep from being used by later records."""
         ...
@@ -94,7 +98,7 @@ class RecordedStage(StageWrapper):
 
     stage: Recordable
     runs_again = False
-    """Whether the forward is recomputed."""
+    """True if the forward is recomputed."""
 
     def __init__(self, stage: Recordable, slots: Iterable[Slot], num_samples: int) -> None:
         super().__init__(stage)
@@ -229,13 +233,15 @@ class RecordedProgram:
     Args:
         recording: the job's recorder and gradients.
         names: names of the program's stages, for messages.
+        concurrent: whether stages compute at the same time.
 
     Attributes:
         reasons: why stages are not recorded, by their numbers.
     """
 
-    def __init__(self, recording: Recording, names: Sequence[str]) -> None:
-        self._recording, self._names = recording, names
+    def __init__(self, recording: Recording, names: Sequence[str], concurrent: bool = False) -> None:
+        self._recording, self._names, self._concurrent = recording, names, concurrent
+        self._recorders: dict[int, Recorder] = {}
         self._stages: dict[tuple[int, int], RecordedStage] = {}
         self._actions: list[Action] = []
         self._learned: list[Parameter] = []
@@ -360,13 +366,19 @@ class RecordedProgram:
             if action.stage in self.reasons:
                 continue
             try:
-                self._stages[action.stage, action.micro_batch].record(action.kind, self._recording.recorder)
+                self._stages[action.stage, action.micro_batch].record(action.kind, self._recorder_of(action.stage))
             except Exception as error:
                 self.reasons[action.stage] = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
                 return False
         self._form = self._present_form()
         self._zero = self._recording.recorder.record(partial(_zero, [gradients[each] for each in self._learned]))
         return self._check(before)
+
+    def _recorder_of(self, stage: int) -> Recorder:
+        recorder = self._recording.recorder
+        if stage not in self._recorders:
+            self._recorders[stage] = recorder.apart() if self._concurrent else recorder
+        return self._recorders[stage]
 
     def _check(self, before: Mapping[int, Any]) -> bool:
         assert self._form is not None

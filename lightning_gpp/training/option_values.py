@@ -273,6 +273,7 @@ def _problems(options: Any) -> dict[str, Problems]:
             )
         },
         f"cuda_graphs={options.cuda_graphs}": _beside_graphs(options) if options.cuda_graphs is True else {},
+        f"concurrent_stages={options.concurrent_stages}": _beside_streams(options),
         f"sharding={options.sharding}": {
             "streaming": (
                 sharded and options.streaming is True,
@@ -290,6 +291,20 @@ def _beside_graphs(options: Any) -> Problems:
         "step": (options.step == "whole", "runs forwards and backwards apart. Leave it out"),
         "tensor_parallel_size": (options.tensor_parallel_size != 1, "has messages inside stages. Leave it out"),
         "offload": (bool(options.offload), "moves activations while stages compute. Use strategy.recompute"),
+    }
+
+
+def _beside_streams(options: Any) -> Problems:
+    """Options that keep stages of one GPU from computing at the same time."""
+    if options.concurrent_stages == 1:
+        return {}
+    return {
+        "weights": (options.weights != SYNCHRONOUS, f"computes in the order of its weights. Use {SYNCHRONOUS}"),
+        "sharding": (options.sharding == "fsdp", "gathers parameters in one order. Use zero1"),
+        "step": (options.step == "whole", "runs forwards and backwards apart. Leave it out"),
+        "offload": (bool(options.offload), "has a stream of its own. Use strategy.recompute"),
+        "costs": (options.costs == "measured", "times blocks that have the device to themselves. Use roofline"),
+        "max_replicas": (options.max_replicas not in (None, 1), "divides samples among devices. Leave it out"),
     }
 
 

@@ -276,6 +276,12 @@ class Options(SearchOptions):
         "cannot be recorded, and says why; auto does not.",
         section="Running",
     )
+    concurrent_stages: Count = option(
+        1,
+        "number of stages that a GPU computes at the same time, if they do not depend on each other "
+        "(docs/howto/cuda_graphs.md#branches-at-the-same-time): branches of small layers then share one GPU. A search "
+        "for a plan gives each of them a share of the GPU. CPUs compute one after the other.",
+    )
     trace: bool = option(
         False,
         "write the measured timeline of all devices to the trainer's default_root_dir, as JSON for https://ui.perfetto.dev.",

@@ -167,6 +167,8 @@ def planned(
         plan = _by_hand(options.stages, captured, options)
     else:
         there = first(machine(), num_devices * (num_pipelines or 1))
+        if options.concurrent_stages > 1:
+            return _concurrent(captured, options, first(there, num_devices)), None
         request = request_of(captured, options, there, num_pipelines=num_pipelines)
         prediction = best_plan(options.partitioner, captured.graph, request)
         plan = prediction.plan.with_members(options.tensor_parallel_size)
@@ -184,6 +186,19 @@ def planned(
     )
     check_step_device(plan)
     return _scheduled(plan, captured, options, machine), None
+
+
+def _concurrent(captured: Capture, options: Options, machine: Machine) -> Plan:
+    """A plan for devices that compute several stages at the same time: each stage has a share of its device."""
+    number, count = machine.cluster.num_devices, options.concurrent_stages
+    shares = replace(machine, cluster=machine.cluster.shared(count))
+    request = replace(request_of(captured, options, shares), max_replicas=1)
+    plan = best_plan(options.partitioner, captured.graph, request).plan
+    stages = [replace(stage, devices=tuple(device % number for device in stage.devices)) for stage in plan.stages]
+    unused = tuple(set(range(number)) - {device for stage in stages for device in stage.devices})
+    room = tuple(sum(plan.memory_bytes[device::number]) for device in range(number)) if plan.memory_bytes else ()
+    plan = replace(plan, stages=tuple(stages), unused=unused, memory_bytes=room)
+    return plan.with_members(options.tensor_parallel_size)
 
 
 def _by_hand(stages: StageSpec, captured: Capture, options: Options) -> Plan:

@@ -93,7 +93,7 @@ class Session:
         self._programs: dict[tuple[int, bool], Program] = {}
         self._meetings: dict[int, int] = {}
         self.latest: Executor | None = None
-        self._replicas, self._recording = replicas, site.recording
+        self._replicas, self._recording, self._concurrent = replicas, site.recording, site.streams
         self._numbers = None if replicas is None else counterparts(plan, self.pipeline.parameters, replicas.layout)
 
     def resized(self, pipeline: Pipeline) -> Session:
@@ -131,6 +131,8 @@ class Session:
             sharding=cast(StageSync, Forwarded(replicas, self._numbers or {})) if together and replicas else None,
             weights=None if self.asynchronous is None else self.asynchronous.policy,
             recording=self._recording if together and self.training else None,
+            streams_here=self._concurrent if self.training else None,
+            num_streams=self._job.options.concurrent_stages,
             trace=self._job.options.trace,
             process=control.mesh.process,
         )

@@ -35,7 +35,8 @@ from lightning_gpp.plan import Plan
 from lightning_gpp.planning.search import REMARK
 from lightning_gpp.reports import plan_table, terminal_width
 from lightning_gpp.reports.terminal import SEARCHING, working, wrapped
-from lightning_gpp.runtime.cuda_graphs import recorder_of
+from lightning_gpp.runtime.concurrent import Streams
+from lightning_gpp.runtime.cuda import recorder_of, streams_on
 from lightning_gpp.runtime.recorded import Recording
 from lightning_gpp.runtime.transport import DistributedTransport, pairs_of
 from lightning_gpp.runtime.weights import WeightPolicy, Weights, make_policy
@@ -219,6 +220,7 @@ def _set_up(
         replicas=replicas,
         asynchronous=asynchronous,
         recording=_recording(job, plan, replicas) if policy is None and step == TRAINING else None,
+        streams=_streams(job, plan, replicas) if policy is None else None,
     )
     evaluating = None if asynchronous is None else _connect(job, plan, "evaluation")
     sessions = Sessions(site, incoming, captured=captured, form=form, example=example, evaluating=evaluating)
@@ -251,6 +253,14 @@ def _recording(job: Job, plan: Plan, replicas: Replicas | None) -> Recording | N
             f"{job.device.type}. Use strategy.cuda_graphs=auto, or leave it out."
         )
     return None if recorder is None else Recording(recorder=recorder, demanded=wanted is True)
+
+
+def _streams(job: Job, plan: Plan, replicas: Replicas | None) -> Streams | None:
+    """The streams of stages that compute at the same time on this rank; None if they do not."""
+    gathers = replicas is not None and replicas.sync.gathers
+    if job.options.concurrent_stages == 1 or gathers or any(stage.offload for stage in plan.stages):
+        return None
+    return streams_on(job.device)
 
 
 def _parts_of_rank_0(job: Job, division: Division, batch: Any) -> list[Any]:

@@ -42,6 +42,9 @@ class Tape:
         self.count += 1
         return self._mode.repeat
 
+    def apart(self) -> Tape:
+        return self
+
     def unowned(self, tensor: Tensor) -> Tensor:
         return tensor.detach()
 

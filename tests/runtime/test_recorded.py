@@ -15,7 +15,7 @@ from lightning_gpp.capture import capture_step
 from lightning_gpp.plan import STEP, Stage
 from lightning_gpp.planning.assignment.assign import make_plan
 from lightning_gpp.runtime import Executor, RandomStreams
-from lightning_gpp.runtime.cuda_graphs import recorder_of
+from lightning_gpp.runtime.cuda import recorder_of
 from lightning_gpp.runtime.recorded import MOST, WARM, Recorder, Recording
 from lightning_gpp.schedules import compile_program
 from lightning_gpp.stages import build
@@ -90,6 +90,7 @@ class Run:
         recording: Recording | None = None,
         context: Context = nullcontext,
         device: torch.device = CPU,
+        **options: Any,
     ) -> None:
         self.module, self.device = module.to(device), device
         captured = capture_step(module, data(0, device), context=context)
@@ -115,6 +116,7 @@ class Run:
             torch_device=device,
             streams=RandomStreams(7, device),
             recording=recording,
+            **options,
         )
         self.optimizer = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], 0.02, momentum=0.9)
         self.seen: list[Any] = []

@@ -1,4 +1,4 @@
-"""Training with recorded stages is the same training; a tape records in place of a GPU."""
+"""Training with recorded and concurrent stages is the same training; a tape records in place of a GPU."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 from lightning_gpp.errors import ConfigError
 from lightning_gpp.training import setup
 from tests.runtime.tape import Tape
+from tests.runtime.test_concurrent import Histories
 from tests.strategy import harness
 
 SAMPLES = 36
@@ -67,7 +68,7 @@ def fit(rank: int, folder: str, graphs: bool | str, devices: int, world: int, op
         tapes.append(Tape())
         return tapes[-1]
 
-    setup.recorder_of = recorder_of
+    setup.recorder_of, setup.streams_on = recorder_of, lambda device: Histories()
     stages = [{"modules": ["left"], "devices": [devices - 1]}, {"modules": ["right", "head", "@step"], "devices": [0]}]
     seen: list[Tensor] = []
     for epochs, resumed in ((2, None), (3, f"{folder}/last.ckpt")):
@@ -89,7 +90,11 @@ def fit(rank: int, folder: str, graphs: bool | str, devices: int, world: int, op
 
 @pytest.mark.parametrize(
     ("world", "devices", "options"),
-    [(1, 1, {"schedule": "zb_h1"}), (2, 2, {}), (2, 1, {"sharding": "zero1"})],
+    [
+        (1, 1, {"schedule": "zb_h1", "concurrent_stages": 2}),
+        (2, 2, {}),
+        (2, 1, {"sharding": "zero1", "concurrent_stages": 2}),
+    ],
     ids=["one device, split backward", "two devices", "two pipelines"],
 )
 def test_training_is_the_same(tmp_path: Path, world: int, devices: int, options: dict[str, Any]) -> None:

@@ -29,6 +29,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_gpp._compat.torch import trained_flags, with_gradient_hooks
 from lightning_gpp.errors import ConfigError
 from lightning_gpp.plan import Plan
+from lightning_gpp.runtime.concurrent import Streams
 from lightning_gpp.runtime.gradients import GradientSync
 from lightning_gpp.runtime.recorded import Recording
 from lightning_gpp.runtime.sharding import OwnedParameters, ShardedStages, assign_owners
@@ -76,6 +77,7 @@ class Site:
         replicas: collectives of ranks with the same parameters; None if there are none.
         asynchronous: training without a flush between mini-batches; None flushes after each.
         recording: records what stages launch; None records nothing.
+        streams: streams for stages that compute at the same time; None computes one after the other.
     """
 
     job: Job
@@ -84,6 +86,7 @@ class Site:
     replicas: Replicas | None = None
     asynchronous: Asynchronous | None = None
     recording: Recording | None = None
+    streams: Streams | None = None
 
 
 class Replicas:

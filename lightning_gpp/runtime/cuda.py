@@ -1,20 +1,27 @@
-"""CUDA graphs as the recorder of stages; the only file of records that needs a GPU (`make gpu` runs its tests)."""
+"""CUDA graphs as the recorder of stages, and CUDA streams for concurrent ones; no other file of these needs a GPU."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lightning_gpp.runtime.concurrent import Streams
 from lightning_gpp.runtime.recorded import Recorder, Repeat
 
 
 def recorder_of(device: torch.device) -> Recorder | None:
     """The recorder of a device's launches; None if it has none."""
     return CudaGraphs(device) if device.type == "cuda" else None
+
+
+def streams_on(device: torch.device) -> Streams | None:
+    """The streams of a device; None if it has none."""
+    return CudaStreams(device) if device.type == "cuda" else None
 
 
 class CudaGraphs:
@@ -30,6 +37,9 @@ class CudaGraphs:
 
     def buffer(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return torch.empty(tuple(shape), dtype=dtype, device=self._device)
+
+    def apart(self) -> CudaGraphs:
+        return CudaGraphs(self._device)
 
     def record(self, work: Callable[[], object]) -> Repeat:
         graph = torch.cuda.CUDAGraph()
@@ -64,3 +74,29 @@ class _Memory:
             "data": (address, False),
             "version": 3,
         }
+
+
+class CudaStreams:
+    """Streams of a GPU, made when they are first used."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._streams: dict[int, torch.cuda.Stream] = {}
+
+    def on(self, number: int) -> AbstractContextManager[Any]:
+        if not number:
+            return nullcontext()
+        if number not in self._streams:
+            self._streams[number] = torch.cuda.Stream(self._device)
+        return torch.cuda.stream(self._streams[number])
+
+    def mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def follow(self, mark: torch.cuda.Event) -> None:
+        torch.cuda.current_stream(self._device).wait_event(mark)
+
+    def use(self, tensor: Tensor) -> None:
+        tensor.record_stream(torch.cuda.current_stream(self._device))
