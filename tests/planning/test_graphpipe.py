@@ -16,7 +16,7 @@ from lightning_gpp.costs.model import Footprint
 from lightning_gpp.graph import Affine, Operator, OperatorGraph
 from lightning_gpp.planning import Answer, Draft, DraftStage, Evaluator, Problem
 from lightning_gpp.planning.partitioners.graphpipe import graphpipe, lines
-from lightning_gpp.planning.partitioners.graphpipe.lines import converted, orders_of
+from lightning_gpp.planning.partitioners.graphpipe.lines import converted, orders_of, shape_of
 from lightning_gpp.planning.partitioners.graphpipe.search import PRECISION, Piece, strategy
 from lightning_gpp.planning.partitioners.graphpipe.series_parallel import Fork, Line, LinePart, units_of
 from lightning_gpp.planning.partitioners.graphpipe.solve import Grid, Solver
@@ -260,7 +260,7 @@ def random_problem(seed: int) -> tuple[Problem, Line]:
 
 
 def solved(problem: Problem, target: float = inf) -> list[Piece] | None:
-    tables = Tables(problem, problem.sizes[0], converted(problem), "1f1b")
+    tables = Tables(problem, problem.sizes[0], shape_of(converted(problem), problem.units.values), "1f1b")
     return strategy(Solver(tables, target, Grid(problem.num_devices)))
 
 

@@ -36,8 +36,8 @@ a stage recomputes its forward if it would not fit otherwise. The stage of the u
 **Search.** Binary search on the TPS. For a target, a dynamic program from the sinks backwards finds for every part of a
 line, given what follows it, the pairs (depth, devices) for which a strategy exists: the fewest micro-batches in flight
 at the source, for each number of devices. Fewer are never worse, so this loses nothing. Pairs are the bits of integers
-(`solve.Grid`), lines that are alike share their results (`lines`), and a fork is passed once for each depth of what
-follows it: all its lines end before a stage of that depth, or one of them continues into it (`solve`).
+(`solve.Grid`), and a fork is passed once for each depth of what follows it: all its lines end before a stage of that
+depth, or one of them continues into it (`solve`).
 
 The target is met to a thousandth (`search.PRECISION`). Micro-batch sizes compete by the simulated step. A size is left
 out if its slowest stage alone would take longer than the best step so far, and not refined if its first, coarser

@@ -4,19 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from math import inf, sqrt
 from typing import TypeAlias
 
 from lightning_gpp.cluster import Link
-from lightning_gpp.planning.partitioners.graphpipe.lines import (
-    LineCut,
-    LineShape,
-    converted,
-    orders_of,
-    tail_units,
-)
-from lightning_gpp.planning.partitioners.graphpipe.series_parallel import Fork, Line
-from lightning_gpp.planning.partitioners.graphpipe.solve import Grid, Solution, Solver, Way
+from lightning_gpp.planning.partitioners.graphpipe.lines import LineCut, LineShape, converted, orders_of, shape_of
+from lightning_gpp.planning.partitioners.graphpipe.series_parallel import Line
+from lightning_gpp.planning.partitioners.graphpipe.solve import Grid, Solution, Solver
 from lightning_gpp.planning.partitioners.graphpipe.tables import Tables
 from lightning_gpp.planning.problem.draft import Devices, Draft, DraftStage, layouts, side_by_side
 from lightning_gpp.planning.problem.evaluate import Evaluator
@@ -114,9 +109,8 @@ class _GraphPipeSearch:
     def _sizes(self) -> list[_Size]:
         """Micro-batch sizes, the most promising first, so that others can be left out early."""
         schedule = "1f1b" if "1f1b" in self.problem.schedules else self.problem.schedules[0]
-        known: dict[tuple[int, ...], LineShape] = {}
-        links: dict[int, Link] = {}
-        tables = [Tables(self.problem, size, self.line, schedule, known, links) for size in self.problem.sizes]
+        shape, links = shape_of(self.line, self.problem.units.values), dict[int, Link]()
+        tables = [Tables(self.problem, size, shape, schedule, links) for size in self.problem.sizes]
         entries = [_Size(tables=entry, low=entry.bound * (1 - 1e-9)) for entry in tables]
         return sorted(entries, key=lambda entry: entry.low)
 
@@ -225,7 +219,7 @@ def strategy(solver: Solver) -> list[Piece] | None:
     if depth is None:
         return None
     trace = _Trace(solver)
-    trace.line(solution, solver.tables.line, (0, depth, devices))
+    trace.line(solution, (0, depth, devices))
     return trace.pieces
 
 
@@ -234,18 +228,17 @@ class _Trace:
     solver: Solver
     pieces: list[Piece] = field(default_factory=list)
 
-    def line(self, solution: Solution, line: Line, place: Place) -> Place:
+    def line(self, solution: Solution, place: Place) -> Place:
         """Append the stages from a place on; returns the place at which the rest, after the line, starts."""
         while not any(at == place[0] and self._has(pairs, place[1:]) for at, pairs in solution.entries):
-            first = solution.shape.first[place[0]]
-            place = self._stage(solution, line, first, 0, place) or self._fork(solution, line, place)
+            place = self._stage(solution, solution.shape.first[place[0]], place) or self._fork(solution, place)
         return place
 
     def _has(self, pairs: int, pair: Sequence[int]) -> bool:
         return bool(pairs & self.solver.grid.bit(pair[0], pair[1]))
 
-    def _stage(self, solution: Solution, line: Line, start: int, member: int, place: Place) -> Place | None:
-        """Append a stage that starts at a cut (into branch `member`); None if none leads on."""
+    def _stage(self, solution: Solution, start: int, place: Place) -> Place | None:
+        """Append a stage that starts at a cut; None if none leads on."""
         shape, (_, depth, devices) = solution.shape, place
         for shift, mask, free, bound in self.solver.moves(shape)[start]:
             replicas = shift - self.solver.grid.width
@@ -254,17 +247,17 @@ class _Trace:
             wanted = self.solver.grid.bit(depth - 1, devices - replicas) & mask
             for end, limit in [*((end, mask) for end in free), *bound]:
                 if solution.values[end] & wanted & limit:
-                    self._add(shape, line, (start, end), member, replicas, depth)
+                    self._add(shape, (start, end), replicas, depth)
                     return end, depth - 1, devices - replicas
         return None
 
-    def _add(self, shape: LineShape, line: Line, cuts: tuple[int, int], member: int, replicas: int, depth: int) -> None:
-        start, end = shape.starts[cuts[0]], cuts[1]
-        place = (replicas.bit_length() - 1, cuts[0], end - 1)
+    def _add(self, shape: LineShape, cuts: tuple[int, int], replicas: int, depth: int) -> None:
+        start, end = cuts
+        place = (replicas.bit_length() - 1, start, end - 1)
         costs = self.solver.tables.costs(shape)
         recompute = not (costs.seconds[place] <= self.solver.target and depth <= costs.room[place])
         piece = Piece(
-            units=tail_units(line, start, member) + Line(line.parts[start.part : end]).units,
+            units=shape.units(shape.starts[start], end),
             replicas=replicas,
             recompute=recompute,
             seconds=float(costs.longer[place] if recompute else costs.seconds[place]),
@@ -272,74 +265,32 @@ class _Trace:
         )
         self.pieces.append(piece)
 
-    def _fork(self, solution: Solution, line: Line, place: Place) -> Place:
-        """Append the stages of a fork's lines, and the stage behind it if one of them continues into it."""
+    def _fork(self, solution: Solution, place: Place) -> Place:
+        """Append the stages of a fork's lines, and the stage behind it if one of them, the last, continues into it."""
         part, depth, devices = place
         way = next(way for way in self.solver.ways(solution, part) if self._has(way.pairs, (depth, devices)))
-        shape, fork = solution.shape, line.parts[part]
-        assert isinstance(fork, Fork)
-        jobs, through = _jobs(self.solver, shape, part, way)
-        work = [self._work(fork.lines[job.member], 0) for job in jobs]
-        work[-1] += self._work(line, part + 1)
-        shares = self._shares([job.solution for job in jobs], work, depth, devices)
-        left: Place = part, depth, devices
-        for job, (level, share) in zip(jobs, shares, strict=True):
-            left = self.line(job.solution, fork.lines[job.member], (0, level, share))
-        if left[0] == len(shape.branches[part][way.through]):
+        branches, starts = solution.shape.branches[part], solution.shape.starts
+        closed = [self.solver.closed(branch, way.depth) for i, branch in enumerate(branches) if i != way.through]
+        lines, left = [*closed, way.passing], place
+        for line, (level, share) in zip(lines, self._shares(lines, depth, devices), strict=True):
+            left = self.line(line, (0, level, share))
+        if left[0] == len(branches[way.through]):
             return part + 1, *left[1:]
-        start = shape.starts.index(LineCut(part + 1, way.through, left[0]))
-        behind = self._stage(solution, line, start, through, left)
+        behind = self._stage(solution, starts.index(LineCut(part + 1, way.through, left[0])), left)
         assert behind is not None
         return behind
 
-    def _work(self, line: Line, part: int) -> float:
-        """Seconds per micro-batch of a line from a part on, on one device."""
-        option = self.solver.tables.options[0]
-        units = list(Line(line.parts[part:]).units)
-        return float((option.forward + option.backward)[units].sum())
+    def _shares(self, lines: Sequence[Solution], depth: int, devices: int) -> Iterator[tuple[int, int]]:
+        """A depth (at most the given one) and a number of devices for every line, which add up to those given.
 
-    def _shares(
-        self, items: Sequence[Solution], work: Sequence[float], depth: int, devices: int
-    ) -> list[tuple[int, int]]:
-        """A depth (at most the given one) and a number of devices for every line, by its work; devices add up to those
-        given.
-
-        Any feasible shares meet the target. Shares by work make stages faster than the target if possible.
+        All that are possible meet the target; the first lines get the fewest.
         """
         grid = self.solver.grid
-        rows = [grid.until(solution.values[0], depth) for solution in items]
-        rest = [1]
-        for row in reversed(rows):
-            rest.append(grid.sums(rest[-1], row))
-        shares = []
-        for index, (solution, row, after) in enumerate(zip(items, rows, reversed(rest[:-1]), strict=True)):
-            left = sum(work[index:])
-            fair = devices * work[index] / left if left else 0.0
-            able = [share for share in range(devices + 1) if row >> share & 1 and after >> devices - share & 1]
-            _, share = min((abs(count - fair), count) for count in able)
+        rows = [grid.until(solution.values[0], depth) for solution in lines]
+        rest = [*accumulate(reversed(rows), grid.sums, initial=1)]
+        for solution, row, after in zip(lines, rows, rest[-2::-1], strict=True):
+            share = next(count for count in range(devices + 1) if row >> count & 1 and after >> devices - count & 1)
             level = grid.least(solution.values[0], share)
             assert level is not None
-            shares.append((level, share))
+            yield level, share
             devices -= share
-        return shares
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Remaining:
-    """One line of a fork."""
-
-    solution: Solution
-    member: int
-
-
-def _jobs(solver: Solver, shape: LineShape, part: int, way: Way) -> tuple[list[_Remaining], int]:
-    """All lines, with the one that continues behind the fork last, and that line's number."""
-    left = [list(group) for group in shape.groups[part]]
-    closed = [solver.closed(branch, way.depth) for branch in shape.branches[part]]
-    through = left[way.through].pop(0)
-    jobs = [
-        _Remaining(solution=solution, member=member)
-        for solution, members in zip(closed, left, strict=True)
-        for member in members
-    ]
-    return [*jobs, _Remaining(solution=way.passing, member=through)], through

@@ -7,8 +7,9 @@ thus treats all depths and numbers of devices.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from itertools import pairwise
 from typing import NamedTuple, TypeAlias, TypeVar
 
@@ -131,8 +132,8 @@ class Solution:
 class Way(NamedTuple):
     """One way to pass a fork whose lines are divided.
 
-    A line of group `through` continues into the stage behind the fork, or all lines end before it; what follows has
-    depth `depth`.
+    The line `through` continues into the stage behind the fork, or all lines end before it; what follows has depth
+    `depth`.
     """
 
     depth: int
@@ -152,7 +153,6 @@ class Solver:
     _moves: dict[LineShape, list[Moves]] = field(default_factory=dict)
     _known: dict[tuple[LineShape, Entries, float], Solution] = field(default_factory=dict)
     _closed: dict[tuple[LineShape, int], Solution] = field(default_factory=dict)
-    _side_by_side: dict[tuple[tuple[LineShape, ...], tuple[int, ...], int], int] = field(default_factory=dict)
     _all_work: float = field(init=False)
 
     def __post_init__(self) -> None:
@@ -179,7 +179,7 @@ class Solver:
         moves = self.moves(shape)
         for part in reversed(range(len(shape))):
             values[part] |= _reached(moves[shape.first[part]], values)
-            for way in self.ways(solution, part) if shape.groups[part] else ():
+            for way in self.ways(solution, part) if shape.branches[part] else ():
                 values[part] |= way.pairs
             values[part] &= self._affordable(work[part] + behind)
             self.states += values[part].bit_count()
@@ -221,31 +221,30 @@ class Solver:
             yield from self._passed(solution, part, depth, entries)
 
     def _followers(self, solution: Solution, part: int) -> dict[int, list[dict[int, int]]]:
-        """Continuations by the depth behind the fork: for each group, those of its lines by the remaining parts."""
+        """Continuations by the depth behind the fork: for each of its lines, those by the remaining parts."""
         shape, moves = solution.shape, self.moves(solution.shape)
         found: dict[int, list[dict[int, int]]] = {}
         affordable = self._affordable(self.tables.work(shape)[part] + solution.behind)
 
-        def add(group: int, at: int, pairs: int) -> None:
+        def add(branch: int, at: int, pairs: int) -> None:
             for depth, row in self.grid.rows(pairs & affordable):
-                groups = found.setdefault(depth, [{} for _ in shape.groups[part]])
-                groups[group][at] = row << depth * self.grid.width
+                entries = found.setdefault(depth, [{} for _ in shape.branches[part]])
+                entries[branch][at] = row << depth * self.grid.width
 
         add(0, len(shape.branches[part][0]), solution.values[part + 1])
         for start in shape.tails[part]:
             cut = shape.starts[start]
-            add(cut.group, cut.at, _reached(moves[start], solution.values))
+            add(cut.branch, cut.at, _reached(moves[start], solution.values))
         return found
 
     def _passed(self, solution: Solution, part: int, depth: int, entries: Sequence[dict[int, int]]) -> Iterator[Way]:
         shape, branches = solution.shape, solution.shape.branches[part]
         behind = solution.behind + self.tables.work(shape)[part + 1]
-        counts = tuple(len(group) for group in shape.groups[part])
         for through, follow in enumerate(entries):
             if not follow:
                 continue
             passing = self.solve(branches[through], tuple(sorted(follow.items())), behind)
-            others = self._beside(branches, _less(counts, through), depth)
+            others = self._beside((*branches[:through], *branches[through + 1 :]), depth)
             yield Way(depth, through, passing, self.grid.join(passing.values[0], others))
 
     def closed(self, shape: LineShape, depth: int) -> Solution:
@@ -254,16 +253,9 @@ class Solver:
             self._closed[shape, depth] = self.solve(shape, ((len(shape), self.grid.bit(depth, 0)),))
         return self._closed[shape, depth]
 
-    def _beside(self, branches: tuple[LineShape, ...], counts: tuple[int, ...], depth: int) -> int:
-        """Pairs for `counts` lines of each group side by side, all followed by a stage of that depth."""
-        key = branches, counts, depth
-        if key not in self._side_by_side:
-            result = 1
-            for branch, count in zip(branches, counts, strict=True):
-                for _ in range(count):
-                    result = self.grid.join(result, self.closed(branch, depth).values[0])
-            self._side_by_side[key] = result
-        return self._side_by_side[key]
+    def _beside(self, branches: Iterable[LineShape], depth: int) -> int:
+        """Pairs for lines side by side, all followed by a stage of that depth."""
+        return reduce(self.grid.join, (self.closed(branch, depth).values[0] for branch in branches), 1)
 
 
 def _by_row(rows: Counts, entries: Sequence[T]) -> dict[int, Sequence[T]]:
@@ -287,8 +279,3 @@ def _reached(moves: Moves, values: Sequence[int]) -> int:
             pairs |= values[end] & limit
         total |= (pairs & mask) << shift
     return total
-
-
-def _less(counts: tuple[int, ...], group: int) -> tuple[int, ...]:
-    """The counts with one line less of a group."""
-    return (*counts[:group], counts[group] - 1, *counts[group + 1 :])

@@ -17,11 +17,9 @@ from lightning_gpp.planning.partitioners.graphpipe.lines import (
     MESSAGES,
     PER_SAMPLE,
     RIGID,
-    Likeness,
     LineShape,
-    shape_of,
 )
-from lightning_gpp.planning.partitioners.graphpipe.series_parallel import Line, units_of
+from lightning_gpp.planning.partitioners.graphpipe.series_parallel import units_of
 from lightning_gpp.planning.problem.problem import Array, Problem
 
 Counts = NDArray[np.int64]
@@ -121,27 +119,20 @@ class StageTables:
 
 @dataclass(slots=True, eq=False)
 class Tables:
-    """Costs of one micro-batch size; stages of lines that are alike are computed once."""
+    """Costs of the stages of a line for one micro-batch size."""
 
     problem: Problem
     size: int
-    line: Line
+    shape: LineShape
     schedule: str
-    known: dict[tuple[int, ...], LineShape] = field(default_factory=dict)
-    """Shapes of the line by its kinds of units: the same for most micro-batch sizes."""
     links: dict[int, Link] = field(default_factory=dict)
     """Slowest links by the number of neighbouring devices, common to all sizes."""
     options: list[StageOption] = field(init=False)
-    shape: LineShape = field(init=False)
     _costs: dict[LineShape, StageTables] = field(default_factory=dict, init=False)
     _work: dict[LineShape, list[float]] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         self.options = options_of(self.problem, self.size, self.links)
-        kinds = _unit_kinds(self.problem, self.options)
-        if kinds not in self.known:
-            self.known[kinds] = shape_of(self.line, Likeness(self.problem, kinds), {})
-        self.shape = self.known[kinds]
 
     @property
     def num_micro_batches(self) -> int:
@@ -209,17 +200,6 @@ class Tables:
             room = np.where(kept > 0, np.floor(free / kept), np.where(free >= 0, inf, 0.0))
         limited = 0.0 if self.schedule == "gpipe" else np.clip(room, 0, plenty)
         return np.where(room >= most, plenty, limited).astype(np.int64)
-
-
-def _unit_kinds(problem: Problem, options: Sequence[StageOption]) -> tuple[int, ...]:
-    """Numbers for units, the same for units that cost the same."""
-    rows = [column for option in options for column in (option.forward, option.backward, option.saved)]
-    units = problem.units.units
-    step = [float(index == len(units) - 1) for index in range(len(units))]
-    rigid = [float(not unit.divisible) for unit in units]
-    table = np.array([*rows, problem.parameter_bytes, step, rigid]).T.copy()
-    numbers: dict[bytes, int] = {}
-    return tuple(numbers.setdefault(row.tobytes(), len(numbers)) for row in table)
 
 
 def _column(values: Sequence[float]) -> Array:
