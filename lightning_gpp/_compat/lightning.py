@@ -39,24 +39,6 @@ def _rest_of(iterator: Any) -> Iterator[Any]:
             return
 
 
-def after_evaluation_data(trainer: Any, function: Callable[[str, list[float]], None], replaced: Replaced) -> None:
-    """Call `function(step, numbers of batches)` when a loop has its data, before it leaves out empty ones."""
-    for step, loop in _evaluation_loops(trainer):
-        replaced.put(loop, "setup_data", partial(_set_up, loop, partial(function, step)))
-
-
-def _set_up(loop: Any, function: Callable[[list[float]], None]) -> None:
-    type(loop).setup_data(loop)
-    function(list(loop.max_batches))
-
-
-def _evaluation_loops(trainer: Any) -> Iterator[tuple[str, Any]]:
-    yield "validation_step", trainer.fit_loop.epoch_loop.val_loop
-    yield "validation_step", trainer.validate_loop
-    yield "test_step", trainer.test_loop
-    yield "predict_step", trainer.predict_loop
-
-
 def loaders_of(loop: Any) -> list[Any]:
     """The loaders of a loop that has its data."""
     return list(loop._data_fetcher.combined_loader.flattened)

@@ -32,7 +32,7 @@ from lightning_gpp.fabric.engine import (
     undivided,
 )
 from lightning_gpp.failure.monitor import FailureMonitor
-from lightning_gpp.option import documents, takes_fields_of
+from lightning_gpp.option import documents, refuse_beside, takes_fields_of
 from lightning_gpp.plan import Plan
 from lightning_gpp.strategy.checkpoints import AtomicCheckpointIO
 from lightning_gpp.strategy.processes import JobProcesses
@@ -60,22 +60,19 @@ def in_own_loop(given: FabricArguments) -> FabricArguments:
     Raises:
         ConfigError: an option needs a step that Lightning runs.
     """
-    refused: dict[str, tuple[Any, str]] = {
-        "step": (given.step == "micro_batches", "the loop runs on undivided mini-batches. Leave it out"),
-        "tensor_parallel_size": (given.tensor_parallel_size != 1, "it is for Lightning's Trainer. Leave it out"),
+    problems = {
+        "step": (given.step == "micro_batches", "divides mini-batches, which the loop keeps. Leave it out"),
+        "tensor_parallel_size": (given.tensor_parallel_size != 1, "is for Lightning's Trainer. Leave it out"),
         "plan": (
             given.tensor_parallel_size == 1 < given.members,
-            "devices of several processes (tensor_parallel_size) are for Lightning's Trainer. Choose another plan",
+            "has devices of several processes (tensor_parallel_size), for Lightning's Trainer. Choose another plan",
         ),
-        "example_batch": (given.example_batch is not None, "the first call of the module is the example. Leave it out"),
-        "streaming": (given.streaming is True, "calls of the module end before the loop goes on. Leave it out"),
-        "state_dict_type": (given.state_dict_type == "sharded", "fabric.save writes one file. Use full"),
-        "async_save": (given.async_save, "fabric.save writes at once. Leave it out"),
+        "example_batch": (given.example_batch is not None, "is the first call of the module here. Leave it out"),
+        "streaming": (given.streaming is True, "needs mini-batches before their turn. Leave it out"),
+        "state_dict_type": (given.state_dict_type == "sharded", "makes folders, and fabric.save one file. Use full"),
+        "async_save": (given.async_save, "is not for fabric.save, which writes at once. Leave it out"),
     }
-    for name, (found, reason) in refused.items():
-        if found:
-            value = "[...]" if name in ("example_batch", "stages", "plan") else repr(getattr(given, name))
-            raise ConfigError(f"strategy.{name}={value} does not go together with Fabric: {reason}.")
+    refuse_beside("Fabric", given, problems)
     whole = replace(given, step="whole")
     check_whole(whole, steps_itself=True)
     return whole

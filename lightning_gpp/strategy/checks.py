@@ -92,11 +92,6 @@ def facts_of_trainer(trainer: pl.Trainer) -> dict[str, str]:
     return facts
 
 
-def facts_of_loaders(step: str, num_batches: Iterable[float]) -> dict[str, str]:
-    """The lengths of the data of an evaluation."""
-    return {f"the numbers of batches for {step} (lengths of the data loaders)": str(list(num_batches))}
-
-
 def check_callbacks(trainer: pl.Trainer, num_devices: int) -> None:
     """Raise ConfigError for averages with BatchNorm, whose statistics come from mini-batches in a further epoch."""
     if num_devices == 1:

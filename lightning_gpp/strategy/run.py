@@ -27,7 +27,6 @@ from lightning_gpp.strategy.checks import (
     check_module,
     check_processes,
     copies_of,
-    facts_of_loaders,
     runs_whole,
 )
 from lightning_gpp.strategy.data import Placeholder, as_before, is_moved_by_reading, peek, transferred
@@ -128,7 +127,6 @@ class Run:
         self.hooks = Hooks(trainer, control, device, self.steps, lambda: self._trained)
         self._replaced = Replaced()
         self._example_input: Any = None
-        self._compared: set[str] = set()
         self.skips_together = False
 
     @property
@@ -219,7 +217,6 @@ class Run:
         """Attach to hooks, metrics, clipping and the ends of epochs."""
         self._metrics.attach()
         _compat.on_epoch_end_reached(self.trainer, self._end_of_epoch, self._replaced)
-        _compat.after_evaluation_data(self.trainer, self._compare_lengths, self._replaced)
         if self.engine is not None:
             self._replaced.put(self.precision, "clip_grad_by_norm", self._clip)  # over all stages
             self._replaced.put(self.precision, "clip_grad_by_value", self._clip_values)
@@ -287,16 +284,6 @@ class Run:
             self.steps.mirrored.end_epoch()
         if self.trainer.training and self.control.num_processes > 1 and self.job.options.weights == SYNCHRONOUS:
             check_alike(facts_of_schedules(map(_plain, self._optimizers)), self.control.everyone)
-
-    def _compare_lengths(self, step: str, num_batches: Sequence[float]) -> None:
-        """Compare the data of an evaluation, once. A rank without any would leave it out while the others wait.
-
-        Raises:
-            ConfigError: the ranks have data of different lengths.
-        """
-        if step not in self._compared and self.control.num_processes > 1:
-            self._compared.add(step)
-            check_alike(facts_of_loaders(step, num_batches), self.control.everyone)
 
     # -- optimizers ---------------------------------------------------------------------------------------------------
 

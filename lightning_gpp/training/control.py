@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_gpp._compat.torch import pytree
+from lightning_gpp.errors import GPPError
 from lightning_gpp.failure.hangs import Wait
 from lightning_gpp.runtime.mesh import Mesh
 from lightning_gpp.runtime.transport import as_sent
@@ -187,6 +188,21 @@ class Control:
             values = [value]
             dist.broadcast_object_list(values, src=src, group=self.everyone)
             return values[0]
+
+    def from_first(self, make: Callable[[], Any]) -> Any:
+        """The result of a function that the first process calls, on all processes.
+
+        Raises:
+            GPPError: on all processes, what the function raises.
+        """
+        try:
+            outcome = make() if self.first else None
+        except GPPError as error:
+            outcome = error
+        outcome = self.broadcast(outcome)
+        if isinstance(outcome, GPPError):
+            raise outcome.with_traceback(None)
+        return outcome
 
     def gather(self, value: Any) -> list[Any]:
         """Gather the objects of all ranks on all ranks."""

@@ -272,7 +272,7 @@ class Engine(DividedStates):
             scale: factor of the gradients, for half precision.
         """
         self._training.begin(last=last)
-        if self.evaluation.under_way is not None:
+        if self.evaluation.number is not None:
             self.evaluation.end()
         weight = scale / accumulated
         if not self._runner.sums:

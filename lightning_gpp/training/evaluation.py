@@ -8,7 +8,6 @@ from typing import Any
 
 from lightning_gpp.errors import CaptureError, GPPError, NoNetworkError, PlanError, ShapeError
 from lightning_gpp.training.data.batches import Feed, Segments, outline
-from lightning_gpp.training.data.incoming import Incoming
 from lightning_gpp.training.runner import Runner, combined
 from lightning_gpp.training.session import Session
 from lightning_gpp.training.sessions import Sessions
@@ -20,46 +19,6 @@ log = logging.getLogger(__name__)
 
 _CANNOT_BE_CUT = (CaptureError, ShapeError, PlanError)
 """Errors of steps that cannot run on micro-batches, or that go through stages more than once."""
-
-
-class EvaluationPass:
-    """Numbers the mini-batches of one feed, and divides them into segments.
-
-    Args:
-        incoming: announces the mini-batches.
-        first: number of the first mini-batch.
-
-    Attributes:
-        number: number of the next mini-batch.
-    """
-
-    def __init__(self, incoming: Incoming, first: int) -> None:
-        self._incoming, self._feed = incoming, incoming.feed
-        self._segments = Segments(first)
-        self._session: Session | None = None
-        self.number = first
-
-    @property
-    def is_over(self) -> bool:
-        """True if the announced mini-batch comes from another feed."""
-        return self._incoming.feed is not self._feed
-
-    def segment(self, session: Session, *, alone: bool) -> range:
-        """The segment of the next mini-batch, which was announced. Unknown mini-batches cannot be ahead.
-
-        `alone`: the feed is not that of this evaluation, so the next mini-batches are unknown.
-        """
-        incoming, self._session = self._incoming, session
-        known_ahead = session.lead(incoming.batch_size) <= incoming.feed.ahead()
-        return self._segments.enter(self.number, incoming.facts, None if known_ahead and not alone else 1)
-
-    def end(self) -> None:
-        """Drop the mini-batches in the pipeline, which exist if a loop was left before its end."""
-        if self._session is None or self._session.latest is None:
-            return
-        program = self._session.latest.program
-        if batches := self._segments.on_their_way(self.number, program.lead):
-            self._session.give_up(program.batch_size, batches)
 
 
 class EvaluationSteps:
@@ -75,7 +34,7 @@ class EvaluationSteps:
         num_steps: returns the number of mini-batches trained so far.
 
     Attributes:
-        under_way: the evaluation that runs; None outside of one.
+        number: number of the next mini-batch; None outside of an evaluation.
     """
 
     def __init__(
@@ -93,40 +52,39 @@ class EvaluationSteps:
         self._runner, self._whole, self._as_whole = runner, whole, {*as_whole}
         self._training, self._num_steps = training, num_steps
         self._door, self._summoning = door, set[str]()
-        self.under_way: EvaluationPass | None = None
+        self.number: int | None = None
+        self._feed, self._segments = sessions.incoming.feed, Segments(0)
+        self._streamed: Session | None = None
 
     def runs_whole(self, step: str) -> bool:
         """True for a step that runs as a whole, whose mini-batches all ranks need."""
         return step in self._as_whole
 
-    @property
-    def number(self) -> int | None:
-        """The number of the next mini-batch; None before the first one."""
-        return None if self.under_way is None else self.under_way.number
-
     def run(self, step: str, arguments: Sequence[Any]) -> Any:
         """Run a step on a mini-batch, which was announced, or is on all ranks for a step as a whole."""
         if self.runs_whole(step):
             return self._run_whole(step, arguments)
-        current = self._current()
+        number = self._begun()
         try:
             session = self._runner.session(step, arguments)
         except _CANNOT_BE_CUT as error:
             refused = error
         else:
-            return self._run_cut(session, current, arguments)
+            return self._run_cut(session, number, arguments)
         self.end()
         if not may_evaluate_whole(self._job.options, self._layout.plan):
             raise refused
         return self._run_whole(step, self._whole_from_now_on(step, arguments, refused))
 
-    def _run_cut(self, session: Session, current: EvaluationPass, arguments: Sequence[Any]) -> Any:
+    def _run_cut(self, session: Session, number: int, arguments: Sequence[Any]) -> Any:
         if session.streams:
-            segment = current.segment(session, alone=self._incoming.feed is self._training)
-            outputs = self._runner.ahead(session, arguments, 1.0, current.number, segment)
+            self._streamed, incoming = session, self._incoming
+            known = session.lead(incoming.batch_size) <= incoming.feed.ahead() and incoming.feed is not self._training
+            segment = self._segments.enter(number, incoming.facts, None if known else 1)  # unknown ones cannot be ahead
+            outputs = self._runner.ahead(session, arguments, 1.0, number, segment)
         else:
-            outputs = self._runner.flushed(session, arguments, 1.0, current.number)
-        current.number += 1
+            outputs = self._runner.flushed(session, arguments, 1.0, number)
+        self.number = number + 1
         return combined(outputs) if outputs else None
 
     def hand_out(self, arguments: Sequence[Any]) -> list[Any]:
@@ -137,10 +95,14 @@ class EvaluationSteps:
         return [shared, *rest]
 
     def end(self) -> None:
-        """Drop the mini-batches in the pipeline."""
-        if self.under_way is not None:
-            self.under_way.end()
-            self.under_way = None
+        """Drop the mini-batches in the pipeline, which exist if a loop was left before its end."""
+        session, number = self._streamed, self.number
+        self.number = self._streamed = None
+        if session is None or session.latest is None or number is None:
+            return
+        program = session.latest.program
+        if batches := self._segments.on_their_way(number, program.lead):
+            session.give_up(program.batch_size, batches)
 
     def _whole_from_now_on(self, step: str, arguments: Sequence[Any], refused: GPPError) -> list[Any]:
         """Let a step that cannot run on micro-batches run as a whole, if need be with all values on every rank."""
@@ -172,12 +134,15 @@ class EvaluationSteps:
         with around, control.mesh.peers(), self._job.host.context(step)():
             return getattr(module, step)(*arguments)
 
-    def _current(self) -> EvaluationPass:
-        if self.under_way is not None and self.under_way.is_over:
+    def _begun(self) -> int:
+        """The number of the announced mini-batch, the first one if it comes from another feed than the one before."""
+        feed = self._incoming.feed
+        if feed is not self._feed:
             self.end()
-        if self.under_way is None:
-            self.under_way = EvaluationPass(self._incoming, self._num_steps())
-        return self.under_way
+        if self.number is None:
+            self.number = self._num_steps()
+            self._feed, self._segments = feed, Segments(self.number)
+        return self.number
 
 
 def _why_summoning(refused: GPPError, step: str) -> str:

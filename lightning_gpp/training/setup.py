@@ -46,7 +46,6 @@ from lightning_gpp.stages.division import Division
 from lightning_gpp.stages.rows import known_rows
 from lightning_gpp.training.asynchronous import Asynchronous
 from lightning_gpp.training.checks.copies import comparison
-from lightning_gpp.training.checks.divided import check_divided
 from lightning_gpp.training.checks.self_check import check_first
 from lightning_gpp.training.control import Control
 from lightning_gpp.training.data.batches import Feed, outline
@@ -165,14 +164,19 @@ def _set_up(
         check_alike({**facts_of_optimizers(optimizers), **job.host.facts()}, job.control.everyone)
     policy = _weight_policy(job.options, optimizers) if step == TRAINING else None
     division = job.division if step == TRAINING else None
-    parts = [] if division is None else _parts_of_rank_0(job, division, batch)
+    parts = list[Any]()
+
+    def divide(division: Division) -> int:
+        division.check(batch)
+        parts.extend(division.parts(batch))
+        return len(parts)
+
+    number = None if division is None else job.control.from_first(partial(divide, division))
     example = job.control.broadcast(outline(parts[0] if parts else batch) if job.control.first else None)
     alone = partial(job.control.mesh.peers, alone=True)  # for runs of the step, which only some ranks make
     with alone():
         captured, found_calls = captured_in(job, step, example, calls)
-    number = None
-    if division is not None and isinstance(captured, Capture):
-        number = job.control.broadcast(len(parts))
+    if number is not None and isinstance(captured, Capture):
         captured = replace(captured, batch_size=captured.batch_size * number, cut=None)
     job = as_captured(job, step, captured, optimizers)
     form = NO_FORM if job.whole else incoming.form_of(example, job.dims_in(step))
@@ -180,9 +184,10 @@ def _set_up(
         incoming.depend_on(captured.decided, example, captured.dims)
     batch = job.in_device(batch) if job.control.rank == 0 else batch
     machine = JobMachine(job, footprint or Footprint(), captured)
-    plan = noted_whole(_plan_of_rank_0(job, captured, parts[0] if parts else batch, machine, number), job.whole)
+    make_plan = partial(_planned, job, captured, parts[0] if parts else batch, machine, number)
+    plan = noted_whole(job.control.from_first(make_plan), job.whole)
     if job.division is not None:
-        check_divided(plan)
+        _check_undivided(plan)
     facts = {"the captured step": str(captured.fingerprint), "the plan (strategy.plan)": str(plan)}
     check_alike(facts, job.control.everyone)
     _announce(job, captured, plan, [] if division is None else [division.note(parts)])
@@ -263,19 +268,21 @@ def _streams(job: Job, plan: Plan, replicas: Replicas | None) -> Streams | None:
     return streams_on(job.device)
 
 
-def _parts_of_rank_0(job: Job, division: Division, batch: Any) -> list[Any]:
-    """The micro-batches of the first mini-batch on rank 0, elsewhere none; an error on all ranks."""
-    parts, refused = list[Any](), None
-    if job.control.first:
-        try:
-            division.check(batch)
-            parts = division.parts(batch)
-        except GPPError as error:
-            refused = error
-    refused = job.control.broadcast(refused)
-    if refused is not None:
-        raise refused.with_traceback(None)
-    return parts
+def _check_undivided(plan: Plan) -> None:
+    """Refuse stages that would cut micro-batches with sizes of their own further.
+
+    Raises:
+        PlanError: names the stage.
+    """
+    size = plan.stages[plan.step_stage].micro_batch_size
+    for stage in plan.stages:
+        if len(stage.devices) > 1 or stage.micro_batch_size != size:
+            raise PlanError(
+                f"Stage {stage.name!r} has {len(stage.devices)} replicas and micro-batches of {stage.micro_batch_size} "
+                f"samples (the step: {size}). With strategy.micro_batch_by or strategy.batch_rows all stages take the "
+                "same micro-batches, undivided: give every stage one device and no micro_batch_size, and use "
+                "strategy.num_pipelines for data parallelism."
+            )
 
 
 def agreed_seed(seed: int | None, control: Control) -> int:
@@ -291,32 +298,24 @@ def _weight_policy(options: Options, optimizers: Sequence[Optimizer]) -> WeightP
     return make_policy(options.weights, known, **dict(options.weight_options or {}))
 
 
-def _plan_of_rank_0(job: Job, captured: Captured, batch: Any, machine: JobMachine, number: int | None) -> Plan:
-    """Plan on rank 0 and broadcast the plan or the error: searches in other processes may find other plans.
+def _planned(job: Job, captured: Captured, batch: Any, machine: JobMachine, number: int | None) -> Plan:
+    """The plan, which rank 0 makes for all: searches in other processes may find other plans.
 
     `number`: of the micro-batches of the mini-batch, if they have sizes of their own; `batch` is one of these then.
     """
-    outcome: Plan | GPPError | None = None
-    if job.control.first:
-        try:
-            measured = partial(machine.measured, batch)
-            subject = captured if isinstance(captured, Undivided) else part_of_member(captured, machine.look())
-            options = ordered_for(job.options, job.whole)
-            if number is not None:
-                options = replace(options, num_micro_batches=number, max_replicas=1)
-            with working(SEARCHING):
-                outcome = plan_for(subject, options, job.control.num_devices, job.known, measured)
-            if job.options.costs == "measured" and job.known is None and not isinstance(captured, Undivided):
-                measured()  # of given stages, too: the predicted times are made of them
-        except MicroBatchesError as error:
-            outcome = MicroBatchesError(f"{error} {counting_note(batch, job.options.batch_dims or GUESSED)}")
-        except GPPError as error:
-            outcome = error
-    outcome = job.control.broadcast(outcome)
-    if not isinstance(outcome, Plan):
-        refused = outcome or GPPError("Rank 0 made no plan.")
-        raise refused.with_traceback(None)  # on all ranks at one point of the program
-    return outcome
+    measured = partial(machine.measured, batch)
+    subject = captured if isinstance(captured, Undivided) else part_of_member(captured, machine.look())
+    options = ordered_for(job.options, job.whole)
+    if number is not None:
+        options = replace(options, num_micro_batches=number, max_replicas=1)
+    try:
+        with working(SEARCHING):
+            plan = plan_for(subject, options, job.control.num_devices, job.known, measured)
+    except MicroBatchesError as error:
+        raise MicroBatchesError(f"{error} {counting_note(batch, job.options.batch_dims or GUESSED)}") from error
+    if job.options.costs == "measured" and job.known is None and not isinstance(captured, Undivided):
+        measured()  # of given stages, too: the predicted times are made of them
+    return plan
 
 
 def _announce(job: Job, captured: Captured, plan: Plan, notes: Sequence[str]) -> None:

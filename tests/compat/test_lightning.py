@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
-import pytest
 import torch
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from torch import Tensor, nn
@@ -284,22 +283,6 @@ def test_forward_cache() -> None:
     trainer = fit(Logging())
     assert trainer.callback_metrics["mean_step"] == 7
     assert trainer.callback_metrics["mean_epoch"] == 1
-
-
-class Indexed(Line):
-    def predict_step(self, batch: Tensor, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
-        return batch
-
-
-@pytest.mark.filterwarnings("ignore:Total length of")
-def test_after_evaluation_data() -> None:
-    """Also where all loaders are empty, and no hook is called."""
-    found: list[Any] = []
-    trainer = L.Trainer(**QUIET)
-    compat.after_evaluation_data(trainer, lambda step, lengths: found.append((step, lengths)), Replaced())
-    trainer.predict(Indexed(), [loader(2), loader(3)])
-    trainer.validate(Validated(), loader(0))
-    assert found == [("predict_step", [2, 3]), ("validation_step", [0])]
 
 
 def test_lightning_state() -> None:

@@ -45,12 +45,6 @@ CASES: dict[str, tuple[Fit, str]] = {
         lambda rank: fit(module=Rate),
         r"disagree on 'lr' in group 0 of optimizer 0: it is 0.1 on rank 0, but 0.2",
     ),
-    "empty": (
-        lambda rank: harness.trainer(harness.strategy(), devices=2).validate(
-            TwoTowers().double(), harness.loader(0 if rank else 16)
-        ),
-        r"numbers of batches for validation_step .*: it is \[2\] on rank 0, but \[0\] on rank 1",
-    ),
     "length": (lambda rank: fit(n=16 + 8 * rank), r"number of training batches .*: it is 2 on rank 0, but 3 on rank 1"),
 }
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -70,15 +70,10 @@ def refuses_check(job: Job, plan: Plan) -> str:
     return ""
 
 
-class Findings(NamedTuple):
-    """Results of the self-check.
-
-    `combined`: how logged values follow from those of micro-batches, if not as those of batches do, by name.
-    `calls_differ`: whether the network calls of a step as a whole have other results in micro-batches.
-    """
-
-    combined: Mapping[str, str] = {}
-    calls_differ: bool = False
+Findings = tuple[Mapping[str, str], bool]
+"""How logged values follow from those of micro-batches, if not as those of batches do, by name; and whether the network
+calls of a step as a whole have other results in micro-batches.
+"""
 
 
 def check_first(job: Job, captured: Captured, plan: Plan, batch: Any, transport: Transport) -> Job:
@@ -94,7 +89,7 @@ def check_first(job: Job, captured: Captured, plan: Plan, batch: Any, transport:
     """
     if captured.step != TRAINING or isinstance(captured, Undivided) or not _wanted(job, plan):
         return job
-    outcome: Findings | IndivisibleError = Findings()
+    outcome: Findings | IndivisibleError = ({}, False)
     if job.control.pipeline == 0:
         with undisturbed(), fork_rng([] if job.device.type == "cpu" else [job.device]):
             try:
@@ -105,8 +100,9 @@ def check_first(job: Job, captured: Captured, plan: Plan, batch: Any, transport:
     outcome = job.control.broadcast(outcome)
     if isinstance(outcome, IndivisibleError):
         raise outcome
-    job.host.combine(outcome.combined)
-    return replace(job, cuts_calls=job.cuts_calls and not outcome.calls_differ)
+    combined, calls_differ = outcome
+    job.host.combine(combined)
+    return replace(job, cuts_calls=job.cuts_calls and not calls_differ)
 
 
 def _wanted(job: Job, plan: Plan) -> bool:
@@ -189,7 +185,7 @@ def self_check(job: Job, captured: Capture, plan: Plan, batch: Any, transport: T
         (job.host.inform if control.first else log.info)(text)
     if verdict := _anywhere(control, found):
         raise SelfCheckError(verdict)
-    return Findings(combined, job.whole and bool(warning) and not normalises(job.module))
+    return combined, job.whole and bool(warning) and not normalises(job.module)
 
 
 def _rows_of_others(rows: Mapping[str, int], samples: int, difference: str) -> str:
