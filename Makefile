@@ -36,6 +36,7 @@ format: $(READY)
 
 gpu: $(READY) ## check and measure on the GPUs of this machine, and write benchmarks/results/gpu.md
 	$(BIN)/python -m benchmarks.gpu --output benchmarks/results/gpu.md
+	$(BIN)/python -m benchmarks.gpu.models | tee benchmarks/results/gpu_models.md
 
 pictures: $(READY) ## write docs/pictures anew
 	$(BIN)/python -m benchmarks.pictures
