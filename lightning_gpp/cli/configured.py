@@ -1,55 +1,16 @@
-"""Checks a composed configuration, and builds the objects that it names by `_target_`.
-
-Errors name the key, its values and the real cause.
-"""
+"""Builds the objects that a composed configuration names by `_target_`. Errors name the key and the real cause."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import Annotated, Any
+from typing import Any
 
-from annotated_types import Ge, Lt
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from lightning_gpp._compat.omegaconf import key_of
 from lightning_gpp.errors import ConfigError, GPPError
 from lightning_gpp.failure.report import told as event_of
-from lightning_gpp.validation import validated
-
-ConfigGroup = dict[str, Any]
-Seed = Annotated[int, Ge(0), Lt(2**32)]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TopLevelKeys:
-    """The keys of both commands. `step` is checked where it is used."""
-
-    trainer: ConfigGroup
-    strategy: ConfigGroup
-    data: ConfigGroup | None = None
-    model: ConfigGroup | None = None
-    seed: Seed | None = None
-    train: bool = True
-    test: bool = True
-    compare: bool = False
-    ckpt_path: str | None = None
-    output: str | None = None
-    trace: str | None = None
-    report: str | None = None
-
-
-def check_settings(config: DictConfig) -> None:
-    """Refuse values of the wrong type.
-
-    Raises:
-        ConfigError: with the key, its value and what is allowed.
-    """
-    content: Any = OmegaConf.to_container(config)
-    given = {field.name: content[field.name] for field in fields(TopLevelKeys) if field.name in content}
-    referring = [key for key, value in given.items() if isinstance(value, str) and "${" in value]
-    validated(TopLevelKeys, {key: given[key] for key in given if key not in referring}, error=ConfigError)
 
 
 def built(node: DictConfig, kind: type | None = None, **arguments: Any) -> Any:

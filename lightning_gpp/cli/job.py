@@ -15,7 +15,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_only
 from omegaconf import DictConfig
 
-from lightning_gpp.cli.configured import built, check_settings, refusal
+from lightning_gpp.cli.configured import built, refusal
 from lightning_gpp.errors import ConfigError
 
 AUTO: Final = "auto"
@@ -119,7 +119,6 @@ def build(config: DictConfig) -> Job:
     Raises:
         ConfigError: the configuration names something that does not exist, or Lightning refuses the settings.
     """
-    check_settings(config)
     seed_all(config.seed)
     strategy = built(config.strategy)
     datamodule = built(config.data, L.LightningDataModule)
@@ -133,9 +132,16 @@ def build(config: DictConfig) -> Job:
 
 
 def seed_all(seed: int | None) -> None:
-    """Seed all generators of this process; None leaves them to chance."""
+    """Seed all generators of this process; None leaves them to chance.
+
+    Raises:
+        ConfigError: it is no whole number of 32 bits.
+    """
     if seed is not None:
-        L.seed_everything(seed, workers=True, verbose=False)
+        try:
+            L.seed_everything(seed, workers=True, verbose=False)
+        except ValueError as error:
+            raise refusal(f"seed={seed}", error) from error
 
 
 def _all(group: DictConfig, name: str, kind: type) -> list[Any]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
-from lightning_gpp.cli.configured import built, check_settings
+from lightning_gpp.cli.configured import built
 from lightning_gpp.cli.job import seed_all
 from lightning_gpp.cli.subject import Step, captured
 from lightning_gpp.cluster import Cluster, cluster_of
@@ -74,7 +74,6 @@ def task_of(config: DictConfig) -> Task:
     Raises:
         ConfigError: the configuration cannot work.
     """
-    check_settings(config)
     strategy = built(config.strategy)
     if not isinstance(strategy, GPPStrategy):
         raise ConfigError(f"gpp-plan plans for strategy=gpp, not for {type(strategy).__name__}.")

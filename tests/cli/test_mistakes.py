@@ -45,7 +45,7 @@ MISTAKES: dict[str, tuple[str, ...]] = {
         "model._target_=needy.M",
     ),
     r"ckpt_path=none\.ckpt does not exist\. Give": ("train", TWO_TOWER, "ckpt_path=none.ckpt"),
-    r"seed is -1; it must be": ("train", TWO_TOWER, "seed=-1"),
+    r"Lightning refuses seed=-1: ": ("train", TWO_TOWER, "seed=-1"),
     r"missing EQUAL": ("train", "junk"),
     r"is not YAML: .*broken\.yaml": ("train", "--config-dir", "mine", "experiment=broken"),
     r"output=mine\.py/plan\.yaml cannot be": ("plan", TWO_TOWER, "output=mine.py/plan.yaml"),
