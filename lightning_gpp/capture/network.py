@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-import networkx as nx
 import torch
 
 from lightning_gpp._compat.torch import pytree
@@ -241,24 +240,39 @@ def _refs(tree: Any) -> list[Ref]:
 
 
 def refuse_cut_graphs(recording: Recording, within: bool = True) -> None:
-    """Refuse forwards that differentiate, with the modules that would have to be called whole.
+    """Refuse forwards that differentiate, with the network call around, which is then called whole.
 
-    `within`: also those that differentiate what one network call computes.
+    `within`: also those that differentiate what that call computes.
 
     Raises:
         CaptureError: there is such a forward.
     """
     for call in filter(differentiates, recording.calls):
-        modules = list(_modules_around(recording, call))
-        if not modules:
+        around = recording.modules[recording.network(call.scope)]
+        if any(each.index < around.first for each in _differentiated(recording, call)):
             raise without_graph(call.line, "a forward differentiates what other modules have computed")
         if within:
             raise refusal(
                 call.line,
                 "the forward differentiates what it computes (torch.autograd), so all of that is on one device",
                 "do it in the forward of a submodule, which is then never cut, beside others with parameters",
-                modules,
+                [around.path],
             )
+
+
+def _differentiated(recording: Recording, call: Recorded) -> Iterator[Recorded]:
+    """The calls behind what a call differentiates that use that with respect to which it does; all that need a gradient
+    if it names nothing.
+    """
+    wanted = {leaf for leaf in pytree.tree_leaves(call.kwargs.get("inputs", call.args[1:2])) if _is_value(leaf)}
+    for each in calls_behind(_refs(call.args[:1]), recording.calls):
+        used = {*each.refs(), *map(StateRef, each.states())}
+        if wanted & used or (not wanted and any(needs_gradient for _, _, needs_gradient in each.outputs)):
+            yield each
+
+
+def _is_value(leaf: Any) -> bool:
+    return isinstance(leaf, Ref | StateRef)
 
 
 def without_graph(line: str, what: str) -> CaptureError:
@@ -269,34 +283,3 @@ def without_graph(line: str, what: str) -> CaptureError:
         "compute this gradient, and a penalty of it, in the forward of a module that calls what it differentiates, "
         "which is then never cut, beside others with parameters",
     )
-
-
-def _modules_around(recording: Recording, call: Recorded) -> Iterator[str]:
-    """Paths of the module calls around a call that compute all that it differentiates, the innermost first."""
-    first, scope = _first_between(recording, call), call.scope
-    while scope != -1:
-        module = recording.modules[scope]
-        if module.first <= first:
-            yield module.path
-        scope = module.parent
-
-
-def _first_between(recording: Recording, call: Recorded) -> int:
-    """The number of the first call between what is differentiated, and that with respect to which it is."""
-    graph = nx.DiGraph()
-    for each in recording.calls:
-        sources = [*(ref.call for ref in each.refs()), *map(StateRef, each.states())]
-        if any(needs_gradient for _, _, needs_gradient in each.outputs):
-            graph.add_edges_from((source, each.index) for source in sources)
-    outputs = {leaf.call for leaf in pytree.tree_leaves(call.args[0]) if isinstance(leaf, Ref)}
-    before = outputs.union(*(nx.ancestors(graph, output) for output in outputs if output in graph))
-    wanted = _wanted(call) & set(graph)
-    behind = set[Any]().union(*(nx.descendants(graph, each) for each in wanted)) if wanted else set(graph)
-    return min((each for each in before & behind if isinstance(each, int)), default=call.index)
-
-
-def _wanted(call: Recorded) -> set[int | StateRef]:
-    """The calls and states that get a gradient; none if all leaves of the graph do."""
-    inputs = pytree.tree_leaves(call.kwargs.get("inputs", call.args[1:2]))
-    refs = (leaf for leaf in inputs if isinstance(leaf, Ref | StateRef))
-    return {leaf.call if isinstance(leaf, Ref) else leaf for leaf in refs}

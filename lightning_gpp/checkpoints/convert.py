@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -52,9 +51,7 @@ def convert(source: str | Path, target: str | Path) -> None:
         write_file(ordinary(source), target)
     else:
         tensors, rest = split(opened(source))
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # this is a process alone
-            write_folder(tensors, dumped(rest), target, None)
+        write_folder(tensors, dumped(rest), target, None)
 
 
 def _in_memory(tree: Any) -> Any:

@@ -17,6 +17,7 @@ from typing import Any, Final
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict_saver import save
@@ -54,7 +55,10 @@ def write_folder(tensors: Mapping[str, Any], meta: bytes, path: Path, group: Wri
     """
     try:
         with _part(path, group) as part:
-            save(dict(tensors), storage_writer=_Writer(part), process_group=group, no_dist=group is None)
+            if group is None:
+                _write_alone(dict(tensors), _Writer(part))
+            else:
+                save(dict(tensors), storage_writer=_Writer(part), process_group=group)
             _on_first(group, lambda: _complete(part, meta, path))
     except OSError as error:
         raise not_written(path, reason(error)) from error
@@ -75,6 +79,16 @@ class _Writer(FileSystemWriter):
             return written
         except (OSError, RuntimeError) as error:
             raise OSError(reason(error)) from error
+
+
+def _write_alone(tensors: dict[str, Any], writer: FileSystemWriter) -> None:
+    """Do what `save` does for a group, which for a process alone warns that it has none."""
+    planner = DefaultSavePlanner()
+    planner.set_up_planner(tensors, is_coordinator=True)
+    writer.set_up_storage_writer(is_coordinator=True)
+    plans, metadata = planner.create_global_plan([writer.prepare_local_plan(planner.create_local_plan())])
+    (plan,) = writer.prepare_global_plan(plans)
+    writer.finish(metadata, [writer.write_data(planner.finish_plan(plan), planner).wait()])
 
 
 @contextmanager

@@ -25,8 +25,8 @@ from lightning_gpp.user_code import is_user_code
 
 RELIEF: Final = 4.0
 """Seconds after which a rank that does something else goes on: an error that ends it has been reported by then."""
-STUCK: Final = 10.0
-"""Seconds without a move after which ranks that wait for each other are stuck: numbers between them arrive at once."""
+STUCK = 30.0
+"""Seconds without a move after which ranks that wait for each other are stuck: large jobs take a while to connect."""
 _COLLECTIVES: Final = tuple(
     str(Path(torch.__file__).parent / "distributed" / file)
     for file in ("distributed_c10d.py", "_functional_collectives.py")

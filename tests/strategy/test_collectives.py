@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed import _functional_collectives as functional
 
 from lightning_gpp.errors import CheckpointError
+from lightning_gpp.failure import hangs
 from lightning_gpp.strategy.checkpoints import saved_by_all
 from tests.failure.pipeline_rank import processes_running
 from tests.sampling import sample
@@ -138,6 +139,7 @@ def test_with_several_pipelines_they_go_over_these() -> None:
 
 
 def alone(rank: int, world_size: int, port: int, path: str) -> None:
+    hangs.STUCK = 5.0
     harness.enter(rank, world_size, port)
     harness.trainer(harness.strategy(timeout=600.0), 2).fit(Lonely(path).double(), harness.loader())
 
