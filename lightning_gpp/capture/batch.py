@@ -75,13 +75,6 @@ def slice_batch(batch: Any, start: int, stop: int, total: int, dims: BatchDims =
     return Samples(batch, total, dims).part(start, stop)[0]
 
 
-def map_samples(batch: Any, total: int, on_tensor: OnTensor, on_list: OnList, dims: BatchDims = GUESSED) -> Any:
-    """Apply a function to every per-sample tensor and its batch dimension, and one to every per-sample list or tuple,
-    of a batch.
-    """
-    return Samples(batch, total, dims).mapped(on_tensor, on_list)
-
-
 class Samples:
     """The samples of a batch of `total`, which is looked through only once.
 
@@ -166,11 +159,11 @@ def resized(batch: Any, num_samples: int, dims: BatchDims = GUESSED, listed: OnL
     def again(items: Any) -> Any:
         return listed(type(items)(items[number % len(items)] for number in range(num_samples)))
 
-    return map_samples(batch, samples_in(batch, dims), tensor, again, dims)
+    return Samples(batch, samples_in(batch, dims), dims).mapped(tensor, again)
 
 
-def cut_of(batch: Any, dims: BatchDims = GUESSED) -> tuple[list[str], list[str]]:
-    """The parts of a batch that are cut into micro-batches, and those that every micro-batch gets, with their sizes."""
+def cut_note(batch: Any, dims: BatchDims = GUESSED) -> str:
+    """Sentences that say which parts of a batch are cut into micro-batches, and which every micro-batch gets."""
     total = batch_size_of(batch, dims)
     cut, passed = list[str](), list[str]()
     for name, node, dim in Samples(batch, total, dims).leaves:
@@ -180,17 +173,12 @@ def cut_of(batch: Any, dims: BatchDims = GUESSED) -> tuple[list[str], list[str]]
         elif node is not None:
             about = type(node).__name__ if dim is None else f"{type(node).__name__} of {total}"
             (passed if dim is None else cut).append(f"{_label(name)} ({about})")
-    return cut, passed
+    note = f"Cut into micro-batches: {', '.join(cut)}."
+    return f"{note} Given to every micro-batch: {', '.join(passed)}." if passed else note
 
 
 def _label(name: str) -> str:
     return f"item {name}" if name[:1].isdigit() else name or "the batch"
-
-
-def cut_note(cut: Sequence[str], passed: Sequence[str]) -> str:
-    """A sentence that says how a batch is cut, see `cut_of`."""
-    note = f"Cut into micro-batches: {', '.join(cut)}."
-    return f"{note} Given to every micro-batch: {', '.join(passed)}." if passed else note
 
 
 def counting_note(batch: Any, dims: BatchDims = GUESSED) -> str:
@@ -198,12 +186,11 @@ def counting_note(batch: Any, dims: BatchDims = GUESSED) -> str:
 
     Such as the samples of time-major tensors, which labels have as first: a size that all tensors have.
     """
-    cut, passed = cut_of(batch, dims)
     shapes = {name: tuple(node.shape) for name, node in _parts(batch, "") if isinstance(node, torch.Tensor)}
     sizes = (shape[0] for shape in shapes.values() if shape and shape[0] != batch_size_of(batch, dims))
     common = next((size for size in sizes if all(size in shape for shape in shapes.values())), None)
     said = "" if common is None else f"={ {name: shape.index(common) for name, shape in shapes.items()} }"
-    return f"{cut_note(cut, passed)} If another dimension counts the samples, set strategy.batch_dims{said}."
+    return f"{cut_note(batch, dims)} If another dimension counts the samples, set strategy.batch_dims{said}."
 
 
 def named_tensors(batch: Any, total: int, dims: BatchDims = GUESSED) -> Iterator[tuple[str, torch.Tensor]]:

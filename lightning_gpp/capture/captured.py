@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_gpp._compat.lightning_module import trainer_of
-from lightning_gpp.capture.batch import GUESSED, BatchDims, batch_size_of, cut_note, cut_of, loose_rows
+from lightning_gpp.capture.batch import GUESSED, BatchDims, batch_size_of, cut_note, loose_rows
 from lightning_gpp.capture.known_values import is_present, uniform_values
 from lightning_gpp.capture.merge import input_specs, merge
 from lightning_gpp.capture.network import Network, extract
@@ -38,12 +38,11 @@ class Capture:
     """The computation of the user's step in its modules, for any number of samples.
 
     `uncut`: reasons why modules are called whole and never cut, by path. `opened`: reasons why the forwards of
-    modules run as parts of the step, by path. `cut`: the parts of the batch that are cut into micro-batches, and
-    those that every micro-batch gets; None if the batch is a micro-batch. `decided`: the values of uniform tensors
-    of the batch by which forwards have decided, by number; batches with others there need another capture, see
-    `uniform_values`. `dims`: what the user said about the dimensions that count samples. `function`: what was
-    captured, if it is not the step. `loose`: whether tensors of the batch have rows of which nobody says whose they
-    are, see `loose_rows`.
+    modules run as parts of the step, by path. `cut`: says how the batch is cut into micro-batches; empty if it is
+    one. `decided`: the values of uniform tensors of the batch by which forwards have decided, by number; batches
+    with others there need another capture, see `uniform_values`. `dims`: what the user said about the dimensions
+    that count samples. `function`: what was captured, if it is not the step. `loose`: whether tensors of the batch
+    have rows of which nobody says whose they are, see `loose_rows`.
     """
 
     graph: OperatorGraph
@@ -54,7 +53,7 @@ class Capture:
     batch_size: int
     uncut: Mapping[str, str] = field(default_factory=dict)
     opened: Mapping[str, str] = field(default_factory=dict)
-    cut: tuple[list[str], list[str]] | None = None
+    cut: str = ""
     decided: Mapping[int, int] = field(default_factory=dict)
     dims: BatchDims = field(default_factory=dict)
     function: StepFunction | None = None
@@ -73,8 +72,8 @@ class Capture:
         return list(self._notes())
 
     def _notes(self) -> Iterator[str]:
-        if self.function is None and self.cut is not None:
-            yield f"The mini-batch has {counted(self.batch_size, 'sample')}. {cut_note(*self.cut)}"
+        if self.function is None and self.cut:
+            yield f"The mini-batch has {counted(self.batch_size, 'sample')}. {self.cut}"
         for path, reason in self.uncut.items():
             yield f"Module {path!r} is called whole and never cut. {sentence(reason)}"
         for path, reason in self.opened.items():
@@ -200,7 +199,7 @@ def _capture(subject: Subject, uniform: Mapping[int, int], changes: Changes) -> 
         batch_size=total,
         uncut=changes.uncut,
         opened=changes.opened,
-        cut=cut_of(batch, subject.dims),
+        cut=cut_note(batch, subject.dims),
         decided={leaf: uniform[leaf] for leaf in base.recording.decided_by() | other_size.recording.decided_by()},
         dims=subject.dims,
         function=subject.function,

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from lightning_gpp.cli.help import VERSION, entries, filled
-from lightning_gpp.errors import ConfigError, GPPError
+from lightning_gpp.cli.help import parser_of, run_parsed
+from lightning_gpp.errors import ConfigError
 
 NAME = "gpp-checkpoint"
 
@@ -33,21 +32,12 @@ EXAMPLES = (
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command; a user's mistake ends it without a traceback."""
-    given = _parser().parse_args(sys.argv[1:] if arguments is None else arguments)
-    try:
-        given.task(given)
-    except GPPError as error:
-        print(f"{NAME}: {error}", file=sys.stderr)
-        sys.exit(1)
+    """Run the command."""
+    run_parsed(_parser(), arguments)
 
 
 def _parser() -> argparse.ArgumentParser:
-    form = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(
-        NAME, description=filled(ABOUT), epilog=entries("Examples:", EXAMPLES), formatter_class=form
-    )
-    parser.add_argument("--version", action="version", version=VERSION)
+    parser = parser_of(NAME, ABOUT, EXAMPLES)
     tasks = parser.add_subparsers(required=True, metavar="show | convert")
     show = tasks.add_parser("show", help="print what is in a checkpoint")
     show.add_argument("path", metavar="PATH", help="a checkpoint, file or folder")

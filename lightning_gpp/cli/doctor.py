@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from lightning_gpp.cli.help import VERSION, entries, filled
+from lightning_gpp.cli.help import parser_of, run_parsed
 from lightning_gpp.errors import ConfigError, GPPError, did_you_mean
 from lightning_gpp.explained import sections
 
@@ -32,21 +32,12 @@ EXAMPLES: Final = (
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command; a user's mistake ends it without a traceback."""
-    given = _parser().parse_args(arguments)
-    try:
-        given.task(given)
-    except GPPError as error:
-        print(f"{NAME}: {error}", file=sys.stderr)
-        sys.exit(1)
+    """Run the command."""
+    run_parsed(_parser(), arguments)
 
 
 def _parser() -> argparse.ArgumentParser:
-    form = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(
-        NAME, description=filled(ABOUT), epilog=entries("Examples:", EXAMPLES), formatter_class=form
-    )
-    parser.add_argument("--version", action="version", version=VERSION)
+    parser = parser_of(NAME, ABOUT, EXAMPLES)
     parser.add_argument("--processes", type=int, metavar="N", help="number of processes, if no launcher starts them")
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the cluster that was measured")
     parser.set_defaults(task=_start)
@@ -99,17 +90,17 @@ def _examine(environment: ClusterEnvironment, given: argparse.Namespace) -> None
     from lightning_gpp.cli.examination import Examination
     from lightning_gpp.strategy.processes import leave
 
-    num_nodes, problem = int(os.environ.get("SLURM_NNODES", os.environ.get("GROUP_WORLD_SIZE", "1"))), ""
+    failed = False
     try:
-        examination = Examination(environment, num_nodes)
+        examination = Examination(environment)
         for title, text in examination.findings(given.output):
             if examination.rank == 0:
                 print(f"{title:<11}{text}", flush=True)
     except GPPError as error:
-        problem = str(error)
-        print(f"{NAME}: {problem}", file=sys.stderr, flush=True)
+        failed = True
+        print(f"{NAME}: {error}", file=sys.stderr, flush=True)
     leave()
-    sys.exit(int(bool(problem)))
+    sys.exit(int(failed))
 
 
 if __name__ == "__main__":

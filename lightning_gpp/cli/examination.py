@@ -33,13 +33,12 @@ class Examination:
 
     Args:
         environment: how the launcher numbers the processes.
-        num_nodes: number of machines.
 
     Raises:
         GPPError: the processes do not find each other, or share a GPU.
     """
 
-    def __init__(self, environment: ClusterEnvironment, num_nodes: int) -> None:
+    def __init__(self, environment: ClusterEnvironment) -> None:
         self.rank, self._index = environment.global_rank(), environment.local_rank() % max(1, torch.cuda.device_count())
         open_queues()
         store = meeting_point(environment, PATIENCE)

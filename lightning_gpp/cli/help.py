@@ -1,9 +1,11 @@
-"""The text of `--help`, which commands also print without arguments."""
+"""The text of `--help`, which commands also print without arguments; the parts of commands that do not use Hydra."""
 
 from __future__ import annotations
 
+import argparse
 import re
 import shutil
+import sys
 import textwrap
 from collections.abc import Iterator, Sequence
 
@@ -11,6 +13,7 @@ import yaml
 
 import lightning_gpp
 from lightning_gpp.config_files import config_folder, files, groups
+from lightning_gpp.errors import GPPError
 from lightning_gpp.option import options_of
 from lightning_gpp.training.options import Options
 
@@ -72,3 +75,21 @@ def filled(text: str, less: int = 0) -> str:
     """The text in lines of the terminal, as far as they are easy to read, or `less` characters."""
     width = min(MAX_WIDTH, shutil.get_terminal_size((MAX_WIDTH, 24)).columns) - less
     return textwrap.fill(text, width, break_long_words=False, break_on_hyphens=False)
+
+
+def parser_of(name: str, about: str, examples: Sequence[tuple[str, str]]) -> argparse.ArgumentParser:
+    """The parser of a command with this help."""
+    form, epilog = argparse.RawDescriptionHelpFormatter, entries("Examples:", examples)
+    parser = argparse.ArgumentParser(name, description=filled(about), epilog=epilog, formatter_class=form)
+    parser.add_argument("--version", action="version", version=VERSION)
+    return parser
+
+
+def run_parsed(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> None:
+    """Run the `task` of a command line; a user's mistake ends it without a traceback."""
+    given = parser.parse_args(arguments)
+    try:
+        given.task(given)
+    except (GPPError, OSError) as error:
+        print(f"{parser.prog}: {error}", file=sys.stderr)
+        sys.exit(1)

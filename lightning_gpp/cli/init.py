@@ -9,7 +9,7 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-from lightning_gpp.cli.help import VERSION
+from lightning_gpp.cli.help import parser_of, run_parsed
 from lightning_gpp.errors import ConfigError
 
 NAME = "starter"
@@ -18,19 +18,21 @@ NAME = "starter"
 LEFT_OUT = ("runs", "__pycache__", ".pytest_cache")
 
 
+_ABOUT = (
+    "Writes a project that trains at once: a LightningModule with two towers, made-up data, their configuration, a "
+    "test, and a script for SLURM. Replace the network and the data by yours."
+)
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="gpp-init",
-        description="Writes a project that trains at once: a LightningModule with two towers, made-up data, their "
-        "configuration, a test, and a script for SLURM. Replace the network and the data by yours.",
-    )
-    parser.add_argument("--version", action="version", version=VERSION)
+    parser = parser_of("gpp-init", _ABOUT, [("gpp-init my_project", "A new folder my_project.")])
     parser.add_argument("name", help="name of the project: of its folder, its Python package and its experiment")
-    try:
-        folder = create(parser.parse_args().name, Path.cwd())
-    except (ConfigError, OSError) as error:
-        print(f"gpp-init: {error}", file=sys.stderr)
-        sys.exit(1)
+    parser.set_defaults(task=_create)
+    run_parsed(parser, None)
+
+
+def _create(given: argparse.Namespace) -> None:
+    folder = create(given.name, Path.cwd())
     train = f"gpp-train --config-dir configs experiment={folder.name}"
     print(f"{folder}/ is a project that trains: cd {folder.name} && {train}\nIts README.md tells what is where.")
 

@@ -177,7 +177,7 @@ def _set_up(
     with alone():
         captured, found_calls = captured_in(job, step, example, calls)
     if number is not None and isinstance(captured, Capture):
-        captured = replace(captured, batch_size=captured.batch_size * number, cut=None)
+        captured = replace(captured, batch_size=captured.batch_size * number, cut="")
     job = as_captured(job, step, captured, optimizers)
     form = NO_FORM if job.whole else incoming.form_of(example, job.dims_in(step))
     if isinstance(captured, Capture):

@@ -23,7 +23,7 @@ from torch.random import fork_rng
 
 from lightning_gpp._compat.torch import BatchNorm
 from lightning_gpp.capture import Capture, slice_batch
-from lightning_gpp.capture.batch import UNCOUNTED, cut_note, cut_of, loose_rows
+from lightning_gpp.capture.batch import UNCOUNTED, cut_note, loose_rows
 from lightning_gpp.capture.captured import loss_of, trained_loss
 from lightning_gpp.errors import GPPError, IndivisibleError, SelfCheckError
 from lightning_gpp.measure.memory import free_bytes
@@ -228,7 +228,7 @@ def _unsplit_or_failure(
     except GPPError:
         raise
     except Exception as error:  # user code, which may fail on fewer samples than it is written for
-        cut = "" if captured.dims == UNCOUNTED else cut_note(*cut_of(part, captured.dims))
+        cut = "" if captured.dims == UNCOUNTED else cut_note(part, captured.dims)
         return Expected(), (
             f"The training step fails on a micro-batch, the first {samples} of {captured.batch_size} samples, in one "
             f"process, too: {type(error).__name__}: {error} ({line_of(error)}). {cut} If that is wrong, say it by "

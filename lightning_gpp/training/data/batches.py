@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lightning_gpp._compat.torch import pytree
-from lightning_gpp.capture.batch import GUESSED, BatchDims, known_to_pytree, map_samples, samples_in
+from lightning_gpp.capture.batch import GUESSED, BatchDims, known_to_pytree, samples_in, slice_batch
 from lightning_gpp.errors import ScheduleError
 from lightning_gpp.schedules import Program
 
@@ -35,8 +35,7 @@ def signature(batch: Any, dims: BatchDims = GUESSED, total: int | None = None) -
 def one_sample(batch: Any, dims: BatchDims = GUESSED, total: int | None = None) -> tuple[list[Any], str]:
     """The leaves and the structure of the first sample of a batch. `total`: the number of samples, if it is known."""
     total = samples_in(batch, dims) if total is None else total
-    one = map_samples(batch, total, lambda tensor, dim: tensor.narrow(dim, 0, 1), lambda items: items[:1], dims)
-    leaves, spec = pytree.tree_flatten(one)
+    leaves, spec = pytree.tree_flatten(slice_batch(batch, 0, 1, total, dims))
     return leaves, str(spec)
 
 
