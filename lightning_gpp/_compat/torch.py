@@ -231,15 +231,6 @@ def trained_flags(parameters: Iterable[Tensor]) -> bytes:
 _REQUIRES_GRAD: Final = attrgetter("requires_grad")
 
 
-def hand_over_gradient_hooks(before: Tensor, after: Tensor) -> None:
-    """Let a leaf have the hooks of another one, whose place it takes; their handles remove them from both."""
-    with without_torch_function():
-        if before._backward_hooks:
-            after._backward_hooks = before._backward_hooks
-        if before._post_accumulate_grad_hooks:
-            after._post_accumulate_grad_hooks = before._post_accumulate_grad_hooks
-
-
 def graph_is_kept() -> bool:
     """Inside a backward: True if another backward of the same graph may follow."""
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())

@@ -7,7 +7,6 @@ import os
 import sys
 from abc import abstractmethod
 from datetime import timedelta
-from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
@@ -26,7 +25,7 @@ from lightning_gpp.failure.monitor import FailureMonitor
 from lightning_gpp.runtime.mesh import open_queues
 from lightning_gpp.strategy.meeting import meeting_point
 from lightning_gpp.training.control import Control
-from lightning_gpp.training.data.loaders import WorldSizeReads
+from lightning_gpp.training.data.loaders import tell_of_pipelines
 from lightning_gpp.training.engine import Engine
 from lightning_gpp.training.options import Options
 from lightning_gpp.training.tensors.joining import join, pipelines_of
@@ -100,6 +99,7 @@ class JobProcesses:
     _launcher: Any
     _num_nodes: int
     _control: Control | None
+    _told_world_size = False
     _phase: tuple[str, str] | None = None
     """The activity of this rank between two actions, for messages, and the place in the steps where it began."""
 
@@ -133,12 +133,9 @@ class JobProcesses:
     @property
     def world_size(self) -> int:
         """Number of processes; code of users that reads it is told once that pipelines divide data."""
-        self._world_size_reads.note("world_size")
+        if self._control is not None and not self._told_world_size:
+            self._told_world_size = tell_of_pipelines(self._control.mesh)
         return 1 if self.cluster_environment is None else self.cluster_environment.world_size()
-
-    @cached_property
-    def _world_size_reads(self) -> WorldSizeReads:
-        return WorldSizeReads()
 
     @property
     def num_pipelines(self) -> int:
@@ -189,7 +186,6 @@ class JobProcesses:
         monitor.start(store)
         start_process_group(environment, options.process_group_backend, self.root_device, options.timeout, store)
         self._control = join(options, self.global_rank, self.world_size)
-        self._world_size_reads.begin(self._control.mesh)
         return self._control
 
     def _begin(self, phase: str) -> None:

@@ -67,7 +67,6 @@ class RanksStrategy(JobProcesses, ParallelStrategy):
         parts = (self._control, self._monitor, self._guard, self._run, self._trained, self._end)
         gone = {id(part) for part in parts}
         kept = {name: None if id(part) in gone else part for name, part in super().__getstate__().items()}
-        kept.pop("_world_size_reads", None)
         return {**kept, "_checkpoints": Checkpoints(self.options, self._current_io)}
 
     def _current_io(self) -> CheckpointIO:

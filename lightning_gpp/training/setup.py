@@ -59,7 +59,7 @@ from lightning_gpp.training.planner import part_of_member, plan_for
 from lightning_gpp.training.sessions import Sessions, UncapturedError, as_captured, captured_in, steps_as_whole
 from lightning_gpp.training.tensors.joining import check_alike, facts_of_optimizers
 from lightning_gpp.training.tensors.parameters import equalise, move, place, settle
-from lightning_gpp.training.tensors.replicas import Layout, Replicas, Site
+from lightning_gpp.training.tensors.replicas import Layout, Replicas, Site, check_no_hooks
 from lightning_gpp.training.updates.gradients import FiniteCheck, StageGradients
 from lightning_gpp.training.updates.optimizers import OptimizerIndex, check_first_order
 from lightning_gpp.training.whole.whole_step import (
@@ -205,10 +205,11 @@ def _set_up(
         for optimizer in optimizers:
             check_first_order(optimizer)
     indices = [OptimizerIndex(optimizer, job.module) for optimizer in optimizers]
+    cut, replicas = not isinstance(captured, Undivided), None
+    if step == TRAINING and cut:
+        check_no_hooks(job.module, list(job.module.parameters()))  # placed ones may be other tensors
     layout = _place_parameters(job, captured, plan)
-    replicas = None
     if step == TRAINING:
-        cut = not isinstance(captured, Undivided)
         replicas = Replicas(job, layout, indices, cut=cut)
     incoming.follow()
     asynchronous = gradients = None

@@ -26,8 +26,8 @@ from lightning_gpp.training.tensors.parameters import (
     drop,
     held_first,
     materialise,
+    replace_tensors,
     saved_here,
-    succeed,
     tensors_of,
     with_values,
     without_memory,
@@ -292,7 +292,7 @@ def make_whole(module: nn.Module, placement: Placement, control: Control) -> Non
         return
     lacking = [name for name, tensor in tensors.items() if tensor.is_meta]
     found = [name for name in lacking if name in received]  # not in buffers that hooks made from values of others
-    succeed(module, [(tensors[name], with_values(tensors[name], received[name])) for name in found])
+    replace_tensors(module, [(tensors[name], with_values(tensors[name], received[name])) for name in found])
 
 
 def fill(tree: Any, control: Control) -> Any:

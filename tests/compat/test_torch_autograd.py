@@ -18,7 +18,6 @@ from lightning_gpp._compat.torch import (
     check_gradients_plainly,
     checkpoint_regions,
     graph_is_kept,
-    hand_over_gradient_hooks,
     kept_version_counters,
     run_backward,
     saved,
@@ -88,17 +87,6 @@ def hooked(seen: list[Any]) -> nn.Parameter:
 def test_with_gradient_hooks() -> None:
     plain, parameter = nn.Parameter(torch.ones(2)), hooked([])
     assert [id(each) for each in with_gradient_hooks([plain, parameter])] == [id(parameter)]
-
-
-def test_hand_over_gradient_hooks() -> None:
-    seen: list[Any] = []
-    before, after = hooked(seen), nn.Parameter(torch.ones(2))
-    handle = before.register_hook(seen.append)
-    hand_over_gradient_hooks(before, after)
-    handle.remove()
-    after.sum().backward()
-    assert len(seen) == 2
-    assert seen[1] is after
 
 
 def test_check_gradients_by() -> None:

@@ -13,11 +13,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final
 
-import torch.distributed as dist
 from torch.utils.data import DistributedSampler
 
 from lightning_gpp.errors import ConfigError
-from lightning_gpp.replaced import Replaced
 from lightning_gpp.runtime.mesh import Mesh
 from lightning_gpp.user_code import is_user_code, own_attributes
 from lightning_gpp.wording import counted, warn
@@ -139,50 +137,23 @@ _REMEDY: Final = (
 # --- user code that asks for the number of processes
 
 
-class WorldSizeReads:
-    """Tells users once that the number of processes, which their code reads, does not divide data or scale rates."""
+def tell_of_pipelines(mesh: Mesh) -> bool:
+    """Warn if code of the user reads the number of processes, which does not divide data or scale rates.
 
-    def __init__(self) -> None:
-        self._mesh: Mesh | None = None
-        self._replaced = Replaced()
-
-    def begin(self, mesh: Mesh) -> None:
-        """Watch reads from here on, if pipelines have several processes."""
-        self.end()
-        if mesh.num_processes == mesh.num_pipelines:
-            return
-        self._mesh, plain = mesh, dist.get_world_size
-
-        def get_world_size(group: dist.ProcessGroup | None = None) -> int:
-            if (
-                group in (None, dist.group.WORLD) and dist.group.WORLD is mesh.everyone
-            ):  # not the pipelines, as in steps
-                self.note("torch.distributed.get_world_size()")
-            return plain(group)
-
-        self._replaced.put(dist, "get_world_size", get_world_size)
-
-    def end(self) -> None:
-        """Stop watching."""
-        self._mesh = None
-        self._replaced.restore()
-
-    def note(self, name: str) -> None:
-        """Warn if the number is read by code of the user."""
-        mesh, frame = self._mesh, sys._getframe(2)
-        while frame.f_code.co_name == "world_size" and frame.f_back is not None:  # properties that pass it on
-            frame = frame.f_back
-        if mesh is None or not is_user_code(frame.f_code.co_filename):
-            return
-        self._mesh = None
-        if mesh.own_process == 0:
-            warn(_told(name, mesh, f"{frame.f_code.co_filename}:{frame.f_lineno}"), stacklevel=3)
-
-
-def _told(name: str, mesh: Mesh, line: str) -> str:
-    return (
-        f"{name} is the number of processes, {mesh.num_processes} ({line}), but data are divided among "
-        f"{counted(mesh.num_pipelines, 'pipeline')}. To divide samples or scale a learning rate, use num_replicas and "
-        "rank of self.trainer.distributed_sampler_kwargs, which are right under DDP, too; the __iter__ of an "
-        "IterableDataset may ask torch.distributed, whose world is then that of the pipelines."
-    )
+    Called by a property that users read; returns whether there was something to tell.
+    """
+    frame = sys._getframe(2)
+    while frame.f_code.co_name == "world_size" and frame.f_back is not None:  # properties that pass it on
+        frame = frame.f_back
+    if mesh.num_processes == mesh.num_pipelines or not is_user_code(frame.f_code.co_filename):
+        return False
+    if mesh.own_process == 0:
+        warn(
+            f"world_size is the number of processes, {mesh.num_processes} ({frame.f_code.co_filename}:{frame.f_lineno}"
+            f"), but data are divided among {counted(mesh.num_pipelines, 'pipeline')}. To divide samples or scale a "
+            "learning rate, use num_replicas and rank of self.trainer.distributed_sampler_kwargs, which are right "
+            "under DDP, too; the __iter__ of an IterableDataset may ask torch.distributed, whose world is then that of "
+            "the pipelines.",
+            stacklevel=3,
+        )
+    return True

@@ -31,7 +31,6 @@ from lightning_gpp.training.tensors.foreign import Foreign
 from lightning_gpp.training.tensors.parameters import (
     replace_tensors,
     replaced_tensors,
-    succeed,
     tensors_of,
     with_values,
     without_memory,
@@ -212,7 +211,7 @@ def _places(module: nn.Module, names: Collection[str]) -> Iterator[tuple[str, di
 @contextmanager
 def dividing(module: nn.Module, processes: Sequence[int]) -> Iterator[list[TensorParallel | None]]:
     """Inside, a module's configure_model runs; afterwards the list has what was lifted. `processes`: see `lifted`."""
-    succeed(module, [(t, without_memory(t)) for t in tensors_of(module).values() if t.is_meta])
+    replace_tensors(module, [(t, without_memory(t)) for t in tensors_of(module).values() if t.is_meta])
     ties, found = ties_of(module), list[TensorParallel | None]()
     yield found
     found.append(lifted(module, processes))
@@ -242,7 +241,7 @@ def lifted(module: nn.Module, processes: Sequence[int]) -> TensorParallel | None
     if not tensors:
         return None
     divisions = {name: _division(name, tensor, processes) for name, tensor in tensors.items()}
-    succeed(module, [(tensor, with_values(tensor, _undivided(tensor))) for tensor in tensors.values()])
+    replace_tensors(module, [(tensor, with_values(tensor, _undivided(tensor))) for tensor in tensors.values()])
     hooks = {path: _taken(part) for path, part in module.named_modules()}
     mesh = next(iter(tensors.values())).device_mesh
     return TensorParallel(mesh, divisions, {path: tables for path, tables in hooks.items() if any(tables)})

@@ -51,8 +51,8 @@ class Door:
         """Inside, all ranks have the values of a part of the module, and draw the same random numbers.
 
         Raises:
-            ConfigError: values cannot be gathered, in a step that only one rank runs, too; the ranks open different
-                doors; or only some ranks change a value.
+            ConfigError: values cannot be gathered, in a step that only one rank runs, too; or only some ranks change a
+                value.
         """
         if self.locked:
             raise ConfigError(f"summon_full_params gathers no values with {self.locked}")
@@ -66,22 +66,11 @@ class Door:
                 )
             yield
             return
-        if self._holders:
-            self._check_together(part)
         with self._mirror.one_stream(), self._values_of(names):
             before = self._digests(names)
             yield
             if self._holders:
                 self._check_changes(before, self._digests(names))
-
-    def _check_together(self, part: nn.Module) -> None:
-        path = next((path for path, each in self.module.named_modules() if each is part), "")
-        paths = sorted(set(self._control.gather_in_pipeline(path)))
-        if len(paths) > 1:
-            raise ConfigError(
-                f"The ranks have called summon_full_params for different modules: {some([*map(repr, paths)])}. Let all "
-                "ranks open it for the same one."
-            )
 
     def _names_in(self, part: nn.Module) -> set[str]:
         inside = {id(tensor) for tensor in (*part.parameters(), *part.buffers())}
@@ -184,8 +173,8 @@ def summon_full_params(module: nn.Module) -> Iterator[None]:
         module: the LightningModule, or a part of it that is enough.
 
     Raises:
-        ConfigError: parameters are sharded, divided by tensor parallelism, or trained asynchronously; the ranks open it
-            for different modules; or only some ranks change a value.
+        ConfigError: parameters are sharded, divided by tensor parallelism, or trained asynchronously; or only some
+            ranks change a value.
     """
     door = next((door for root, door in _DOORS.items() if any(part is module for part in root.modules())), None)
     with nullcontext() if door is None else door.open(module):

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_gpp._compat.lightning_module import set_device
-from lightning_gpp._compat.torch import hand_over_gradient_hooks
 from lightning_gpp.errors import ConfigError
 from lightning_gpp.plan import STEP, Plan, Stage
 from lightning_gpp.runtime.sharding.shards import local
@@ -95,7 +94,9 @@ def drop(module: nn.Module, elsewhere: Mapping[str, Whereabouts], device: torch.
     Tied ones stay tied.
     """
     dropped = {name: t for name, t in tensors_of(module).items() if name in elsewhere and not isinstance(t, Foreign)}
-    succeed(module, [(tensor, foreign_like(tensor, device, [elsewhere[name]])) for name, tensor in dropped.items()])
+    replace_tensors(
+        module, [(tensor, foreign_like(tensor, device, [elsewhere[name]])) for name, tensor in dropped.items()]
+    )
 
 
 Swaps = Sequence[tuple[Tensor, Tensor]]
@@ -125,13 +126,6 @@ def replaced_tensors(module: nn.Module, swaps: Swaps) -> Iterator[None]:
         replace_tensors(module, [(after, before) for before, after in swaps])
 
 
-def succeed(module: nn.Module, swaps: Swaps) -> None:
-    """Replace parameters and buffers for good: users' hooks on gradients go over to the new tensors."""
-    for before, after in swaps:
-        hand_over_gradient_hooks(before, after)
-    replace_tensors(module, swaps)
-
-
 def with_values(tensor: Tensor, values: Tensor) -> Tensor:
     """A tensor of the same kind with these values, without hooks."""
     if not isinstance(tensor, nn.Parameter):
@@ -151,7 +145,7 @@ def materialise(module: nn.Module, names: Iterable[str]) -> None:
     tensors = tensors_of(module)
     lacking = [tensors[name] for name in names if tensors[name].is_meta]
     empty = [torch.empty_strided(each.shape, each.stride(), dtype=each.dtype, device="cpu") for each in lacking]
-    succeed(module, [(each, with_values(each, values)) for each, values in zip(lacking, empty, strict=True)])
+    replace_tensors(module, [(each, with_values(each, values)) for each, values in zip(lacking, empty, strict=True)])
 
 
 def settle(
