@@ -212,6 +212,13 @@ class Problem:
         return self.units.graph()
 
     @cached_property
+    def neighbours(self) -> tuple[list[int], list[int]]:
+        """The units that each unit reads directly, and those that read it, as the bits of their numbers."""
+        both = self.order.predecessors, self.order.successors
+        before, after = ([sum(1 << other for other in of(unit)) for unit in range(self.num_units)] for of in both)
+        return before, after
+
+    @cached_property
     def flow_table(self) -> list[tuple[int, tuple[int, ...], tuple[float, float, float, float]]]:
         """Bytes per unit and set of readers: per sample and fixed, forward; per sample and fixed, backward."""
         sums: dict[tuple[int, tuple[int, ...]], Array] = {}

@@ -8,7 +8,7 @@ Slack of a stage under 1F1B is a number of micro-batches in flight besides those
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import count, islice
 from typing import Final
@@ -164,7 +164,7 @@ def _sizes(problem: Problem, draft: Draft) -> Iterator[Draft]:
 
 
 def _unit_moves(problem: Problem, draft: Draft, stage: int, fast: list[int]) -> Iterator[Draft]:
-    if len(draft.groups[stage]) == 1:
+    if len(draft.groups[stage]) == 1 or len(draft.groups) == 1:
         return
     owner = stage_of_units(problem.num_units, draft.groups)
     least = [fast[0]] if fast[0] != stage else fast[1:2]
@@ -185,36 +185,47 @@ def _bundles(
     problem: Problem, group: tuple[int, ...], owner: list[int], stage: int
 ) -> Iterator[tuple[tuple[int, ...], list[int]]]:
     """Sets of units to move together, and the stages next to them."""
-    for bundle in _sets(problem, group):
-        targets = sorted({owner[other] for other in _neighbours(problem, bundle)} - {stage})
+    for bundle, around in _sets(problem, group):
+        targets = sorted({owner[other] for other in _numbers(around)} - {stage})
         if targets:
-            yield tuple(sorted(bundle)), targets
+            yield _numbers(bundle), targets
 
 
-def _sets(problem: Problem, group: tuple[int, ...]) -> Iterator[set[int]]:
-    """Single units, then each unit with all that follow or all that precede it in the stage."""
-    yield from ({unit} for unit in group)
+def _sets(problem: Problem, group: tuple[int, ...]) -> Iterator[tuple[int, int]]:
+    """Single units, then each unit with all that follow or all that precede it in the stage, each as the bits of its
+    numbers; and the bits of the units next to them outside of the stage.
+    """
+    inside = sum(1 << unit for unit in group)
+    before, after = problem.neighbours
+    around = {unit: (before[unit] | after[unit]) & ~inside for unit in group}
+    yield from ((1 << unit, around[unit]) for unit in group)
+    follow, precede = _closures(reversed(group), after, around), _closures(group, before, around)
     for unit in group:
-        for step in (problem.order.successors, problem.order.predecessors):
-            bundle = _closure(unit, set(group), step)
-            if 1 < len(bundle) < len(group):
-                yield bundle
+        for bundle, others in (follow[unit], precede[unit]):
+            if 1 < bundle.bit_count() < len(group):
+                yield bundle, others
 
 
-def _neighbours(problem: Problem, units: Iterable[int]) -> Iterator[int]:
+def _closures(units: Iterable[int], steps: Sequence[int], around: dict[int, int]) -> dict[int, tuple[int, int]]:
+    """Each unit with all that can be reached inside the stage, and the units around them. Units come after those that
+    they reach.
+    """
+    found: dict[int, tuple[int, int]] = {}
     for unit in units:
-        yield from problem.order.successors(unit)
-        yield from problem.order.predecessors(unit)
-
-
-def _closure(unit: int, inside: set[int], step: Callable[[int], Iterable[int]]) -> set[int]:
-    found, waiting = {unit}, [unit]
-    while waiting:
-        for other in step(waiting.pop()):
-            if other in inside and other not in found:
-                found.add(other)
-                waiting.append(other)
+        bundle, others = 1 << unit, around[unit]
+        for other in _numbers(steps[unit]):
+            if other in around:
+                bundle, others = bundle | found[other][0], others | found[other][1]
+        found[unit] = bundle, others
     return found
+
+
+def _numbers(bits: int) -> tuple[int, ...]:
+    found: list[int] = []
+    while bits:
+        found.append((bits & -bits).bit_length() - 1)
+        bits &= bits - 1
+    return tuple(found)
 
 
 def _device_moves(problem: Problem, draft: Draft, stage: int, fast: list[int]) -> Iterator[Draft]:
