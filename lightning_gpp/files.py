@@ -11,12 +11,6 @@ import yaml
 
 from lightning_gpp.errors import GPPError
 
-MAX_BYTES: Final = 8 * 2**20
-"""Size of the largest YAML file that is read, which takes half a minute; a plan has about 2 KB per stage."""
-
-MAX_DEPTH: Final = 64
-"""Levels of the most deeply nested YAML that is read: the parser recurses."""
-
 
 class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]  # PyYAML has no types
     """The safe loader of YAML, for which 1e9 is a number and 2024-01-01 is text; YAML 1.1 has it the other way."""
@@ -55,12 +49,11 @@ def read_yaml(path: str | Path, *, error: type[GPPError], place: str = "") -> An
     """The content of a YAML file, or of a JSON file. `place` is the beginning of messages, by default the path.
 
     Raises:
-        GPPError: of the type `error`; the file cannot be read, is too large, or is not YAML.
+        GPPError: of the type `error`; the file cannot be read, or is not YAML.
     """
     place = place or str(path)
     text = _read(path, error, place)
     try:
-        _check_nesting(text)
         return yaml.load(text, Loader=_Loader)
     except (yaml.YAMLError, ValueError) as failure:
         raise error(f"{place}: is not YAML that can be read: {_one_line(failure)}.") from failure
@@ -68,24 +61,11 @@ def read_yaml(path: str | Path, *, error: type[GPPError], place: str = "") -> An
 
 def _read(path: str | Path, error: type[GPPError], place: str) -> str:
     try:
-        size = Path(path).stat().st_size
-        if size > MAX_BYTES:
-            raise error(f"{place}: has {size / 2**20:.0f} MiB; files of up to {MAX_BYTES // 2**20} MiB are read.")
         return Path(path).read_text(encoding="utf-8-sig")  # editors of Windows put a mark in front
     except OSError as failure:
         raise error(f"{place}: cannot be read: {failure.strerror}.") from failure
     except UnicodeDecodeError as failure:
         raise error(f"{place}: is not text in UTF-8, see byte {failure.start}. Save it in this encoding.") from failure
-
-
-def _check_nesting(text: str) -> None:
-    depth = 0
-    for event in yaml.parse(text, Loader=_Loader):
-        if isinstance(event, yaml.AliasEvent):
-            raise ValueError(f"it has an alias, *{event.anchor}; write the value itself")
-        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-        if depth > MAX_DEPTH:
-            raise ValueError(f"it is nested more than {MAX_DEPTH} levels deep")
 
 
 def _one_line(failure: Exception) -> str:

@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import inspect
 import textwrap
-import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cache, wraps
-from typing import Any, Concatenate, Literal, ParamSpec, Protocol, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, get_args, get_origin, get_type_hints
 
-from annotated_types import Ge, Gt
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from lightning_gpp.errors import ConfigError, did_you_mean
-from lightning_gpp.validation import shown
+from lightning_gpp.validation import in_words, shown
 
 Given = TypeVar("Given", contravariant=True)
 Kept = TypeVar("Kept", covariant=True)
@@ -45,7 +43,7 @@ class Option:
         default: default of the argument.
         help: what the option does; one text for the documentation of the argument and the comment of the key.
         section: heading of this option and those after it.
-        allowed: the allowed values in words; by default the words for the type.
+        allowed: the allowed values in words; by default those of pydantic.
         convert: converts a given value to the kept one, or raises GPPError if it is not allowed; without it a value is
             checked against the type.
     """
@@ -66,18 +64,11 @@ class Option:
         """
         if self.convert is not None:
             return self.convert(value)
-        if not conforms(value, self.kind):
-            raise refusal(self.name, value, self.allowed)
+        try:  # without any conversion: 1 is no bool, "1" no int
+            _adapter(self.kind).validate_python(value)
+        except ValidationError as error:
+            raise refusal(self.name, value, self.allowed or in_words(error.errors())) from None
         return value
-
-
-def conforms(value: object, kind: Any) -> bool:
-    """True if a value is of a type without any conversion: 1 is no bool, "1" no int."""
-    try:
-        _adapter(kind).validate_python(value)
-    except ValidationError:
-        return False
-    return True
 
 
 @cache
@@ -123,16 +114,11 @@ def options_of(owner: type) -> tuple[Option, ...]:
 
 
 def _definition(name: str, kind: Any, default: Any, metadata: Mapping[str, Any]) -> Option:
-    kind = _given(kind)
-    return Option(**{"name": name, "kind": kind, "default": default, **metadata, "allowed": _allowed(kind, metadata)})
+    return Option(**{"name": name, "kind": _given(kind), "default": default, **metadata})
 
 
 def _given(kind: Any) -> Any:
     return get_args(kind)[0] if get_origin(kind) is Converted else kind
-
-
-def _allowed(kind: Any, metadata: Mapping[str, Any]) -> str:
-    return str(metadata["allowed"] or in_words(kind))
 
 
 def settle(instance: object) -> None:
@@ -143,32 +129,6 @@ def settle(instance: object) -> None:
     """
     for definition in options_of(type(instance)):
         object.__setattr__(instance, definition.name, definition.keep(getattr(instance, definition.name)))
-
-
-def in_words(kind: Any) -> str:
-    """The values that a type allows, for messages and documentation: `"mean" | "sum"` is "one of 'mean', 'sum'"."""
-    origin, arguments = get_origin(kind), get_args(kind)
-    if origin in (Union, types.UnionType):
-        return ", or ".join(in_words(argument) for argument in arguments)
-    if origin is Literal:
-        return ("one of " if len(arguments) > 1 else "") + ", ".join(map(repr, arguments))
-    if hasattr(kind, "__metadata__"):
-        return " ".join([in_words(arguments[0]), *map(_bound, kind.__metadata__)])
-    return _WORDS.get(kind, f"a {getattr(kind, '__name__', kind)}")
-
-
-_WORDS: Mapping[Any, str] = {
-    int: "a whole number",
-    float: "a number",
-    bool: "true or false",
-    str: "text",
-    type(None): "null",
-    Sequence[str]: "a list of text",
-}
-
-
-def _bound(bound: Ge | Gt) -> str:
-    return f">= {bound.ge}" if isinstance(bound, Ge) else f"> {bound.gt}"
 
 
 def takes_fields_of(

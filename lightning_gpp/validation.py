@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import reprlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from functools import cache
 from typing import Any, TypeVar, get_args, get_type_hints
@@ -76,7 +76,7 @@ def _problem(kind: Any, content: object, root: str, failure: ValidationError) ->
         return f"{key} is not a key.{did_you_mean(path[-1], _keys(kind, path[:-1]))}"
     if first["type"] == _MISSING:
         return f"{key} is missing."
-    allowed = " or ".join(dict.fromkeys(_allowed(error) for other, error in errors if other == path))
+    allowed = in_words(error for other, error in errors if other == path)
     return f"{key or 'the content'} is {shown(_value(content, path))}; it must be {allowed}."
 
 
@@ -126,27 +126,7 @@ def _dataclass_in(kind: Any) -> Any:
     return next((item for item in (kind, *get_args(kind)) if isinstance(item, type) and is_dataclass(item)), None)
 
 
-_ALLOWED: Mapping[str, str] = {
-    "bool_type": "true or false",
-    "dataclass_type": "a mapping",
-    "dict_type": "a mapping",
-    "finite_number": "a finite number",
-    "float_type": "a number",
-    "greater_than": "> {gt}",
-    "greater_than_equal": ">= {ge}",
-    "int_type": "a whole number",
-    "less_than_equal": "<= {le}",
-    "literal_error": "one of {expected}",
-    "none_required": "null",
-    "string_type": "text",
-    "too_short": "a list of at least {min_length}",
-    "tuple_type": "a list",
-}
-"""Allowed values in words, by pydantic's kinds of errors."""
-
-
-def _allowed(error: Any) -> str:
-    words = _ALLOWED.get(error["type"])
-    if words is None:
-        return str(error["msg"]).removeprefix("Input should be ")
-    return words.format(**error.get("ctx", {}))
+def in_words(errors: Iterable[Any]) -> str:
+    """The values that are allowed where pydantic found these errors, each a mapping."""
+    words = dict.fromkeys(str(error["msg"]).removeprefix("Input should be ") for error in errors)
+    return ", or ".join(words).replace("None", "null")

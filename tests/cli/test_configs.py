@@ -64,7 +64,7 @@ def test_what_cannot_be_built_names_its_key(override: str, message: str) -> None
     ("override", "message"),
     [
         ("strategy.schedule=fastest", "strategy.schedule is 'fastest'; it must be one of auto, 1f1b, .*register"),
-        ("strategy.num_pipelines=0", "strategy.num_pipelines is 0; it must be a whole number >= 1, or null"),
+        ("strategy.num_pipelines=0", "strategy.num_pipelines is 0; it must be greater than or equal to 1"),
     ],
 )
 def test_an_option_is_refused_before_data_and_model_are_built(override: str, message: str) -> None:

@@ -51,7 +51,7 @@ MISTAKES: dict[str, tuple[str, ...]] = {
     r"output=mine\.py/plan\.yaml cannot be": ("plan", TWO_TOWER, "output=mine.py/plan.yaml"),
     r"no\.yaml \(strategy\.plan\): cannot be read: No": ("plan", TWO_TOWER, "strategy.plan=no.yaml"),
     r"own\.py:\d+.*: RuntimeError: my step is broken": (*("plan", TWO_TOWER, "model._target_=own.Model"),),
-    r"strategy\.num_pipelines is 0; it must be a wh": ("plan", TWO_TOWER, "strategy.num_pipelines=0"),
+    r"strategy\.num_pipelines is 0; it must be greater": ("plan", TWO_TOWER, "strategy.num_pipelines=0"),
 }
 """What is said, by the command line."""
 

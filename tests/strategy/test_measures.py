@@ -93,7 +93,7 @@ def test_values_of_another_kind_and_unknown_stages(measure: str) -> None:
         match = rf"strategy.{measure} is {re.escape(repr(value))}; it must be true, false, a"
         with pytest.raises(ConfigError, match=match):
             GPPStrategy(**{measure: value})
-    with pytest.raises(ConfigError, match=rf"strategy.stages\[0\].{measure} is 'left'; it must be true or false"):
+    with pytest.raises(ConfigError, match=rf"strategy.stages\[0\].{measure} is 'left'; it must be a valid boolean"):
         GPPStrategy(stages=listed(**{measure: "left"}))
     with pytest.raises(ConfigError, match=r"lists \['up'\]; the stages .* are \['left', 'right'"):
         planned(measure, **{measure: ["left", "up"]})
