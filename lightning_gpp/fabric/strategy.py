@@ -90,7 +90,6 @@ class GPPFabricStrategy(JobProcesses, ParallelStrategy):
     """
 
     _owner = "Fabric"
-    _forks = False
 
     @takes_fields_of(FabricArguments)
     def __init__(self, given: FabricArguments) -> None:

@@ -17,7 +17,7 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]  # it has no types
 
-from lightning_gpp._compat.lightning_processes import ForkingLauncher, ScriptLauncher
+from lightning_gpp._compat.lightning_processes import ScriptLauncher
 from lightning_gpp.errors import ConfigError
 from lightning_gpp.failure.hangs import Activity, Wait
 from lightning_gpp.failure.limits import Limits
@@ -87,8 +87,6 @@ class JobProcesses:
 
     _owner: ClassVar = "Trainer"
     """The class that has the arguments `accelerator` and `devices`."""
-    _forks: ClassVar = True
-    """True if processes can be forked where there is no script."""
 
     options: Options
     parallel_devices: list[torch.device] | None
@@ -146,16 +144,12 @@ class JobProcesses:
         environment = self.cluster_environment
         if self.parallel_devices and self.parallel_devices[0].type == "cuda":
             open_queues()
-        if self.num_processes * self.num_nodes > 1:  # notebooks, too, run one process
-            self._launcher = self._launcher_for(environment)
-
-    def _launcher_for(self, environment: ClusterEnvironment | None) -> Any:
+        if self.num_processes * self.num_nodes == 1:  # notebooks, too, run one process
+            return
         assert environment is not None  # Lightning's connector has set it
         if not environment.creates_processes_externally and not has_script():
-            if not self._forks:
-                raise ConfigError(_NO_SCRIPT.format(devices=self.num_processes, more=self.num_processes - 1))
-            return ForkingLauncher(self, start_method="fork")  # type: ignore[arg-type]  # of the trainer
-        return ScriptLauncher(environment, self.num_processes, self.num_nodes)
+            raise ConfigError(_NO_SCRIPT.format(devices=self.num_processes, more=self.num_processes - 1))
+        self._launcher = ScriptLauncher(environment, self.num_processes, self.num_nodes)
 
     def _end_started(self) -> None:
         if isinstance(self._launcher, ScriptLauncher):

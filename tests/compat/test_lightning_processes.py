@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
-from lightning_gpp._compat import lightning_processes as compat
 from tests.interpreter import Program
 
 LAUNCHED = """
@@ -29,8 +27,3 @@ def test_script_launcher(tmp_path: Path) -> None:
     code, output = Program(str(script), str(note)).outcome(50)
     assert code == 0, output
     assert note.read_text() == "1"
-
-
-def test_forking_launcher() -> None:
-    strategy: Any = None
-    assert compat.ForkingLauncher(strategy, start_method="fork").is_interactive_compatible

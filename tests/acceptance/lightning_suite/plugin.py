@@ -21,6 +21,7 @@ from lightning.pytorch.trainer.connectors.accelerator_connector import _Accelera
 
 from lightning_gpp import GPPStrategy
 from lightning_gpp.strategy import processes
+from tests.acceptance.lightning_suite.forking import ForkingLauncher
 
 INJECT, RESULTS, PROCESSES = "GPP_SUITE_INJECT", "GPP_SUITE_RESULTS", "GPP_SUITE_PROCESSES"
 ENDED = "the process ended during this test"
@@ -62,6 +63,11 @@ def _in_its_place(strategy: Any) -> Any:
     return GPPStrategy(self_check=False) if os.environ.get(INJECT) == "1" else strategy
 
 
+def _fork(strategy: Any) -> None:
+    if strategy.num_processes > 1:
+        strategy._launcher = ForkingLauncher(strategy, start_method="fork")
+
+
 def _of_two() -> bool:
     return os.environ.get(PROCESSES) == "2"
 
@@ -76,7 +82,7 @@ def pytest_configure(config: pytest.Config) -> None:
         pytest.exit("This process is a rank that a test has started.", returncode=1)
     if _of_two():
         _AcceleratorConnector._init_strategy = _init_strategy(_AcceleratorConnector._init_strategy)
-        processes.has_script = lambda: False  # so that processes are forked
+        processes.JobProcesses._configure_launcher = _fork  # type: ignore[method-assign]
     else:
         _AcceleratorConnector._choose_strategy = _choose(_AcceleratorConnector._choose_strategy)
 
