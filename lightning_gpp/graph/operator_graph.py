@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Final
+from typing import Any, Final
 
 import networkx as nx
 
@@ -150,7 +150,7 @@ class OperatorGraph:
     `divided`: parameters that the members of a device divide (tensor parallelism), with the dimension that is cut.
     `regions`: paths of modules that are one operator because results inside are divided.
     `detail`: the same step with the operators inside of regions; None if it is not known.
-    `parts`: see `graph.parts`.
+    `parts`: see `graph.parts`. `assigned`: the stages of operators by the stages' modules, see `assign`.
     """
 
     nx: nx.DiGraph = field(default_factory=nx.DiGraph)
@@ -163,6 +163,7 @@ class OperatorGraph:
     regions: frozenset[str] = frozenset()
     detail: OperatorGraph | None = None
     parts: dict[int, OperatorGraph] = field(default_factory=dict, init=False, repr=False, compare=False)
+    assigned: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def with_whole(self, whole: frozenset[str]) -> OperatorGraph:
         """The same graph with these operators as `whole`."""

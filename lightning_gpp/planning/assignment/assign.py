@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import Final
 
 import networkx as nx
 
@@ -30,6 +31,18 @@ def assign(graph: OperatorGraph, stage_modules: Sequence[Sequence[str]]) -> Assi
     Raises:
         PlanError: a module is listed twice.
     """
+    key = graph.nx.number_of_nodes(), tuple(map(tuple, stage_modules))
+    if key not in graph.assigned:  # a plan that is drafted, completed and timed is assigned several times
+        if len(graph.assigned) >= _REMEMBERED:
+            graph.assigned.clear()
+        graph.assigned[key] = _assigned(graph, stage_modules)
+    return dict(graph.assigned[key])
+
+
+_REMEMBERED: Final = 16
+
+
+def _assigned(graph: OperatorGraph, stage_modules: Sequence[Sequence[str]]) -> Assignment:
     placed = _Assignment(graph, _owners(stage_modules))
     for operator in reversed(list(graph)):
         placed.place(operator)

@@ -117,10 +117,11 @@ def _with_replicas(draft: Draft, changes: dict[int, int]) -> Draft:
 
 def _moved(draft: Draft, units: Sequence[int], src: int, dst: int) -> Draft:
     """Move units from one stage to another; they must not be all of the stage's units."""
-    groups = list(draft.groups)
-    groups[src] = tuple(unit for unit in groups[src] if unit not in units)
-    groups[dst] = tuple(sorted((*groups[dst], *units)))
-    return draft.with_stages(units=groups)
+    stages, moving = list(draft.stages), set(units)
+    kept = tuple(unit for unit in stages[src].units if unit not in moving)
+    stages[src] = replace(stages[src], units=kept)
+    stages[dst] = replace(stages[dst], units=tuple(sorted((*stages[dst].units, *units))))
+    return replace(draft, stages=tuple(stages))
 
 
 def _merged(draft: Draft, first: int, second: int, num_replicas: int | None = None) -> Draft:
