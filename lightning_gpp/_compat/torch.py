@@ -31,7 +31,7 @@ BatchNorm: Final = _BatchNorm
 FLASH_ATTENTION_FOR_CPU: Final = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 """The attention of CPUs, which torch's own table of FLOPs lacks."""
 
-_COMPILED_IN_PLACE: Final = "_compiled_call_impl"
+COMPILED_IN_PLACE: Final = "_compiled_call_impl"
 
 # --- tensors and modules
 
@@ -351,9 +351,9 @@ def replace_calls(modules: Iterable[nn.Module], calls: Iterable[Callable[..., An
     """Let calls of modules run something else, None for their forward; returns what they ran, as after `compile()`."""
     before = []
     for module, call in zip(modules, calls, strict=True):
-        before.append(vars(module).pop(_COMPILED_IN_PLACE, None))
+        before.append(vars(module).pop(COMPILED_IN_PLACE, None))
         if call is not None:
-            vars(module)[_COMPILED_IN_PLACE] = call
+            vars(module)[COMPILED_IN_PLACE] = call
     return before
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from lightning_gpp._compat.torch import autograd_function_calls, pytree, replace_calls, version
+from lightning_gpp._compat.torch import COMPILED_IN_PLACE, autograd_function_calls, pytree, version
 from lightning_gpp.capture.recording import target_of, target_of_apply
 
 Answer = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]
@@ -69,11 +69,14 @@ class Answers:
                 self._attach()
 
     def _attach(self) -> None:
-        self._own = replace_calls(self._modules, self._calls)
+        self._own = [vars(module).get(COMPILED_IN_PLACE) for module in self._modules]
+        for module, call in zip(self._modules, self._calls, strict=True):
+            vars(module)[COMPILED_IN_PLACE] = call
 
     def _detach(self) -> None:
-        if self._own is not None:
-            replace_calls(self._modules, self._own)
+        for module, own in zip(self._modules, self._own or (), strict=self._own is not None):
+            del vars(module)[COMPILED_IN_PLACE]
+            vars(module).update({} if own is None else {COMPILED_IN_PLACE: own})
         self._own = None
 
 

@@ -213,12 +213,11 @@ class GPPStrategy(RanksStrategy):
 
         A step as a whole runs on all ranks, and its result is its own.
         """
-        steps = self._steps
-        if steps.whole:
+        if self._training.trains_whole:
             with self._training.whole_step():
                 result = super().training_step(*args, **kwargs)
             return SKIPPED if result is None and self._running.skips_together else result
-        return steps.train([*args, *kwargs.values()], last=not self._accumulating)
+        return self._steps.train([*args, *kwargs.values()], last=not self._accumulating)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """The result of the user's step on the rank that runs it; a step as a whole runs on all ranks."""
@@ -238,7 +237,7 @@ class GPPStrategy(RanksStrategy):
         if module is None:
             raise ConfigError("The strategy has no module; use trainer.fit(model).")
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
-        if self._steps.whole:
+        if self._training.trains_whole:
             with self._training.whole.reducing():
                 self.precision_plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
             self._training.check_finite(closure_loss, last=not self._accumulating)
@@ -250,7 +249,7 @@ class GPPStrategy(RanksStrategy):
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Step an optimizer, which evaluates the closure once, as each device steps its own part."""
-        if not self._steps.whole or self._training.plan.num_devices > 1:
+        if not self._training.trains_whole or self._training.plan.num_devices > 1:
             closure = once(closure)
         with self._training.divided_optimizers():
             return super().optimizer_step(optimizer, closure, model, **kwargs)

@@ -50,7 +50,7 @@ class Runner:
 
     def __init__(self, sessions: Sessions, optimizers: Callable[[], list[Optimizer]]) -> None:
         self._new, self._optimizers, self._asynchronous = sessions.new, optimizers, sessions.site.asynchronous
-        self._job, self._incoming = sessions.job, sessions.incoming
+        self._job, self._incoming, self._division = sessions.job, sessions.incoming, sessions.job.division
         self.sums = self._job.options.loss_reduction == "sum"
         self._counted = counted(self._job.options.loss_reduction)
         self.current: Session | None = None
@@ -86,8 +86,8 @@ class Runner:
         """
         if self._asynchronous is not None:
             return self._train_ahead(self._asynchronous, arguments, weight, accumulated, number)
-        if self._job.division is not None:
-            return self._train_parts(self._job.division, arguments, weight, number)
+        if self._division is not None:
+            return self._train_parts(self._division, arguments, weight, number)
         session = self.session(TRAINING, arguments)
         return self.flushed(session, arguments, weight, number)
 
