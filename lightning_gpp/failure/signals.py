@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import signal
 import threading
 import time
@@ -25,11 +24,9 @@ _ECHO: Final = 2.0
 class StopFlag:
     """A context manager in which `signals` only set a flag. Main thread only; ValueError elsewhere.
 
-    A main thread that waits in a receive runs no Python handlers, and if its peer never sends, no rank reaches the
-    point at which the flag is read. So a thread learns of signals, too: it passes each to `heard` at once, also those
-    that keep their handlers, and to `overdue` one of `signals` that nobody has answered within `patience` seconds.
-    One that comes too late to be answered takes effect at the end of the context. Forked workers keep the default
-    behaviour of `signals`.
+    A main thread that waits in a receive runs no Python handlers. So a thread learns of signals, too: it passes each to
+    `heard` at once, also those that keep their handlers. One that comes too late to be answered takes effect at the end
+    of the context. Forked workers keep the default behaviour of `signals`.
 
     Ctrl-C counts once: torchrun passes to its processes what the terminal has sent them, too, and a second
     KeyboardInterrupt would end the report of the first, and with it the process.
@@ -37,17 +34,14 @@ class StopFlag:
 
     def __init__(
         self,
-        overdue: Callable[[signal.Signals], None],
+        heard: Callable[[int], object] = lambda number: None,
         *,
         signals: Iterable[signal.Signals] = STOP_SIGNALS,
-        patience: float = 30.0,
-        heard: Callable[[int], object] = lambda number: None,
     ) -> None:
         self.signals = tuple(signals)
         self.received: signal.Signals | None = None
         """The signal that this rank has received, the first of several."""
-        self._overdue, self._heard, self._patience = overdue, heard, patience
-        self._answered = False
+        self._heard, self._answered = heard, False
         self._previous: dict[signal.Signals, Any] = {}
         self._before_interrupt: Any = None
         self._interrupted = float("-inf")
@@ -73,7 +67,6 @@ class StopFlag:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        answered, self._answered = self._answered, True
         signal.set_wakeup_fd(self._previous_wakeup)
         for each, handler in self._previous.items():
             signal.signal(each, handler if handler is not None else signal.SIG_DFL)
@@ -83,7 +76,7 @@ class StopFlag:
         os.write(self._wake, b"\0")
         os.close(self._wake)
         self._listener.join(1.0)  # leaves no thread behind, unless it is busy with a signal
-        if self.received and not answered and error is None:
+        if self.received and not self._answered and error is None:
             signal.raise_signal(self.received)
 
     def answer(self) -> None:
@@ -111,21 +104,8 @@ class StopFlag:
 
     def _listen(self) -> None:
         """Read signals, which arrive as bytes even while the main thread waits, until a zero."""
-        asked, deadline = signal.SIGTERM, float("inf")
-        while True:
-            left = None if deadline == float("inf") else max(deadline - time.monotonic(), 0)
-            ready = select.select([self._woken], [], [], left)[0]
-            if ready:
-                number = os.read(self._woken, 1)[0]
-                if number == 0:
-                    break
-                self._heard(number)
-                if number in self.signals and deadline == float("inf"):
-                    asked, deadline = signal.Signals(number), time.monotonic() + self._patience
-            else:
-                deadline = float("inf")
-                if not self._answered:
-                    self._overdue(asked)
+        while number := os.read(self._woken, 1)[0]:
+            self._heard(number)
         os.close(self._woken)
 
 

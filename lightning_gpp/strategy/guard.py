@@ -18,7 +18,6 @@ import subprocess
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from datetime import timedelta
 from typing import Any, Final
 
 import lightning.pytorch as pl
@@ -77,7 +76,6 @@ class Guard(pl.Callback):
         trainer: of the run.
         monitor: knows on rank 0 whether any rank was asked to stop.
         environment: may ask for SLURM jobs to be requeued.
-        grace: time from a signal to the end of a step.
         finish_saving: waits for a checkpoint that is being written in the background.
     """
 
@@ -86,11 +84,10 @@ class Guard(pl.Callback):
         trainer: pl.Trainer,
         monitor: FailureMonitor,
         environment: ClusterEnvironment,
-        grace: timedelta,
         finish_saving: Callable[[], None],
     ) -> None:
         self._trainer, self._monitor, self._environment = trainer, monitor, environment
-        self._grace, self._finish_saving = grace.total_seconds(), finish_saving
+        self._finish_saving = finish_saving
         self._control: Control | None = None
         self._flag: StopFlag | None = None
         self._said: int | None = None
@@ -100,7 +97,7 @@ class Guard(pl.Callback):
         trainer.callbacks = _Guarded(self, trainer.callbacks)  # type: ignore[attr-defined]  # set by a connector
         if threading.current_thread() is threading.main_thread():
             _compat.leave_signals_alone(trainer, self._replaced)
-            self._flag = StopFlag(self._give_up, patience=self._grace, heard=self._hear).__enter__()
+            self._flag = StopFlag(self._hear).__enter__()
 
     def stop_between_steps(self, control: Control) -> None:
         """Let the run stop between two steps from now on, as there are processes that can agree on it."""
@@ -258,9 +255,6 @@ class Guard(pl.Callback):
         say(f"[rank {self._monitor.rank}] Received {number.name} before all ranks were there. It ends.")
         self._hand_on(number)
         self._end(f"received {number.name} before all ranks were there", number)
-
-    def _give_up(self, number: signal.Signals) -> None:
-        self._end(f"received {number.name}, and no step ended within {self._grace:g} s (strategy.grace)", number)
 
     def _end(self, event: str, number: signal.Signals) -> None:
         self._monitor.fail(event, code=SIGNALLED + number)

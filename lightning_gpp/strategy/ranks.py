@@ -94,8 +94,7 @@ class RanksStrategy(JobProcesses, ParallelStrategy):
         self._monitor = self._monitored()
         trainer = None if self.lightning_module is None else self.lightning_module.trainer
         if trainer is not None:
-            options, finish = self.options, self._checkpoints.wait
-            self._guard = Guard(trainer, self._monitor, self.cluster_environment, options.grace, finish)
+            self._guard = Guard(trainer, self._monitor, self.cluster_environment, self._checkpoints.wait)
         control = self._meet(self.cluster_environment, self._monitor)
         self._checkpoints.begin(getattr(trainer, "callbacks", ()))
         if self._guard is not None:

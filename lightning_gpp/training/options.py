@@ -294,12 +294,6 @@ class Options(SearchOptions):
         "seconds (or a timedelta) until all processes have ended after one of them failed.",
         convert=duration("failure_timeout"),
     )
-    grace: Converted[float | timedelta, timedelta] = option(
-        25.0,
-        "seconds (or a timedelta) from a signal that asks the job to stop (SIGTERM, SIGUSR1, SIGUSR2) to the end of a "
-        "step, where all ranks save and end; later they end without saving. SLURM and torchrun kill after 30 s.",
-        convert=duration("grace"),
-    )
     process_group_backend: str | None = option(
         None, "backend of torch.distributed. Default: nccl for CUDA devices, gloo for CPUs."
     )

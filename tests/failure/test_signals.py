@@ -6,18 +6,12 @@ import os
 import signal
 import threading
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lightning_gpp.failure import signals
 from lightning_gpp.failure.signals import StopFlag
-from tests.failure.pipeline_rank import Rank, job
-
-
-def fail(number: signal.Signals) -> None:
-    raise AssertionError(f"{number} was answered")
 
 
 def test_the_first_instant_counts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -31,36 +25,14 @@ def test_the_first_instant_counts(monkeypatch: pytest.MonkeyPatch) -> None:
         return before
 
     monkeypatch.setattr(signal, "signal", installed)
-    with StopFlag(overdue=fail, heard=lambda number: heard.set()) as flag:
+    with StopFlag(lambda number: heard.set()) as flag:
         assert heard.wait(5)
         flag.answer()
 
 
-def stuck_in_a_receive(rank: Rank) -> None:
-    def report(number: signal.Signals) -> None:
-        rank.monitor.report(RuntimeError(f"received {number.name}, and no step ended since"))
-
-    with StopFlag(overdue=report, patience=0.5):
-        print("ready", flush=True)
-        if rank.rank == 2:
-            time.sleep(60)
-        rank.exchange()
-
-
-def test_a_signal_ends_a_job_that_hangs(tmp_path: Path) -> None:
-    with job(tmp_path, stuck_in_a_receive) as running:
-        running.wait_for("ready")
-        os.kill(running.pids[1], signal.SIGTERM)
-        running.wait(20)
-    assert all(running.codes)
-    for rank in range(3):
-        assert "First cause: rank 1" in running.output(rank)
-        assert "RuntimeError: received SIGTERM, and no step ended since" in running.output(rank)
-
-
 def test_previous_handlers_come_back() -> None:
     before = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)}
-    with StopFlag(overdue=fail) as flag:
+    with StopFlag() as flag:
         signal.raise_signal(signal.SIGUSR1)
         assert flag.received is signal.SIGUSR1
         signal.raise_signal(signal.SIGTERM)
@@ -71,8 +43,8 @@ def test_previous_handlers_come_back() -> None:
 
 
 def test_forked_workers_end_by_the_signal_and_do_not_set_the_flag() -> None:
-    overdue = threading.Event()
-    with StopFlag(overdue=lambda number: overdue.set(), patience=0.1) as flag:
+    heard = threading.Event()
+    with StopFlag(lambda number: heard.set()) as flag:
         worker = os.fork()
         if worker == 0:
             time.sleep(30)
@@ -81,7 +53,7 @@ def test_forked_workers_end_by_the_signal_and_do_not_set_the_flag() -> None:
         os.kill(worker, signal.SIGTERM)
         _, status = os.waitpid(worker, 0)
         assert os.WTERMSIG(status) == signal.SIGTERM
-        assert not overdue.wait(0.4)
+        assert not heard.wait(0.4)
         assert flag.received is None
 
 
@@ -89,7 +61,7 @@ def test_the_echo_of_an_interrupt_is_ignored(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(signals, "_ECHO", 0.2)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        with StopFlag(overdue=fail):
+        with StopFlag():
             with pytest.raises(KeyboardInterrupt):
                 signal.raise_signal(signal.SIGINT)
             signal.raise_signal(signal.SIGINT)
