@@ -132,13 +132,3 @@ def wait_for(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.1)
-
-
-def test_without_a_script_several_devices_are_refused() -> None:
-    program = (
-        "from lightning import Trainer; from lightning_gpp import GPPStrategy; Trainer({}, strategy=GPPStrategy())"
-    )
-    code, output = outcome(start(["-c", program.format("accelerator='cpu', devices=2")]))
-    assert code == 1
-    assert re.search("devices=2 starts 1 more processes.*Save the code in a file and start that", output)
-    succeeded(start(["-c", program.format("accelerator='cpu', devices=1")]))

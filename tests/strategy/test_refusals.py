@@ -64,9 +64,9 @@ def test_processes_without_a_script(script: str, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("sys.argv", [script])
     with pytest.raises(ConfigError, match="starts 1 more processes.*Save the code in a file"):
         Fabric(strategy=GPPFabricStrategy(), accelerator="cpu", devices=2)
-    forking = Trainer(strategy=GPPStrategy(), accelerator="cpu", devices=2, logger=False)
-    assert forking.strategy.launcher is not None
-    assert forking.strategy.launcher.is_interactive_compatible
+    with pytest.raises(ConfigError, match="starts 1 more processes.*Save the code in a file"):
+        Trainer(strategy=GPPStrategy(), accelerator="cpu", devices=2, logger=False)
+    assert Trainer(strategy=GPPStrategy(), accelerator="cpu", devices=1, logger=False).strategy.launcher is None
 
 
 def test_a_plan_and_stages() -> None:

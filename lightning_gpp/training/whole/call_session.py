@@ -18,7 +18,7 @@ from lightning_gpp.capture.calls import call_networks
 from lightning_gpp.capture.recording import Ref
 from lightning_gpp.errors import GPPError
 from lightning_gpp.graph import OperatorGraph, TensorSpec
-from lightning_gpp.plan import SOURCE, STEP, WHOLE, Plan, Stage
+from lightning_gpp.plan import SOURCE, WHOLE, Plan, Stage
 from lightning_gpp.planning.assignment.assign import assign, make_plan
 from lightning_gpp.planning.assignment.complete import separated
 from lightning_gpp.runtime.phases import KeptForwards, PhasedExecutor
@@ -64,7 +64,6 @@ class CallSession:
 
     Attributes:
         plan: the part of the plan that the call needs; the step has a stage of its own, on device 0.
-        is_cut: whether a mini-batch is divided into micro-batches.
         differentiable: whether a result needs a gradient.
         wanted: the inputs that need one, by their places among the leaves of the call's arguments.
     """
@@ -73,7 +72,6 @@ class CallSession:
         job = self.job = site.job
         self._transport, self._streams = site.transport, streams
         self.plan = call_plan(captured, site.layout.plan, divided)
-        self.is_cut = any(stage.micro_batch_size < WHOLE for stage in self.plan.stages if STEP not in stage.modules)
         self.pipeline = build(captured, self.plan, job.module)
         check_placement(self.pipeline, self.plan, site.layout.placement, captured.step)
         self.input_specs = {f"input{number}": spec for number, spec in enumerate(captured.inputs)}

@@ -27,7 +27,6 @@ from lightning_gpp.capture.calls import call_batch, capture_calls, samples_of_ca
 from lightning_gpp.errors import CaptureError, GPPError
 from lightning_gpp.runtime.random import RandomStreams, undisturbed
 from lightning_gpp.stages.answers import Answers
-from lightning_gpp.training.checks.undivided import normalises
 from lightning_gpp.training.control import Mirror
 from lightning_gpp.training.data.batches import SessionCache, outline, signature
 from lightning_gpp.training.data.incoming import FrozenAttributes
@@ -67,7 +66,6 @@ class NetworkCalls:
         parts = [job.module.get_submodule(path) for path in self._paths.values()]
         self._answers = Answers(parts, self._answer)
         self._step = self._number = 0
-        self._warned = False
 
     def _divided(self) -> Iterator[tuple[int, str]]:
         """Ids and paths of modules with tensors that some devices do not have."""
@@ -130,7 +128,7 @@ class NetworkCalls:
         others = [leaf for leaf in pytree.tree_leaves(arguments) if not isinstance(leaf, Tensor)]
         given = tuple(repr(leaf) if is_plain(leaf) else type(leaf) for leaf in others)
         values, changing = (given, self._frozen.announce()), partial(_changing, path, self._frozen)
-        make = partial(self._new, path, batch, needs, module)
+        make = partial(self._new, batch, needs)
         if self._job.cuts_calls and self._has_known_rows(path, arguments) and form not in self._undivided:
             try:
                 return self._sessions.get((form, values)) or self._sessions.make((form, values), make, changing)
@@ -159,20 +157,12 @@ class NetworkCalls:
             )
         return False
 
-    def _new(
-        self, path: str, batch: Mapping[str, Any], needs: Sequence[bool], module: nn.Module, divided: bool = True
-    ) -> CallSession:
+    def _new(self, batch: Mapping[str, Any], needs: Sequence[bool], divided: bool = True) -> CallSession:
         job, example = self._job, _needing(outline(batch), needs)
         context = job.host.context(TRAINING)
         captured = capture_calls(job.module, example, context=context, device=job.device, divided=divided)
         session = CallSession(self._site, captured, self._streams, divided=divided)
         self._frozen.add(session.pipeline.frozen, {})
-        if session.is_cut and not self._warned and normalises(module):
-            self._warned = True
-            job.control.warn(
-                f"BatchNorm in {named(path)} normalises each micro-batch by itself, and updates its running statistics "
-                "once for each. strategy.num_micro_batches=1 gives the numbers of one process."
-            )
         return session
 
 
