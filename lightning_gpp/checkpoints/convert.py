@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import zipfile
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from lightning_gpp.checkpoints.atomic import present
 from lightning_gpp.checkpoints.file import reading, write_file
@@ -69,42 +67,18 @@ def contents(path: str | Path) -> dict[str, str]:
     """
     checkpoint, path = opened(path), present(Path(path))
     entry = checkpoint.get(KEY, {})
-    pipeline = entry.get("pipeline") or {}
     files = sorted(path.iterdir()) if path.is_dir() else [path]
-    kind = f"folder of {len(files)} files" if path.is_dir() else "file"
+    kind, size = (
+        f"folder of {len(files)} files" if path.is_dir() else "file",
+        sum(file.stat().st_size for file in files),
+    )
     version = checkpoint.get("pytorch-lightning_version", "of unknown version")
     described = {
-        "checkpoint": f"{path}, {kind}, {_size(sum(file.stat().st_size for file in files))}",
+        "checkpoint": f"{path}, {kind}, {size / 2**20:,.1f} MiB, {len(checkpoint.get('state_dict', ()))} tensors",
         "written by": f"Lightning {version}" + (f", torch {entry['torch']}" if "torch" in entry else ""),
         "progress": f"epoch {checkpoint.get('epoch')}, step {checkpoint.get('global_step')}",
-        "parameters and buffers": _tensors(checkpoint.get("state_dict", {})),
-        **{
-            f"optimizer {number}": _tensors(state["state"])
-            for number, state in enumerate(checkpoint.get("optimizer_states", []))
-        },
-        "weights of work in flight": _tensors(pipeline.get("values", {})) if pipeline else "",
-        "weight policy": pipeline.get("policy", "synchronous") if entry else "",
-        "other entries": ", ".join(sorted(checkpoint.keys() - {"state_dict", "optimizer_states", KEY})),
+        "weight policy": (entry.get("pipeline") or {}).get("policy", "synchronous") if entry else "",
+        "other entries": ", ".join(sorted(checkpoint.keys() - {"state_dict", KEY})),
         "plan": "\n" + entry["plan"] if entry.get("plan") else "",
     }
     return {name: text for name, text in described.items() if text}
-
-
-def _tensors(tree: Any) -> str:
-    outlines = list(_outlines(tree))
-    types = ", ".join(sorted({str(tensor.dtype).removeprefix("torch.") for tensor in outlines}))
-    return f"{len(outlines)} tensors, {_size(sum(tensor.nbytes for tensor in outlines))} ({types or 'none'})"
-
-
-def _outlines(tree: Any) -> Iterator[Tensor]:
-    if isinstance(tree, StoredValues):
-        yield from (outline for name in tree if (outline := tree.outline(name)) is not None)
-    elif isinstance(tree, Mapping):
-        for branch in tree.values():
-            yield from _outlines(branch)
-    elif isinstance(tree, Tensor):
-        yield tree
-
-
-def _size(num_bytes: int) -> str:
-    return f"{num_bytes / 2**20:,.1f} MiB"

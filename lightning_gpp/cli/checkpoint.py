@@ -21,7 +21,7 @@ ABOUT = (
 EXAMPLES = (
     (
         "gpp-checkpoint show last.ckpt",
-        "Epoch and step, tensors and bytes, the plan and the weight policy. Reads no tensors.",
+        "Epoch and step, size, the plan and the weight policy. Reads no tensors.",
     ),
     (
         "gpp-checkpoint convert last.ckpt plain.ckpt",
