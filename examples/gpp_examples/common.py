@@ -53,7 +53,7 @@ def one_cycle(module: L.LightningModule, weight_decay: float = 0.01) -> Any:
 
 
 class Writer(L.LightningModule):
-    """Trains `model`, an encoder-decoder of `transformers`, and counts the answers that it writes without a mistake."""
+    """Trains `model`, a language model of `transformers`, and counts the answers that it writes without a mistake."""
 
     model: nn.Module
 
@@ -81,3 +81,12 @@ class Writer(L.LightningModule):
 
     def configure_optimizers(self) -> Any:
         return one_cycle(self)
+
+
+class Continuer(Writer):
+    """A `Writer` that has a decoder alone: it continues what it reads."""
+
+    def without_mistake(self, batch: dict[str, Tensor]) -> Tensor:
+        """Whether greedy decoding continues each text right `[batch]`."""
+        likeliest, labels = self.model(**batch).logits[:, :-1].argmax(-1), batch["labels"][:, 1:]
+        return ((likeliest == labels) | (labels == -100)).all(1).float()

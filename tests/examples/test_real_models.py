@@ -21,6 +21,7 @@ QUALITY = {
     "recommender": ("test/area", 0.87),
     "captioning": ("test/correct", 0.85),
     "album": ("test/correct", 0.8),
+    "sorting": ("test/correct", 0.95),
     "mixture": ("test/nats", -1.7),
     "diffusion": ("test/preferred", 0.9),
     "local_digits": ("test/accuracy", 0.93),
