@@ -14,7 +14,7 @@ import torch
 from lightning_gpp.errors import ForeignTensorError
 from lightning_gpp.replaced import Replaced
 from lightning_gpp.strategy.batch_readers import GRADIENTS, owners_of, user_hooks
-from lightning_gpp.strategy.logs import LogRecorder
+from lightning_gpp.strategy.logs import LogRecorder, exchange, replay
 from lightning_gpp.strategy.optimization import accumulates
 from lightning_gpp.strategy.steps import Steps
 from lightning_gpp.training.control import Control, Mirror
@@ -120,7 +120,7 @@ class Hooks:
                 self._replaced.put(self._module, name, self._shared(name, plain))
 
     def _shared(self, name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
-        recorder, logs = LogRecorder(self._module), self._steps.logs
+        recorder = LogRecorder(self._module)
 
         @functools.wraps(plain)
         def hook(*args: Any, **kwargs: Any) -> Any:
@@ -128,8 +128,8 @@ class Hooks:
             with recorder.run(1 if name.endswith("epoch_end") else self._steps.incoming.batch_size):
                 result = plain(*args, **kwargs)
             facts = result == -1, self._trainer.should_stop
-            calls, _, (ends, stop) = logs.exchange(recorder if self._control.runs_step else None, facts)
-            logs.replay(self._module, calls)
+            calls, _, (ends, stop) = exchange(self._control, recorder if self._control.runs_step else None, facts)
+            replay(self._module, calls, self._steps.device)
             self._trainer.should_stop = self._trainer.should_stop or stop
             return -1 if ends else None
 

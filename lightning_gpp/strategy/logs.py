@@ -242,32 +242,27 @@ Logged = tuple[Call, float, int]
 """A call, its value, and the number of samples that it counts for."""
 
 
-class LogExchange:
-    """Gives what the step's rank has logged to the other ranks of the pipeline, and replays it on all of them."""
+def exchange(
+    control: Control, recorder: LogRecorder | None, facts: Any, results: Sequence[Tensor] = ()
+) -> tuple[list[Logged], list[float], Any]:
+    """The calls with their values, `results` as numbers, and picklable `facts`, all of the step's rank.
 
-    def __init__(self, control: Control, device: torch.device) -> None:
-        self.control, self.device = control, device
+    The tensors are read once, all together, since reading waits for their device. `recorder`: of the step's rank.
+    """
+    mine = None if recorder is None else (*_values(recorder, results), facts)
+    shared: tuple[list[Logged], list[float], Any] = control.share_object(mine)
+    return shared
 
-    def exchange(
-        self, recorder: LogRecorder | None, facts: Any, results: Sequence[Tensor] = ()
-    ) -> tuple[list[Logged], list[float], Any]:
-        """The calls with their values, `results` as numbers, and picklable `facts`, all of the step's rank.
 
-        The tensors are read once, all together, since reading waits for their device. `recorder`: of the step's rank.
-        """
-        mine = None if recorder is None else (*_values(recorder, results), facts)
-        shared: tuple[list[Logged], list[float], Any] = self.control.share_object(mine)
-        return shared
-
-    def replay(self, module: pl.LightningModule, calls: Sequence[Logged]) -> None:
-        """Call `module.log` as the step did, with the combined values."""
-        for call, value, samples in calls:
-            # filling a tensor there waits for nothing, unlike a copy of the number
-            logged: Any = torch.full((), value, dtype=call.dtype or torch.get_default_dtype(), device=self.device)
-            if call.metric is not None:
-                number, logged = logged, module.get_submodule(call.metric)
-                setattr(logged, FORWARD_CACHE, number if call.has_value else None)
-            type(module).log(module, call.name, logged, batch_size=samples, **dict(call.kwargs))  # here are values
+def replay(module: pl.LightningModule, calls: Sequence[Logged], device: torch.device) -> None:
+    """Call `module.log` as the step did, with the combined values."""
+    for call, value, samples in calls:
+        # filling a tensor there waits for nothing, unlike a copy of the number
+        logged: Any = torch.full((), value, dtype=call.dtype or torch.get_default_dtype(), device=device)
+        if call.metric is not None:
+            number, logged = logged, module.get_submodule(call.metric)
+            setattr(logged, FORWARD_CACHE, number if call.has_value else None)
+        type(module).log(module, call.name, logged, batch_size=samples, **dict(call.kwargs))  # here are values
 
 
 def _values(recorder: LogRecorder, results: Sequence[Tensor]) -> tuple[list[Logged], list[float]]:

@@ -22,7 +22,7 @@ from lightning_gpp.errors import GPPError
 from lightning_gpp.strategy.batch_readers import RESULT, BatchReaders, packed
 from lightning_gpp.strategy.checks import facts_of_trainer
 from lightning_gpp.strategy.data import Placeholder
-from lightning_gpp.strategy.logs import LogExchange, LogRecorder
+from lightning_gpp.strategy.logs import LogRecorder, exchange, replay
 from lightning_gpp.strategy.metrics import MetricStates
 from lightning_gpp.strategy.optimization import StepGradients, stand_ins
 from lightning_gpp.training.control import Control
@@ -146,7 +146,7 @@ class Steps:
         metrics: MetricStates,
     ) -> None:
         self.module, self.control, self.host, self.incoming, self.device = module, control, host, incoming, device
-        self.logs, self.gradients = LogExchange(control, device), StepGradients(module.trainer)
+        self.gradients = StepGradients(module.trainer)
         self.scale = LossScale.of(host.scaler, control, device)
         self.engine: Engine | None = None
         self.trace: TraceFile | None = None
@@ -274,13 +274,14 @@ class Steps:
         recorder = self.host.recorder if self.control.runs_step else None
         if recorder is not None:
             self._warn_of_means(recorder.record.means_of_some())
-        calls, shared, (stop, received) = self.logs.exchange(recorder, (trainer.should_stop, sent), numbers)
+        facts = trainer.should_stop, sent
+        calls, shared, (stop, received) = exchange(self.control, recorder, facts, numbers)
         if received and not self.control.runs_step:
             result = self._readers.unpacked(received.pop(_RESULT, None))
             self._set(received.pop(_SETTINGS, ()))
             self.mirrored.take(received)
         trainer.should_stop = trainer.should_stop or stop
-        self.logs.replay(self.module, calls)
+        replay(self.module, calls, self.device)
         return shared, result
 
 

@@ -95,7 +95,7 @@ class Sessions:
         first = (self.captured.step, self._form) == (step, self.incoming.form) and not any(values)
         changed = (self._at_capture if first else self.incoming.frozen).changes()
         if first and not self.job.control.share_flag(self.job.control.runs_step and bool(changed)):
-            return self._lengths.kept(step, self._example, values, self._made(step, self.captured))
+            return self._lengths.session(step, self._example, values, lambda _: self._made(step, self.captured))
         example, known, general = self._shared(batch, changed)
 
         def make(other: Any) -> Session:

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -299,11 +298,7 @@ def fill(tree: Any, control: Control) -> Any:
     """The tree with the values of its foreign tensors on global rank 0; all ranks call this, with trees alike."""
     pairs, structure = pytree.tree_flatten_with_path(tree)
     leaves = {pytree.keystr(path): leaf for path, leaf in pairs}
-    missing = {name: min(leaf.ranks) for name, leaf in leaves.items() if isinstance(leaf, Foreign)}
-    for name, source in control.broadcast(missing).items():
-        if control.first:
-            leaves[name] = torch.empty(leaves[name].shape, dtype=leaves[name].dtype)
-            dist.recv(leaves[name], group_src=source, group=control.everyone)
-        elif control.mesh.own_process == source:
-            dist.send(leaves[name].detach().cpu().contiguous(), group_dst=0, group=control.everyone)
-    return pytree.tree_unflatten(list(leaves.values()), structure)
+    missing = control.broadcast({name: min(leaf.ranks) for name, leaf in leaves.items() if isinstance(leaf, Foreign)})
+    mine = {name: leaves[name] for name, source in missing.items() if source == control.mesh.own_process}
+    received = merge(mine, control)
+    return pytree.tree_unflatten([received.get(name, leaf) for name, leaf in leaves.items()], structure)

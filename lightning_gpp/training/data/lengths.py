@@ -51,13 +51,6 @@ class KnownLengths:
         self._apart = job.parallel is not None or not flushes
         self._groups: dict[Hashable, list[Lengths]] = {}
 
-    def kept(self, step: str, example: Any, values: Hashable, session: Session) -> Session:
-        """Note the session for the first length of a step, and return it. `values`: see `Sessions.new`."""
-        if not self._apart:
-            key, sizes = self._described(step, example, values)
-            self._add(key, sizes, session)
-        return session
-
     def session(self, step: str, example: Any, values: Hashable, make: Callable[[Any], Session]) -> Session:
         """A session for a mini-batch of a new form. `make`: captures a mini-batch without memory.
 
