@@ -1,7 +1,8 @@
 """The store in which the processes of a job find each other: a port has one job, and a rank has one process.
 
 A port may be another job's: MASTER_PORT was copied, SLURM's steps of one allocation share it, an earlier start has not
-ended. So each process takes its rank in the store, and ends if another one has it.
+ended. So rank 0 says in the store whose it is, as far as the launcher tells, and each process takes its rank there. Who
+finds another job, or its rank taken, ends; the job that was there first does not notice.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from lightning_gpp.failure.processes import bounded
 
 _ASKED: Final = timedelta(seconds=5)
 """The time for a listener to answer, besides that for rank 0 to come."""
+_JOB: Final = ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
+"""Environment variables by which launchers tell jobs apart."""
 _REMEDY: Final = (
     "Two jobs need two ports: set the environment variable MASTER_PORT to a free one for this job, on all ranks. If "
     "that is left of an earlier start of this job, end it."
@@ -37,7 +40,7 @@ def meeting_point(environment: ClusterEnvironment, patience: timedelta) -> Store
     Likewise each process group, if user code destroys one between two runs.
 
     Raises:
-        ConfigError: another process has the port of rank 0, or is this rank.
+        ConfigError: the port is another job's, or another process is this rank.
         PeerFailure: rank 0 cannot be reached.
     """
     if dist.is_initialized():
@@ -50,6 +53,7 @@ def meeting_point(environment: ClusterEnvironment, patience: timedelta) -> Store
         store = _store(address, port, rank, patience)
         store.set_timeout(patience)
     store = PrefixStore(attempt, store)
+    _check_job(store, rank, f"{address}:{port}")
     _take(store, rank, f"{address}:{port}")
     return store
 
@@ -80,6 +84,20 @@ def _store(address: str, port: int, rank: int, patience: timedelta) -> Store:
         f"Rank {rank} cannot reach rank 0 at {address}:{port} (MASTER_ADDR, MASTER_PORT): {failed[-1]}. Its process "
         "has ended, or has not come so far: look at its output. Or the port is another program's."
     ) from failed[-1]
+
+
+def _check_job(store: Store, rank: int, place: str) -> None:
+    """Say whose store it is, on rank 0. Raises ConfigError if it is another job's, before it loses a rank to this."""
+    own = " ".join(f"{name}={os.environ[name]}" for name in _JOB if name in os.environ)
+    if rank == 0:
+        store.set("job", f"{own}\n{_this_process()}")
+        return
+    job, process = store.get("job").decode().split("\n")
+    if own and job and own != job:
+        raise ConfigError(
+            f"{place} (MASTER_ADDR, MASTER_PORT) is taken by another job ({job}; rank 0 is {process}), and this is "
+            f"{own}. {_REMEDY}"
+        )
 
 
 def _take(store: Store, rank: int, place: str) -> None:

@@ -17,7 +17,7 @@ from lightning_gpp.capture import Capture
 from lightning_gpp.capture.attributes import Attribute, dotted
 from lightning_gpp.capture.batch import UNCOUNTED, BatchDims, loose_rows, named_tensors, samples_in
 from lightning_gpp.capture.calls import StepCalls
-from lightning_gpp.errors import CaptureError, NoNetworkError, ScheduleError, ShapeError
+from lightning_gpp.errors import CaptureError, GPPError, NoNetworkError, ScheduleError, ShapeError
 from lightning_gpp.explained import without_name
 from lightning_gpp.plan import Plan
 from lightning_gpp.runtime.transport import Transport
@@ -45,6 +45,7 @@ from lightning_gpp.training.updates.optimizers import is_first_order
 from lightning_gpp.training.whole.whole_step import (
     can_run_whole,
     capture_whole,
+    check_whole,
     made_for_whole,
     may_evaluate_whole,
 )
@@ -167,9 +168,7 @@ class Sessions:
                 if names:
                     text = f"{names} changed, and with the new values the step cannot run on micro-batches: "
                     text += sentence(error.reason)
-                if step == TRAINING and not self.job.whole:
-                    text += " As a whole it takes undivided mini-batches of any form: strategy.step=whole."
-                raise CaptureError(text) from error
+                raise CaptureError(f"{text}{self._remedy(step, example)}") from error
 
     def _check_rows(self, step: str, example: Any, dims: BatchDims) -> None:
         """Refuse tensors that had one row for each sample and have others now, or the other way round."""
@@ -185,6 +184,18 @@ class Sessions:
                 f"them, say strategy.batch_dims={{{name}: null}}. If they belong to samples, say which are whose by "
                 f"strategy.batch_rows={known_rows(self.job.module, example) or dict.fromkeys([name], '...')}."
             )
+
+    def _remedy(self, step: str, example: Any) -> str:
+        """The training step as a whole, if it can be captured on this mini-batch."""
+        job = replace(self.job, whole=True)
+        if step != TRAINING or self.job.whole:
+            return ""
+        try:
+            check_whole(job.options)
+            capture_whole(job, example)
+        except GPPError:
+            return ""
+        return " As a whole it takes undivided mini-batches of any form: strategy.step=whole."
 
 
 def _frozen_in(module: nn.Module, captured: Captured) -> FrozenAttributes:

@@ -34,26 +34,32 @@ def is_open(port: int) -> bool:
     return False
 
 
-def one_of_two_jobs(number: int, _: int, port: int, folder: str) -> None:
-    """Rank `number % 2` of job `number // 2`."""
+def one_of_two_jobs(number: int, _: int, port: int, folder: str, variable: str) -> None:
+    """Rank `number % 2` of job `number // 2`. If a variable tells jobs apart, the second one's rank 1 comes first."""
     enter(number % 2, 2, port)
+    del os.environ["TORCHELASTIC_RUN_ID"]
+    if variable:
+        os.environ[variable] = str(number // 2)
     if number != 0:
         wait_until(lambda: is_open(port))
-    if number > 1:
+    if number == 1 and variable:
+        wait_until(lambda: "MASTER_PORT" in Path(folder, "rank3.txt").read_text())
+    if number == 2 or (number == 3 and not variable):
         wait_until(lambda: "trained" in Path(folder, "rank0.txt").read_text())
     fit(folder, 2)
 
 
 @pytest.mark.timeout(200)
-def test_of_two_jobs_at_one_port_the_first_goes_on(tmp_path: Path) -> None:
-    with processes_running(tmp_path, 4, one_of_two_jobs, str(tmp_path)) as running:
+@pytest.mark.parametrize("variable", ["TORCHELASTIC_RUN_ID", pytest.param("", marks=pytest.mark.acceptance)])
+def test_of_two_jobs_at_one_port_the_first_goes_on(tmp_path: Path, variable: str) -> None:
+    with processes_running(tmp_path, 4, one_of_two_jobs, str(tmp_path), variable) as running:
         running.wait(150)
     assert running.codes == [0, 0, 1, 1], running.output()
     assert "complete" in running.output(0)
     assert "First cause" not in running.output()
     assert re.search("ConfigError: .*MASTER_PORT.* is taken", running.output(2)), running.output(2)
-    taken = rf"ConfigError: .*process {running.pids[1]} on .*MASTER_PORT"
-    assert re.search(taken, running.output(3)), running.output(3)
+    holder = running.pids[0 if variable else 1]
+    assert re.search(rf"ConfigError: .*process {holder} on .*MASTER_PORT", running.output(3)), running.output(3)
 
 
 def silent(server: socket.socket) -> None:

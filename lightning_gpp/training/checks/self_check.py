@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -35,7 +36,7 @@ from lightning_gpp.stages import build
 from lightning_gpp.stages.build import Captured, Undivided
 from lightning_gpp.stages.counts import counted
 from lightning_gpp.stages.step import Invocation, StepRunner
-from lightning_gpp.training.checks.copies import silent_copy
+from lightning_gpp.training.checks.copies import given_arguments, silent_copy
 from lightning_gpp.training.checks.results import differing, forget_vectors, norms, projections
 from lightning_gpp.training.checks.undivided import (
     OFF,
@@ -44,12 +45,15 @@ from lightning_gpp.training.checks.undivided import (
     divided_samples,
     few_samples,
     normalises,
+    tried,
 )
 from lightning_gpp.training.control import Control
+from lightning_gpp.training.data.batches import outline
 from lightning_gpp.training.host import TRAINING, Job
 from lightning_gpp.training.session import DATA_STREAM, Session
 from lightning_gpp.training.tensors.parameters import Placement, bytes_of, place, tensors_of
 from lightning_gpp.training.tensors.replicas import Layout, Site
+from lightning_gpp.training.whole.whole_step import capture_whole, check_whole
 from lightning_gpp.user_code import line_of
 from lightning_gpp.wording import counted as counted_in
 
@@ -71,7 +75,7 @@ def refuses_check(job: Job, plan: Plan) -> str:
 
 
 Findings = tuple[Mapping[str, str], bool]
-"""How logged values follow from those of micro-batches, if not as those of batches do, by name; and whether the network
+"""The combination of logged values of micro-batches, if not as those of batches, by name; and whether the network
 calls of a step as a whole have other results in micro-batches.
 """
 
@@ -179,11 +183,12 @@ def self_check(job: Job, captured: Capture, plan: Plan, batch: Any, transport: T
             raise IndivisibleError(failure)
         actual, stages = _split(job, captured, plan, transport, part, samples)
     found = _compare(job, stages, expected, actual, TOLERANCES[least_precise(job, captured, expected.dtype)])
+    works = partial(_whole_works, job, batch)
     if warning and not found:
-        control.warn(warning)
+        control.warn(warning if job.whole else tried(warning, works))
     for text in told:
-        (job.host.inform if control.first else log.info)(text)
-    if verdict := _anywhere(control, found):
+        (job.host.inform if control.first else log.info)(tried(text, works))
+    if verdict := _anywhere(control, tried(found, works)):
         raise SelfCheckError(verdict)
     return combined, job.whole and bool(warning) and not normalises(job.module)
 
@@ -268,6 +273,24 @@ def _comparison(
         epsilon=torch.finfo(precision).eps,
         of_calls=job.whole,
     )
+
+
+def _whole_works(job: Job, batch: Any) -> bool:
+    """True if the step can run as a whole on this mini-batch."""
+    if job.whole:
+        return False
+    job = replace(job, whole=True)
+    try:
+        check_whole(job.options)
+        captured, found = capture_whole(job, outline(batch))
+        used = {name for operator in captured.graph for name in (*operator.parameters, *operator.buffers)}
+        if job.control.num_devices > 1 and found.states & used:  # see check_states
+            return False
+        given_arguments(job, found, batch)
+        return True
+    except Exception as error:  # refused, or user code on copies
+        log.info("strategy.step=whole was tried, and refused: %s", error)
+        return False
 
 
 def _split(

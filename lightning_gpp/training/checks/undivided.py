@@ -61,7 +61,7 @@ _DEPENDENT: Final = (
     "number of samples."
 )
 _NORMALISES: Final = (
-    "BatchNorm normalises each micro-batch by itself: use larger micro-batches (strategy.micro_batch_size), or a norm "
+    "BatchNorm normalises each micro-batch by itself, whatever sync_batchnorm says: use larger micro-batches (strategy.micro_batch_size), or a norm "
     "within samples. This compares the module before hooks of training run: what one of them puts into eval() will not "
     "differ, nor what setup() puts into it. Otherwise:"
 )
@@ -280,6 +280,11 @@ def divided_samples(division: Division, batch: Any) -> tuple[Piece, list[Piece]]
     total = samples_in(few, division.dims)
     pieces = [Piece(part, 0, size, size, at) for part, size, at in zip(parts, sizes, offsets, strict=False)]
     return Piece(few, 0, total, total, 0), pieces
+
+
+def tried(message: str, works: Callable[[], bool]) -> str:
+    """The message, which names a step as a whole only if that `works` on this model, otherwise a single micro-batch."""
+    return message if WHOLE not in message or works() else message.replace(WHOLE, UNCUT)
 
 
 def difference(comparison: CutComparison, inform: Callable[[str], None] = log.info) -> str:
