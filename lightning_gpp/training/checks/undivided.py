@@ -62,8 +62,8 @@ _DEPENDENT: Final = (
 )
 _NORMALISES: Final = (
     "BatchNorm normalises each micro-batch by itself, whatever sync_batchnorm says: use larger micro-batches "
-    "(strategy.micro_batch_size), or a norm within samples. This compares the module before hooks of training run: what one of them puts into eval() will not "
-    "differ, nor what setup() puts into it. Otherwise:"
+    "(strategy.micro_batch_size), or a norm within samples. This compares the module before hooks of training run: "
+    "what one of them puts into eval() will not differ, nor what setup() puts into it. Otherwise:"
 )
 MIXED_DRAWS: Final = (
     "The training step draws random numbers that mix its samples (a permutation, as for mixup), so its loss in "
