@@ -14,10 +14,11 @@ from torch.optim import Optimizer
 from lightning_gpp.capture.calls import StepCalls
 from lightning_gpp.checkpoints.layout import KEY
 from lightning_gpp.errors import ConfigError
+from lightning_gpp.strategy.data import AgreedLoader
 from lightning_gpp.training.control import Control, Mirror
 from lightning_gpp.training.data.batches import outline
 from lightning_gpp.training.data.incoming import Incoming
-from lightning_gpp.training.data.loaders import data_parallel_world, read_in_world
+from lightning_gpp.training.data.loaders import read_in_world
 from lightning_gpp.training.engine import Engine
 from lightning_gpp.training.host import Host, Job
 from lightning_gpp.training.measured.machine import footprint_of
@@ -156,7 +157,7 @@ class LazyEngine:
 # -- data: loops run on every rank, so each pipeline's first rank loads them for all of it
 
 
-class MirroredLoader:
+class MirroredLoader(AgreedLoader):
     """A data loader whose mini-batches, and random numbers, all ranks of a pipeline have alike.
 
     Args:
@@ -166,27 +167,18 @@ class MirroredLoader:
     """
 
     def __init__(self, loader: Iterable[Any], control: Control, mirror: Mirror) -> None:
-        self.loader, self._control, self._mirror = loader, control, mirror
-
-    def __len__(self) -> int:
-        with data_parallel_world(self._control.mesh):
-            return len(self.loader)  # type: ignore[arg-type]
+        super().__init__(loader, control)
+        self._mirror = mirror
 
     def __iter__(self) -> Iterator[Any]:
-        reads = self._control.runs_step
-        batches = read_in_world(self.loader, self._control.mesh) if reads else iter(())
+        batches = read_in_world(self.loader, self.control.mesh) if self.control.runs_step else iter(())
         while True:
             batch = next(batches, _END)
-            if not self._control.share_flag(batch is not _END):
+            if not self.control.share_flag(batch is not _END):
                 return
             batch = self._mirror.tree(None if batch is _END else batch)
             self._mirror.streams()
             yield batch
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "loader":
-            raise AttributeError(name)
-        return getattr(self.loader, name)
 
 
 # -- checkpoints: an entry besides the user's objects, and parts of optimizers in files
