@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import islice
 from math import inf
 
 import pytest
@@ -16,9 +15,7 @@ from lightning_gpp.planning import Draft, DraftStage, Evaluator, Problem, Reques
 from lightning_gpp.planning.problem import pipeline_clock
 from lightning_gpp.planning.problem.pipeline_clock import ClockedStages, end_times
 from tests.planning import graphs
-from tests.planning.brute_force import drafts as drafts_of
 from tests.planning.drafts import DEVICE, random_case
-from tests.planning.problems import random_problem
 
 FAMILIES = {
     "chain": graphs.chain,
@@ -111,22 +108,6 @@ def test_values_that_cannot_be_cut_go_only_between_equal_shares() -> None:
     assert Evaluator(problem)(_replicated(problem, (2, 3), (0,))).seconds < inf
     assert Evaluator(crossing)(_replicated(crossing, (2, 3), (0,))).seconds == inf
     assert Evaluator(crossing)(_replicated(crossing, (2, 3), (0, 1))).seconds < inf
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_a_limit_gives_a_lower_bound(seed: int) -> None:
-    problem = replace(random_problem(seed), schedules=("1f1b", "gpipe"))
-    evaluate = Evaluator(problem)
-    drafts = list(islice(drafts_of(problem), 0, 400, 7))
-    drafts += [replace(draft, chained=True) for draft in drafts[:10]]
-    for draft in drafts:
-        whole = evaluate(draft)
-        least = evaluate(draft, 0.0)
-        assert 0 < least.seconds <= whole.seconds * (1 + 1e-12)
-        assert evaluate(draft, whole.seconds * 1.001) == whole
-        assert replace(least, seconds=whole.seconds) == whole
-        limited = evaluate(draft, whole.seconds * 0.9)
-        assert limited.seconds >= whole.seconds * 0.9
 
 
 @pytest.mark.parametrize("first", ["1f1b", "gpipe"])

@@ -1,14 +1,11 @@
-"""First drafts of the search: pipelines with equal replicas, and with replicas by the work of stages."""
+"""First drafts of the search: pipelines with equal replicas."""
 
 from __future__ import annotations
-
-from itertools import islice, permutations
 
 from lightning_gpp.cluster import Cluster, Device, Link
 from lightning_gpp.planning import Draft, DraftStage, Evaluator, Problem, Request
 from lightning_gpp.planning.partitioners.auto.moves import spread
-from lightning_gpp.planning.partitioners.auto.seeds import Cuts, seeds, variants
-from lightning_gpp.planning.partitioners.auto.unequal import unequal
+from lightning_gpp.planning.partitioners.auto.seeds import seed, variants
 from lightning_gpp.planning.problem.draft import copies
 from tests.planning import graphs
 
@@ -42,27 +39,5 @@ def test_the_first_ways_to_cut_are_as_fast_as_equal_pipelines() -> None:
         if size % (128 // stages) == 0
     ]
     ways = variants(problem, [list(range(problem.num_units))])
-    drafts = [draft for cuts in islice(ways, 6) for draft in seeds(problem, cuts, lambda seconds: True)]
-    first = [evaluate(spread(draft)) for draft in drafts]
+    first = [evaluate(spread(seed(problem, cuts))) for cuts in ways[:6]]
     assert min(found.rank for found in first) <= min(found.rank for found in drawn)
-
-
-def test_stages_of_different_work_get_as_many_replicas_as_balance_them() -> None:
-    """Three layers on four devices: with two on one stage, it needs two of the devices; the brute force agrees."""
-    problem = problem_of(3, 4)
-    cuts = Cuts(order=range(problem.num_units), size=4, stages=3)
-    found = {len(draft.stages): draft for draft in unequal(problem, cuts, lambda seconds: True)}
-    for draft in found.values():
-        assert sum(draft.replicas) == 4
-        assert sorted(unit for group in draft.groups for unit in group) == list(range(problem.num_units))
-    assert sorted(found[3].replicas) == [1, 1, 2]
-
-    def slowest(groups: tuple[tuple[int, ...], ...], replicas: tuple[int, ...]) -> float:
-        tables = (problem.seconds(-(-4 // count)).total for count in replicas)
-        return max(float(table[list(units)].sum()) for table, units in zip(tables, groups, strict=True))
-
-    units = range(problem.num_units)
-    borders = [(a, b) for a in units[1:] for b in units[a + 1 :]]
-    cut = [(tuple(units[:a]), tuple(units[a:b]), tuple(units[b:])) for a, b in borders]
-    least = min(slowest(groups, counts) for groups in cut for counts in set(permutations((1, 1, 2))))
-    assert slowest(found[3].groups, found[3].replicas) <= 1.1 * least

@@ -111,24 +111,21 @@ class Evaluator:
         self._rigid_units = [index for index, unit in enumerate(units.units) if not unit.divisible]
         self._rigid_values = [value for value in units.values if not value.sliceable]
 
-    def __call__(self, draft: Draft, limit: float = inf) -> Evaluation:
-        """Evaluate a draft; all stages must have the same micro-batch size.
-
-        A step that is known to take `limit` seconds or more is not simulated; `seconds` is then a lower bound.
-        """
+    def __call__(self, draft: Draft) -> Evaluation:
+        """Evaluate a draft; all stages must have the same micro-batch size."""
         self.evaluations += 1
-        return self._of(draft, limit, simulated=True)
+        return self._of(draft, simulated=True)
 
     def fitted(self, draft: Draft) -> Draft:
         """The draft with what it leaves open: what its stages recompute or offload, and what replicas split."""
-        found = self._of(draft, inf, simulated=False)
+        found = self._of(draft, simulated=False)
         stages = draft.stages
         if found.recompute:
             measures = zip(stages, found.recompute, found.offload, strict=True)
             stages = tuple(replace(stage, recompute=again, offload=moved) for stage, again, moved in measures)
         return replace(draft, stages=stages, sharding=found.sharding)
 
-    def _of(self, draft: Draft, limit: float, *, simulated: bool) -> Evaluation:
+    def _of(self, draft: Draft, *, simulated: bool) -> Evaluation:
         edges = self.edges(draft)
         order = topological(edges, len(draft.stages))
         if not order or (simulated and not self._divisible(draft)):
@@ -138,8 +135,7 @@ class Evaluator:
         edges = {(position[a], position[b]): flow for (a, b), flow in edges.items()}
         if draft.chained:
             edges = with_chain(edges, len(stages))
-        limit = limit if simulated else -inf
-        return self._evaluate(stages, edges, draft, order, limit, self._num_pipelines(draft))
+        return self._evaluate(stages, edges, draft, order, simulated, self._num_pipelines(draft))
 
     def _num_pipelines(self, draft: Draft) -> int:
         return unreplicated(self.problem, draft)[1] if self.problem.replicable else 1
@@ -167,7 +163,7 @@ class Evaluator:
         edges: Mapping[tuple[int, int], Flow],
         draft: Draft,
         order: Sequence[int],
-        limit: float,
+        simulated: bool,
         num_pipelines: int,
     ) -> Evaluation:
         """Evaluate stages of `num_pipelines` pipeline replicas.
@@ -194,7 +190,9 @@ class Evaluator:
         peaks = [peak + more for peak, more in zip(fitted.peaks, besides, strict=True)]
         place = sorted(range(len(order)), key=order.__getitem__)
         return Evaluation(
-            seconds=max(number * busiest, self._seconds(pipeline, clocked, number, fitted.figures, limit)),
+            seconds=max(number * busiest, self._seconds(pipeline, clocked, number, fitted.figures))
+            if simulated
+            else 0.0,
             excess_bytes=float(max(0.0, *(peak - room for peak, room in zip(peaks, limits, strict=True)))),
             peak_bytes=tuple(peaks[index] for index in place),
             in_flight=tuple(counts[index] for index in place),
@@ -300,13 +298,12 @@ class Evaluator:
         counts: Sequence[int],
         number: int,
         figures: Sequence[StageFigures],
-        limit: float,
     ) -> float:
         """Seconds of a mini-batch: without a flush those of the busiest stage or link, else of the whole step."""
         all_reduce = [entry.all_reduce for entry in figures] + [0.0] * (len(counts) - len(figures))
         if self.problem.continuous:
             return period_seconds(pipeline, number, all_reduce)
-        return step_seconds(pipeline, counts, number, all_reduce, limit)
+        return step_seconds(pipeline, counts, number, all_reduce)
 
     def _pipeline(
         self,

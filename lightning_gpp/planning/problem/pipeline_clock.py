@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 LOOKAHEAD = 2
 """Actions between posting a buffer and reading it, as `schedules.lower` places them."""
 
-EXACT_ACTIONS = 8_000
+EXACT_ACTIONS = 2_000
 """Runs with more actions are extrapolated from their period instead of simulated to the end."""
 
 
@@ -47,38 +47,15 @@ def end_times(pipeline: ClockedStages, warm_up: Sequence[int], num_micro_batches
     return [first + (second - first) * rest for first, second in zip(*ends, strict=True)]
 
 
-def least_seconds(pipeline: ClockedStages, num_micro_batches: int, all_reduce: Sequence[float]) -> float:
-    """A lower bound of the step time under any schedule; much quicker than `end_times`.
-
-    A stage waits for the first forwards of those ahead of it, after its last backward for theirs (or reduces its
-    gradients), and between its last forward and its last backward until a micro-batch has gone to the sinks and back.
-    """
-    head, tail, behind = _ways(pipeline)
-    least = 0.0
-    for stage, (forward, again, backward) in enumerate(
-        zip(pipeline.forward, pipeline.again, pipeline.backward, strict=True)
-    ):
-        middle = max(behind[stage] - again - (num_micro_batches - 1) * min(forward, again + backward), 0.0)
-        compute = num_micro_batches * (forward + again + backward)
-        least = max(least, head[stage] + compute + middle + max(tail[stage], all_reduce[stage]))
-    return least
-
-
-def step_seconds(
-    pipeline: ClockedStages, counts: Sequence[int], number: int, all_reduce: Sequence[float], limit: float
-) -> float:
-    """Seconds of a step with a flush; a lower bound of them if it is `limit` or more.
+def step_seconds(pipeline: ClockedStages, counts: Sequence[int], number: int, all_reduce: Sequence[float]) -> float:
+    """Seconds of a step with a flush.
 
     Args:
         pipeline: the stages.
         counts: forwards of every stage before its first backward.
         number: number of micro-batches.
         all_reduce: seconds that every stage needs after its last backward.
-        limit: the seconds from which on a step is not simulated.
     """
-    least = least_seconds(pipeline, number, all_reduce)
-    if least >= limit:
-        return least
     return max(end + last for end, last in zip(end_times(pipeline, counts, number), all_reduce, strict=True))
 
 
@@ -88,23 +65,6 @@ def period_seconds(pipeline: ClockedStages, number: int, all_reduce: Sequence[fl
     stages = zip(pipeline.forward, pipeline.again, pipeline.backward, strict=True)
     computing = (number * sum(stage) + last for stage, last in zip(stages, all_reduce, strict=True))
     return max(*computing, number * max(links, default=0.0))
-
-
-def _ways(pipeline: ClockedStages) -> tuple[list[float], list[float], list[float]]:
-    """Seconds of a micro-batch from the sources to every stage, back to them, and to the sinks and back."""
-    numbers = range(len(pipeline.forward))
-    tail, behind = ([0.0 for _ in numbers] for _ in range(2))
-    head = list(pipeline.data)
-    edges = sorted(pipeline.sent)
-    for src, dst in edges:
-        head[dst] = max(head[dst], head[src] + pipeline.forward[src] + pipeline.sent[src, dst])
-        if (src, dst) in pipeline.returned:
-            tail[dst] = max(tail[dst], pipeline.returned[src, dst] + pipeline.backward[src] + tail[src])
-    for src, dst in reversed(edges):
-        if (src, dst) in pipeline.returned:
-            way = pipeline.sent[src, dst] + pipeline.forward[dst] + behind[dst] + pipeline.backward[dst]
-            behind[src] = max(behind[src], way + pipeline.returned[src, dst])
-    return head, tail, behind
 
 
 def _play(pipeline: ClockedStages, warm_up: Sequence[int], num_micro_batches: int) -> list[float]:

@@ -24,13 +24,12 @@ from random import Random
 
 from lightning_gpp.planning.partitioners.auto.coarse import coarse
 from lightning_gpp.planning.partitioners.auto.moves import arranged, moves, spread, with_slack
-from lightning_gpp.planning.partitioners.auto.seeds import Cuts, orders, seeds, variants
+from lightning_gpp.planning.partitioners.auto.seeds import Cuts, orders, seed, variants
 from lightning_gpp.planning.partitioners.auto.unequal import unequal
 from lightning_gpp.planning.partitioners.graphpipe import graphpipe
 from lightning_gpp.planning.problem.draft import Draft
 from lightning_gpp.planning.problem.evaluate import Evaluator
 from lightning_gpp.planning.problem.partitioner import Answer, SearchControl, register_partitioner
-from lightning_gpp.planning.problem.pipeline_clock import EXACT_ACTIONS
 from lightning_gpp.planning.problem.problem import Problem, busy_bound
 
 MIN_PIECES, PIECES_PER_SLOT, COARSE_SHARE = 192, 3, 0.7
@@ -47,9 +46,6 @@ GRAPHPIPE_SHARE, GRAPHPIPE_UNITS, MAX_SLOTS = 0.15, 300, 64
 
 NUM_STARTS = 6
 """Number of drafts that are improved."""
-
-EVALUATIONS_PER_ACTION = 0.01
-"""The share of an evaluation that simulating one action takes as long as."""
 
 GOOD_ENOUGH = 1.002
 """Multiple of the lower bound at which the search ends, because little is left to be gained."""
@@ -99,8 +95,7 @@ def _first_results(search: Search) -> list[Draft]:
 class Search:
     """The state of one search: the ranks of drafts, and the best draft.
 
-    `refused` are drafts that are no better than the one they were made from; `kept` are those that are alternatives in
-    any case; `fastest` is the best draft before simpler ones were preferred.
+    `kept` are drafts that are alternatives in any case; `fastest` is the best draft before simpler ones were preferred.
     """
 
     problem: Problem
@@ -108,7 +103,6 @@ class Search:
     bound: float
     evaluate: Evaluator = field(init=False)
     known: dict[Draft, Rank] = field(default_factory=dict)
-    refused: set[Draft] = field(default_factory=set)
     kept: list[Draft] = field(default_factory=list)
     best: Draft | None = None
     rank: Rank = (inf, inf)
@@ -200,56 +194,39 @@ class Search:
             self._judge(draft)
         self.control = whole
 
+    def _variants(self) -> list[Cuts]:
+        weights = self.problem.seconds(self.problem.sizes[len(self.problem.sizes) // 2]).total
+        return variants(self.problem, orders(self.problem, weights))
+
     def _first_drafts(self) -> Iterator[Draft]:
-        problem, found = self.problem, self._orders()
-        yield from self._cut(variants(problem, found))
-        if self.best is None:
-            yield from self._cut(variants(problem, found, fitting=False))
+        for cuts in self._variants():
+            draft = seed(self.problem, cuts)
+            yield draft
+            if cuts.width > 1:
+                yield spread(draft)
 
     def _unequal_drafts(self) -> Iterator[Draft]:
         problem = self.problem
         if problem.max_replicas == 1 or problem.num_devices > MAX_SLOTS:
             return
-        for cuts in variants(problem, self._orders()):
+        for cuts in self._variants():
             if cuts.width == 1 and cuts.stages == min(problem.num_devices, problem.num_units):
                 number = -(-problem.batch_size // cuts.size)
                 yield from unequal(problem, cuts, partial(self._worth, number))
-
-    def _orders(self) -> list[list[int]]:
-        return orders(self.problem, self.problem.seconds(self.problem.sizes[len(self.problem.sizes) // 2]).total)
-
-    def _cut(self, variants: Iterable[Cuts]) -> Iterator[Draft]:
-        for cuts in variants:
-            if self.control.expired and self.known:
-                return
-            number = -(-self.problem.batch_size // cuts.size)
-            for draft in seeds(self.problem, cuts, partial(self._worth, number)):
-                yield draft
-                if draft.replicas[0] > 1:
-                    yield spread(draft)
 
     def _worth(self, number: int, seconds: float) -> bool:
         """True if a plan whose slowest stage takes these seconds per micro-batch can come near the best step."""
         self.control.count()
         return self.rank[0] > 0 or number * seconds < 1.1 * self.rank[1]
 
-    def _judge(self, draft: Draft, limit: float = inf) -> Rank:
-        """The rank of a draft: memory, then seconds. Seconds of `limit` or more are only a lower bound."""
+    def _judge(self, draft: Draft) -> Rank:
+        """The rank of a draft: memory, then seconds."""
         if draft not in self.known:
-            rank = self.evaluate(draft, limit).rank
+            rank = self.known[draft] = self.evaluate(draft).rank
             self.control.count()
-            if rank[1] >= limit:
-                self.refused.add(draft)
-                return rank
-            self.known[draft] = rank
-            self.control.count(EVALUATIONS_PER_ACTION * self._num_actions(draft))
             if rank < self.rank:
                 self.best, self.rank = draft, rank
         return self.known[draft]
-
-    def _num_actions(self, draft: Draft) -> float:
-        """Number of actions that the estimate of a draft simulates, each for all replicas."""
-        return min(EXACT_ACTIONS, 2 * len(draft.groups) * -(-self.problem.batch_size // draft.size))
 
     def _improve(self, draft: Draft) -> None:
         """Apply changes that make the step shorter until there is none."""
@@ -260,9 +237,9 @@ class Search:
             for candidate in moves(self.problem, draft, self._loads(draft)):
                 if self.done:
                     return
-                if candidate in self.known or candidate in self.refused:
+                if candidate in self.known:
                     continue
-                found = self._judge(candidate, rank[1] if rank[0] == 0 else inf)
+                found = self._judge(candidate)
                 if found < (rank[0], rank[1] * (1 - 1e-9)):
                     draft, rank, improved = candidate, found, True
                     break

@@ -2,14 +2,14 @@
 
 The orders are topological ones that keep branches together; contiguous parts of an order never form a cycle. The most
 promising ways to cut come first: M micro-batches through S equal stages take M + S - 1 times a stage's seconds, and the
-reduction of its gradients. The slowest stage of a cut is as fast as possible, by bisection of its seconds.
+reduction of its gradients. Memory is left to the moves that follow.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import product
 from math import inf
 
@@ -58,9 +58,6 @@ def _branches(graph: nx.DiGraph, ranks: Mapping[int, tuple[float, int]]) -> list
     return list(order)
 
 
-BISECTIONS = 12
-"""Bisections of the seconds of the slowest stage, which balance stages to a fraction of a percent."""
-
 Positions = NDArray[np.int64]
 
 
@@ -73,45 +70,29 @@ class Cuts:
         size: samples of a micro-batch.
         stages: number of stages.
         width: replicas of each.
-        apart: the units of a stage must be connected.
         recompute: all stages recompute: their times include it, and micro-batches in flight need no memory.
         schedule: the name that drafts get.
-        fitting: stages fit the memory, with one micro-batch in flight per following stage.
     """
 
     order: Sequence[int]
     size: int
     stages: int
     width: int = 1
-    apart: bool = True
     recompute: bool = False
     schedule: str = "1f1b"
-    fitting: bool = True
 
 
-def variants(problem: Problem, found: Sequence[list[int]], *, fitting: bool = True) -> Iterator[Cuts]:
-    """Ways to cut, the shortest steps on paper first. `fitting`: stages fit the memory, and are connected."""
+def variants(problem: Problem, found: Sequence[list[int]]) -> list[Cuts]:
+    """Ways to cut, the shortest steps on paper first."""
     again = [flag for flag in (False, True) if problem.recompute in (None, flag)]
     ways = [
-        Cuts(
-            order=order,
-            size=size,
-            stages=stages,
-            width=width,
-            recompute=recompute,
-            schedule=schedule,
-            fitting=fitting,
-            apart=fitting,
-        )
+        Cuts(order=order, size=size, stages=stages, width=width, recompute=recompute, schedule=schedule)
         for order, size, (stages, width), schedule, recompute in product(
             found, problem.sizes, _counts(problem), problem.schedules, again
         )
         if width <= size
     ]
-    timed = [(_step_on_paper(problem, cuts), cuts) for cuts in ways]
-    for seconds, cuts in sorted(timed, key=lambda way: way[0]):
-        if seconds < inf or not fitting:
-            yield cuts
+    return sorted(ways, key=partial(_step_on_paper, problem))
 
 
 def _counts(problem: Problem) -> list[tuple[int, int]]:
@@ -140,11 +121,14 @@ def _step_on_paper(problem: Problem, cuts: Cuts) -> float:
     return (problem.batch_size / cuts.size + filling) * work + summing
 
 
-def seeds(problem: Problem, cuts: Cuts, worth: Callable[[float], bool]) -> Iterator[Draft]:
-    """The draft of a way to cut, if there is one and `worth` accepts the seconds of its slowest stage."""
-    limit, ends = Table(problem, cuts).balanced()
-    if ends and worth(limit):
-        yield draft_of(problem, cuts, ends, [cuts.width] * len(ends))
+def seed(problem: Problem, cuts: Cuts) -> Draft:
+    """The draft of a way to cut into stages of equal work."""
+    number, until = len(cuts.order), Table(problem, cuts).seconds[1:]
+    targets = until[-1] * np.arange(1, cuts.stages) / cuts.stages
+    stops, ends = np.abs(until[:, None] - targets).argmin(axis=0) + 1, list[int]()
+    for left, stop in zip(range(cuts.stages - 1, 0, -1), stops.tolist(), strict=True):
+        ends.append(min(max(stop, (ends or [0])[-1] + 1), number - left))
+    return draft_of(problem, cuts, [*ends, number], [cuts.width] * cuts.stages)
 
 
 class Table:
@@ -165,31 +149,12 @@ class Table:
         each = total + problem.parameter_bytes * summing / number
         return np.concatenate([[0.0], np.cumsum(each[self.reverse])])
 
-    def balanced(self) -> tuple[float, list[int]]:
-        """The least seconds of the slowest stage, and the ends of all stages; none if there are no such stages."""
-        high = float(self.seconds[-1])
-        low, best = high / self.cuts.stages, self._ends(high)
-        for _ in range(BISECTIONS if best else 0):
-            middle = (low * high) ** 0.5
-            ends = self._ends(middle)
-            best, low, high = (ends, low, middle) if ends else (best, middle, high)
-        return high, best
-
-    def _ends(self, limit: float) -> list[int]:
-        """The ends of stages of at most these seconds, which leave a unit for every stage that follows."""
-        ends, most = [0], len(self.reverse) - self.cuts.stages
-        for stage in range(self.cuts.stages):
-            ends.append(min(int(self.allowed(limit, stage)[ends[-1]]), most + stage + 1))
-            if ends[-1] == ends[-2]:
-                return []
-        return ends[1:] if ends[-1] == len(self.reverse) else []
-
     def allowed(self, limit: float, num_following: int) -> Positions:
-        """For every position, where a stage that begins there must end, with this many stages behind it."""
+        """For every position, where a stage that begins there must end, with this many stages behind it: its units are
+        connected, and fit the memory with one micro-batch in flight per following stage."""
         ends = np.searchsorted(self.seconds, self.seconds + limit * (1 + 1e-9), side="right") - 1
-        if self.cuts.fitting:
-            ends = np.minimum(ends, self._fitting(0 if self.cuts.recompute else num_following))
-        return np.minimum(ends, self._borders) if self.cuts.apart else ends
+        ends = np.minimum(ends, self._fitting(0 if self.cuts.recompute else num_following))
+        return np.minimum(ends, self._borders)
 
     def _fitting(self, num_following: int) -> Positions:
         """The same to fit the memory."""

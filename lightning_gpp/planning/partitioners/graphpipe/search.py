@@ -150,7 +150,7 @@ class _GraphPipeSearch:
         if not entry.pieces:
             return
         for draft in self._drafts(entry):
-            evaluation = self.evaluator(draft, entry.seconds)
+            evaluation = self.evaluator(draft)
             if evaluation.fits and evaluation.seconds < entry.seconds:
                 entry.draft, entry.seconds = draft, evaluation.seconds
 
