@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from contextvars import ContextVar
 from operator import attrgetter
 from typing import Any, Final
 
 import torch
+import torch.cuda.memory as _memory
 import torch.utils.checkpoint as _checkpoint
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor  # torch.export stands on it; no public name yet
@@ -114,6 +115,11 @@ def hook_tables(module: nn.Module) -> HookTables:
         module._forward_hooks_with_kwargs,
         module._forward_hooks_always_called,
     )
+
+
+def has_backward_hooks(module: nn.Module) -> bool:
+    """True if a module has hooks around its backward."""
+    return bool(module._backward_hooks or module._backward_pre_hooks)
 
 
 def forget_division(module: nn.Module) -> None:
@@ -355,6 +361,19 @@ def replace_calls(modules: Iterable[nn.Module], calls: Iterable[Callable[..., An
         if call is not None:
             vars(module)[COMPILED_IN_PLACE] = call
     return before
+
+
+# --- captures of CUDA graphs
+
+
+def leave_pool(device: torch.device, pool: Any) -> None:
+    """Do what a capture into a pool leaves undone if its end fails: until then torch takes it for under way, keeps
+    memory that other streams have used, and refuses further captures into the pool.
+    """
+    index = torch.cuda.current_device() if device.index is None else device.index
+    with suppress(RuntimeError):  # which says that the capture failed later, and has left the pool
+        _memory._cuda_endAllocateToPool(index, pool)  # type: ignore[attr-defined]
+        _memory._cuda_releasePool(index, pool)  # type: ignore[attr-defined]
 
 
 # --- process groups

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lightning_gpp._compat.torch import leave_pool
 from lightning_gpp.runtime.concurrent import Streams
 from lightning_gpp.runtime.recorded import Recorder, Repeat
 
@@ -30,10 +33,14 @@ class CudaGraphs:
     The calls of other threads, such as those that pin memory for a data loader, do not disturb a record.
     """
 
+    draws_apart = torch.__version__ >= "2.13"  # before, all graphs read their seeds from the same memory
+
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)
-        self._pool = torch.cuda.graph_pool_handle()
+        self._pool: Any = None
+        self._keeper: torch.cuda.CUDAGraph | None = None
+        self._invalid: list[torch.cuda.CUDAGraph] = []
 
     def buffer(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return torch.empty(tuple(shape), dtype=dtype, device=self._device)
@@ -42,18 +49,45 @@ class CudaGraphs:
         return CudaGraphs(self._device)
 
     def record(self, work: Callable[[], object]) -> Repeat:
+        if self._pool is None:
+            self._open_pool()
+        try:
+            return self._captured(work).replay
+        finally:
+            if self._pool is None:  # before torch 2.13 nothing draws random numbers until a capture succeeds again
+                self._open_pool()
+
+    def _open_pool(self) -> None:
+        """Take a new pool, with a graph that stays: torch refuses a pool whose graphs are all gone."""
+        self._pool = torch.cuda.graph_pool_handle()
+        self._keeper = self._captured(partial(torch.zeros, 1, device=self._device))
+
+    def _captured(self, work: Callable[[], object]) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()  # for the pool; during a capture torch frees nothing that it keeps for others
         with torch.cuda.stream(self._stream):
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 work()
             except BaseException:
                 with contextlib.suppress(RuntimeError):  # which says only that the record is invalid
-                    graph.capture_end()
+                    self._end(graph)
                 raise
-            graph.capture_end()
-        return graph.replay
+            self._end(graph)
+        return graph
+
+    def _end(self, graph: torch.cuda.CUDAGraph) -> None:
+        """End a capture. One that fails spoils its pool; torch goes on asking its graph which memory is for it."""
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "The CUDA Graph is empty")  # as that of a W that has nothing to do
+                graph.capture_end()
+        except BaseException:
+            self._invalid.append(graph)
+            leave_pool(self._device, self._pool)
+            self._pool = self._keeper = None
+            raise
 
     def unowned(self, tensor: Tensor) -> Tensor:
         """The tensor's memory by its address. Pools keep their memory while one of their graphs lives."""

@@ -25,7 +25,7 @@ from lightning_gpp.runtime.compiler import Compiler, Lane, action_of
 from lightning_gpp.runtime.concurrent import Concurrent, Streams
 from lightning_gpp.runtime.operations import Operation, State
 from lightning_gpp.runtime.random import RandomStreams
-from lightning_gpp.runtime.recorded import RecordedProgram, Recording
+from lightning_gpp.runtime.recorded import WARM, RecordedProgram, Recording
 from lightning_gpp.runtime.stage import Binding, DataSource, Slot, StageModule, StageSync
 from lightning_gpp.runtime.transport import Routes, Send, TransferLink, Transport
 from lightning_gpp.runtime.weights.policy import WeightPolicy
@@ -88,14 +88,16 @@ class Executor:
         self._state = DeviceState(tensors_on)
         self._weights, self._slots, self._sharding = weights, slots, sharding
         self._unfinished: deque[Send] = deque()
-        self._routes = self._routes_of(transport, 1 + program.lead)
+        repeats = WARM if recording is not None else 0  # the first repeats of records load what they launch, too
+        self._routes = self._routes_of(transport, 1 + program.lead + repeats)
         self._lanes = [self._lane(number, transport, tensors_on) for number in range(1 + program.lead)]
         names = [stage.name for stage in program.plan.stages]
-        self._recorded = RecordedProgram(recording, names, streams_here is not None) if recording is not None else None
         self._concurrent = None
         if streams_here is not None:
             values = self._lanes[0].state.values
             self._concurrent = Concurrent(streams_here, program, device, stages, num_streams, values)
+        of_stages = self._concurrent.stream_of if self._concurrent is not None else {}
+        self._recorded = RecordedProgram(recording, names, of_stages) if recording is not None else None
         self._compiler = Compiler(
             program,
             device,
@@ -222,12 +224,13 @@ class Executor:
             GPPError: the step returned no loss.
         """
         first, last = step if first is None else first, step + 1 if last is None else last
+        recorded = self._recorded if bindings is None else None
         self.timings.clear()
         self.is_running, self.is_complete = True, False
         try:
             with torch.set_grad_enabled(self.program.training):
-                if self._recorded is not None:
-                    self._recorded.begin()
+                if recorded is not None:
+                    recorded.begin()
                 if self._concurrent is not None:
                     self._concurrent.begin()
                 self._enter(step, first, last, loss_weight * grad_scale)
@@ -239,8 +242,8 @@ class Executor:
                     self._finish_sends()
             if self._concurrent is not None:
                 self._concurrent.end()
-            if self._recorded is not None:
-                self._recorded.end()
+            if recorded is not None:
+                recorded.end()
             self.is_complete = True
         except BaseException as error:
             add_note(error, f"This happened on {self.describe()}.")

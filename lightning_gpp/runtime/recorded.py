@@ -27,8 +27,17 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import Parameter
 
-from lightning_gpp._compat.torch import buffers_of, hook_tables, parameters_of, with_gradient_hooks
+from lightning_gpp._compat.torch import (
+    buffers_of,
+    checkpoint_regions,
+    has_backward_hooks,
+    hook_tables,
+    parameters_of,
+    with_gradient_hooks,
+)
+from lightning_gpp.errors import GPPError
 from lightning_gpp.runtime.boundary import DTYPES
+from lightning_gpp.runtime.recompute import ModuleState, Snapshot
 from lightning_gpp.runtime.split import SplitBackward, Splitter
 from lightning_gpp.runtime.stage import MicroBatch, Recordable, Slot, StageModule, StageWrapper, as_result
 from lightning_gpp.schedules.actions import Action, Kind
@@ -38,7 +47,9 @@ log = logging.getLogger(__name__)
 WARM: Final = 2
 """Mini-batches before a program is recorded: kernels are loaded, and the first odd size of an epoch has gone by."""
 MOST: Final = 4
-"""Records of one program; after so many, attributes that change from step to step are given up on."""
+"""Records of one program in a row that are soon in vain; after so many, attributes that change are given up on."""
+WORTH: Final = 50
+"""Mini-batches after which a record was not in vain: what changes once in an epoch is recorded anew each time."""
 _PLAIN: Final = (bool, int, float, complex, str, bytes, type(None))
 
 Repeat = Callable[[], object]
@@ -46,7 +57,13 @@ Repeat = Callable[[], object]
 
 
 class Recorder(Protocol):
-    """Records launches. Records of one recorder are repeated in the order in which they were made."""
+    """Records launches. Records of one recorder are repeated in the order in which they were made.
+
+    Attributes:
+        draws_apart: whether records of recorders that are apart may draw random numbers at the same time.
+    """
+
+    draws_apart: bool
 
     def buffer(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """A tensor for values that come from outside; call it inside a record."""
@@ -168,7 +185,8 @@ class RecordedStage(StageWrapper):
                 buffers[name] = recorder.buffer(slot.spec.sizes(self._num_samples), DTYPES[slot.spec.dtype])
                 leaves[name] = buffers[name].detach().requires_grad_(slot.spec.requires_grad)
             values = {name: as_result(leaf) if leaf.requires_grad else leaf for name, leaf in leaves.items()}
-            results.update(self.stage.compute(values, self._num_samples))
+            with checkpoint_regions(_refuse_checkpoints, _leave):
+                results.update(self.stage.compute(values, self._num_samples))
 
         repeat = recorder.record(work)
         edges = {name: get_gradient_edge(result) for name, result in results.items() if result.requires_grad}
@@ -206,6 +224,14 @@ class RecordedStage(StageWrapper):
             torch.autograd.backward(roots, seeds)
 
 
+def _refuse_checkpoints() -> None:
+    raise GPPError("activation checkpoints set the state of the random numbers, which a record cannot do")
+
+
+def _leave() -> None:
+    """Nothing: no checkpoint is entered."""
+
+
 class _Repeated(torch.autograd.Function):
     """The recorded forward of a stage as one step of autograd. `token` needs a gradient, whatever the inputs do."""
 
@@ -233,19 +259,20 @@ class RecordedProgram:
     Args:
         recording: the job's recorder and gradients.
         names: names of the program's stages, for messages.
-        concurrent: whether stages compute at the same time.
+        streams: the streams of stages that compute at the same time, of which 0 is the current one.
 
     Attributes:
         reasons: why stages are not recorded, by their numbers.
     """
 
-    def __init__(self, recording: Recording, names: Sequence[str], concurrent: bool = False) -> None:
-        self._recording, self._names, self._concurrent = recording, names, concurrent
-        self._recorders: dict[int, Recorder] = {}
+    def __init__(self, recording: Recording, names: Sequence[str], streams: Mapping[int, int] | None = None) -> None:
+        self._recording, self._names, self._streams = recording, names, streams or {}
+        self._recorders = {0: recording.recorder}
         self._stages: dict[tuple[int, int], RecordedStage] = {}
         self._actions: list[Action] = []
         self._learned: list[Parameter] = []
         self._form: dict[int, Any] | None = None
+        self._kept: list[Tensor] = []
         self._zero: Repeat | None = None
         self._runs, self._records = 0, 0
         self.reasons: dict[int, str] = {}
@@ -285,6 +312,7 @@ class RecordedProgram:
             stage.begin()
         if self._form is not None and self._form != self._present_form():
             self._forget()
+            self._records = 0 if self._runs > WORTH else self._records
             self._runs = WARM - 1
         if self._form is None and self._runs >= WARM and self._numbers:
             self._record()
@@ -306,8 +334,7 @@ class RecordedProgram:
         return [part for stage in self._numbers.values() for part in stage.parts]
 
     def _parameters(self) -> list[Parameter]:
-        found = (p for part in self._parts() for p in parameters_of(part).values() if p is not None)
-        return list(dict.fromkeys(found))
+        return list(dict.fromkeys(p for stage in self._numbers.values() for p in _parameters_of(stage)))
 
     def _present_form(self) -> dict[int, Any]:
         """All that records depend on: plain attributes of modules, and the memory of their tensors."""
@@ -328,6 +355,7 @@ class RecordedProgram:
 
     def _forget(self) -> None:
         self._form = self._zero = None
+        self._kept = []
         for stage in self._stages.values():
             stage.forget()
 
@@ -337,31 +365,54 @@ class RecordedProgram:
         for number, stage in self._numbers.items():
             if reason := self._reason(stage):
                 self.reasons[number] = reason
-        while self._numbers and not self._try():
+        known, held = set(self._recording.gradients), {p: p.grad for p in self._parameters()}
+        while self._numbers and not self._try(held):
             self._forget()
+            for parameter, gradient in held.items():
+                parameter.grad = gradient
+        used = set(self._learned) if self._numbers else set()
+        for parameter in self._recording.gradients.keys() - known - used:
+            del self._recording.gradients[parameter]
         self._tell(time.perf_counter() - start)
 
     def _reason(self, stage: RecordedStage) -> str:
-        parameters = [p for part in stage.parts for p in parameters_of(part).values() if p is not None]
+        parameters = _parameters_of(stage)
         if self._records > MOST:
             return "attributes or tensors of its modules change from step to step"
         if any(table for part in stage.parts for table in hook_tables(part)):
             return "its modules have hooks, which would not run"
+        if any(map(has_backward_hooks, stage.parts)):
+            return "its modules have hooks around their backward, which would not run"
         if with_gradient_hooks(parameters):
             return "its parameters have hooks, which would not run"
         if any(p.grad is not None and p.grad.is_sparse for p in parameters):
             return "it has sparse gradients"
         if stage.runs_again and any(buffers_of(part) for part in stage.parts):
             return "it is recomputed, and has buffers"
+        if stage.uses_random and any(self._streams.values()) and not self._recording.recorder.draws_apart:
+            return "it draws random numbers beside other stages, whose graphs would change them before torch 2.13"
         return ""
 
-    def _try(self) -> bool:
-        """Record all stages that can be; False if another one cannot."""
-        gradients, before = self._recording.gradients, self._present_form()
+    def _try(self, held: Mapping[Parameter, Tensor | None]) -> bool:
+        """Record all stages that can be; False if another one cannot. Modules keep their attributes.
+
+        `held`: the gradients of the parameters before.
+        """
+        gradients, here, before = self._recording.gradients, set(self._parameters()), self._traces()
+        self._learned = [parameter for parameter in self._learned if parameter in here]
         for parameter in self._learned:
             if parameter not in gradients:
                 gradients[parameter] = torch.zeros_like(parameter)
         self._attach()
+        with ModuleState(self._parts()).restored(Snapshot([], [])):
+            if not self._record_actions() or not self._check(before, held):
+                return False
+        self._form = self._present_form()
+        self._kept = [value for part in self._parts() for value in vars(part).values() if isinstance(value, Tensor)]
+        self._zero = self._recording.recorder.record(partial(_zero, [gradients[each] for each in self._learned]))
+        return True
+
+    def _record_actions(self) -> bool:
         for action in self._actions:
             if action.stage in self.reasons:
                 continue
@@ -370,34 +421,30 @@ class RecordedProgram:
             except Exception as error:
                 self.reasons[action.stage] = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
                 return False
-        self._form = self._present_form()
-        self._zero = self._recording.recorder.record(partial(_zero, [gradients[each] for each in self._learned]))
-        return self._check(before)
-
-    def _recorder_of(self, stage: int) -> Recorder:
-        recorder = self._recording.recorder
-        if stage not in self._recorders:
-            self._recorders[stage] = recorder.apart() if self._concurrent else recorder
-        return self._recorders[stage]
-
-    def _check(self, before: Mapping[int, Any]) -> bool:
-        assert self._form is not None
-        for number, stage in self._numbers.items():
-            changed = [type(part).__name__ for part in stage.parts if before[id(part)] != self._form[id(part)]]
-            strays = [p for part in stage.parts for p in parameters_of(part).values() if self._is_stray(p)]
-            if changed:
-                self.reasons[number] = f"the forward of {changed[0]} sets attributes, which a record would not do"
-            elif strays:
-                self.reasons[number] = "some of its parameters get gradients in some mini-batches only"
-                for parameter in strays:
-                    parameter.grad = None
-            if changed or strays:
-                return False
         return True
 
-    def _is_stray(self, parameter: Parameter | None) -> bool:
-        """True if a record made the gradient of a parameter, which is then in the memory of records."""
-        return parameter is not None and parameter.grad is not None and parameter not in self._recording.gradients
+    def _recorder_of(self, stage: int) -> Recorder:
+        """The recorder of a stage's stream, in which records are repeated one after the other."""
+        number = self._streams.get(stage, 0)
+        if number not in self._recorders:
+            self._recorders[number] = self._recording.recorder.apart()
+        return self._recorders[number]
+
+    def _traces(self) -> dict[int, Any]:
+        """What a forward may change in modules: their form, and the lengths of their lists and dictionaries."""
+        return {id(part): (form_of(part), _lengths(part)) for part in self._parts()}
+
+    def _check(self, before: Mapping[int, Any], held: Mapping[Parameter, Tensor | None]) -> bool:
+        after, learned = self._traces(), set(self._learned)
+        for number, stage in self._numbers.items():
+            changed = [type(part).__name__ for part in stage.parts if before[id(part)] != after[id(part)]]
+            if changed:
+                self.reasons[number] = f"the forward of {changed[0]} sets attributes, which a record would not do"
+            elif any(p.grad is not held[p] for p in _parameters_of(stage) if p not in learned):
+                self.reasons[number] = "some of its parameters get gradients in some mini-batches only"
+            if number in self.reasons:
+                return False
+        return True
 
     def _tell(self, seconds: float) -> None:
         done = ", ".join(self._names[number] for number in sorted(self.recorded)) or "none"
@@ -407,9 +454,17 @@ class RecordedProgram:
             log.log(level, "strategy.cuda_graphs: stage %r is not recorded: %s.", self._names[number], reason)
 
 
+def _parameters_of(stage: RecordedStage) -> list[Parameter]:
+    return [p for part in stage.parts for p in parameters_of(part).values() if p is not None]
+
+
 def _zero(tensors: Iterable[Tensor]) -> None:
     for tensor in tensors:
         tensor.zero_()
+
+
+def _lengths(module: nn.Module) -> dict[str, int]:
+    return {name: len(value) for name, value in vars(module).items() if isinstance(value, (list, dict, set))}
 
 
 def form_of(module: nn.Module) -> tuple[Any, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import threading
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -27,8 +28,10 @@ from lightning_gpp._compat.torch import (
     default_store,
     fake_mode,
     forget_division,
+    has_backward_hooks,
     hook_tables,
     imitated_processes,
+    leave_pool,
     parameters_of,
     pytree,
     replace_calls,
@@ -257,6 +260,41 @@ def test_hook_tables() -> None:
         table.update(entries)
     module(torch.ones(1))
     assert found == ["before", "after"]
+
+
+def test_has_backward_hooks() -> None:
+    for register in (nn.Module.register_full_backward_hook, nn.Module.register_full_backward_pre_hook):
+        module = nn.Linear(1, 1)
+        assert not has_backward_hooks(module)
+        handle = register(module, lambda *_: None)
+        assert has_backward_hooks(module)
+        handle.remove()
+        assert not has_backward_hooks(module)
+
+
+def test_leave_pool_calls_what_torch_calls() -> None:
+    source = inspect.getsource(torch.cuda.use_mem_pool)
+    for name in ("_cuda_endAllocateToPool(device_index, pool.id)", "_cuda_releasePool(device_index, pool.id)"):
+        assert name in source
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="captures CUDA graphs")
+def test_leave_pool() -> None:
+    device, pool = torch.device("cuda", 0), torch.cuda.graph_pool_handle()
+    value = torch.ones(1, device=device)
+    failed, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(device)
+    with torch.cuda.stream(stream):
+        failed.capture_begin(pool=pool)
+        with pytest.raises(RuntimeError):
+            value.item()
+        with pytest.raises(RuntimeError):
+            failed.capture_end()
+    leave_pool(device, pool)
+    leave_pool(device, pool)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=torch.cuda.graph_pool_handle(), stream=stream):
+        value.add_(1)
+    assert float(value + torch.rand(1, device=device).ge(2)) == 1
 
 
 def test_without_splits() -> None:

@@ -7,6 +7,7 @@ change in between show only through memory. To read a value is an error, as in a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,11 +20,14 @@ STATISTICS = ("running_mean", "running_var")
 
 
 class Tape:
-    """Records operators; `count` is the number of records."""
+    """Records operators; `count` is the number of records, `turns` are their numbers as they were repeated."""
+
+    draws_apart = True
 
     def __init__(self) -> None:
         self._mode: Operators | None = None
         self.count = 0
+        self.turns: list[int] = []
 
     def buffer(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         assert self._mode is not None
@@ -40,7 +44,11 @@ class Tape:
             self._mode.undo()
             torch.set_rng_state(state)
         self.count += 1
-        return self._mode.repeat
+        return partial(self._repeat, self.count, self._mode)
+
+    def _repeat(self, number: int, mode: Operators) -> None:
+        self.turns.append(number)
+        mode.repeat()
 
     def apart(self) -> Tape:
         return self

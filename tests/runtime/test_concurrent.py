@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_gpp.runtime.concurrent import Concurrent
-from lightning_gpp.runtime.recorded import Recording
+from lightning_gpp.runtime.recorded import WARM, Recording
 from lightning_gpp.schedules import compile_program
 from lightning_gpp.schedules.actions import COLLECTIVES, Kind
 from lightning_gpp.schedules.program import Op, Program
@@ -129,3 +129,15 @@ def test_recorded_stages_are_concurrent() -> None:
         results.append(run.results())
     for one, other in zip(*results, strict=True):
         assert (one is None and other is None) or torch.equal(one, other)
+
+
+def test_random_numbers_of_records_at_the_same_time(caplog: pytest.LogCaptureFixture) -> None:
+    tape = Tape()
+    tape.draws_apart = False
+    run = Run(
+        Towers(), TOWERS, recording=Recording(recorder=tape, demanded=True), streams_here=Histories(), num_streams=2
+    )
+    for number in range(WARM + 1):
+        run.step(number)
+    assert run.executor.recorded == {2}
+    assert "draws random numbers" in caplog.text

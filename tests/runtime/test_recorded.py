@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from lightning_gpp.capture import capture_step
 from lightning_gpp.plan import STEP, Stage
 from lightning_gpp.planning.assignment.assign import make_plan
 from lightning_gpp.runtime import Executor, RandomStreams
+from lightning_gpp.runtime import recorded as module_under_test
 from lightning_gpp.runtime.cuda import recorder_of
 from lightning_gpp.runtime.recorded import MOST, WARM, Recorder, Recording
 from lightning_gpp.schedules import compile_program
@@ -67,7 +69,20 @@ class Blocks(nn.Module):
         return self(*batch).square().mean()
 
 
+class Contrasted(nn.Module):
+    """Two towers that meet in a product of the step, whose gradients of the second tower could wait."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.image, self.text = nn.Linear(4, WIDTH), nn.Embedding(5, WIDTH)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return (self.image(batch[0]) @ self.text(batch[1]).t()).square().mean()
+
+
 TOWERS = [["left"], ["right", "fixed"], ["head", STEP]]
+CONTRASTED = [["image"], ["text", STEP]]
 BLOCKS = [["blocks.0"], ["blocks.1"], ["blocks.2", "rate", STEP]]
 
 
@@ -138,6 +153,14 @@ class Run:
         return [*self.seen, *(buffer.clone() for buffer in self.module.buffers()), *kept]
 
 
+def in_order(tape: Tape) -> bool:
+    """True if the records of a mini-batch were repeated in the order in which they were made, but for the first one,
+    which zeros gradients.
+    """
+    turns, tape.turns = tape.turns[1:], []
+    return turns == sorted(set(turns))
+
+
 def assert_same(
     make: Callable[[Recording | None], Run],
     during: Callable[[Run, int], None] | None = None,
@@ -151,6 +174,7 @@ def assert_same(
             if during is not None:
                 during(run, number)
             run.step(number, accumulated=number in (4, 6))
+            assert in_order(tape)
         results.append(run.results())
         assert recording is None or run.executor.recorded
     for plain, recorded in zip(*results, strict=True):
@@ -164,6 +188,10 @@ def test_nothing_but_launches_changes(make: Callable[[], nn.Module], stages: Any
     tape = assert_same(lambda recording: Run(make(), stages, schedule, recording=recording))
     micro_batches = SAMPLES // 2
     assert tape.count == 1 + micro_batches * len(stages) * (3 if schedule == "zb_h1" else 2)
+
+
+def test_split_backwards_wait_for_no_record() -> None:
+    assert_same(lambda recording: Run(Contrasted(), CONTRASTED, "zb_h1", recording=recording))
 
 
 def test_recomputed_stages() -> None:
@@ -206,6 +234,22 @@ class Reading(nn.Module):
         return x * x.detach().abs().max().item()
 
 
+class Listing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[int] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append(1)
+        return x * 2
+
+
+class Checkpointed(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = checkpoint(torch.tanh, x, use_reentrant=False)
+        return result
+
+
 def _with_hook(module: Blocks) -> None:
     module.blocks[1].register_forward_hook(lambda module, args, output: output * 2)
 
@@ -214,8 +258,20 @@ def _with_gradient_hook(module: Blocks) -> None:
     module.blocks[1][0].weight.register_hook(lambda gradient: gradient * 2)
 
 
+def _with_backward_hook(module: Blocks) -> None:
+    module.blocks[1][0].register_full_backward_hook(lambda module, before, after: (before[0] * 2,))
+
+
 def _counting(module: Blocks) -> None:
     module.blocks[1].append(Counting())
+
+
+def _listing(module: Blocks) -> None:
+    module.blocks[1].append(Listing())
+
+
+def _checkpointed(module: Blocks) -> None:
+    module.blocks[1].append(Checkpointed())
 
 
 def _reading(module: Blocks) -> None:
@@ -227,7 +283,10 @@ def _reading(module: Blocks) -> None:
     [
         (_with_hook, "modules have hooks"),
         (_with_gradient_hook, "parameters have hooks"),
+        (_with_backward_hook, "hooks around their backward"),
         (_counting, "Counting sets attributes"),
+        (_listing, "Listing sets attributes"),
+        (_checkpointed, "activation checkpoints"),
         (_reading, "a record may not read values"),
     ],
 )
@@ -239,8 +298,12 @@ def test_what_cannot_be_recorded_runs_as_before(
         change(module)
         return Run(module, BLOCKS, recording=recording)
 
+    runs: list[Run] = []
     with caplog.at_level(logging.INFO, logger="lightning_gpp.runtime.recorded"):
-        tape = assert_same(make)
+        tape = assert_same(lambda recording: runs.append(make(recording)) or runs[-1])
+    plain, recorded = (run.module.blocks[1][-1] for run in runs)
+    assert getattr(plain, "calls", 0) == getattr(recorded, "calls", 0)
+    assert getattr(plain, "seen", []) == getattr(recorded, "seen", [])
     assert tape.count
     assert "recorded stages: blocks.0, blocks.2" in caplog.text
     assert "stage 'blocks.1' is not recorded" in caplog.text
@@ -254,6 +317,41 @@ def test_attributes_that_always_change_are_given_up_on(caplog: pytest.LogCapture
         run.step(number)
     assert "change from step to step" in caplog.text
     assert not run.executor.recorded
+
+
+def test_changes_once_in_an_epoch_are_never_given_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module_under_test, "WORTH", 3)
+    run = Run(Blocks(), BLOCKS, recording=Recording(recorder=Tape(), demanded=True))
+    for number in range(6 * (MOST + 2)):
+        run.module.rate.p = 0.9 / (1 + number // 6)
+        run.step(number)
+    assert run.executor.recorded == {0, 1, 2}
+
+
+def test_gradients_of_stages_that_are_not_recorded_stay_as_they_are() -> None:
+    module = Blocks()
+    _reading(module)
+    run = Run(module, BLOCKS, recording=Recording(recorder=Tape()))
+    tied = module.blocks[1][0].bias
+    for number in range(WARM):
+        run.step(number)
+    run.optimizer.zero_grad()
+    kept = tied.grad = torch.ones_like(tied)
+    tied.requires_grad_(False)
+    run.step(WARM, accumulated=True)
+    assert run.executor.recorded == {0, 2}
+    assert tied.grad is kept
+
+
+def test_a_frozen_parameter_keeps_its_gradient() -> None:
+    run = Run(module := Blocks(), BLOCKS, recording=Recording(recorder=Tape()))
+    frozen = module.blocks[1][0].bias
+    for number in range(WARM + 1):
+        if number == WARM - 1:
+            frozen.requires_grad_(False)
+        run.step(number, accumulated=number >= WARM - 1)
+    assert run.executor.recorded == {0, 1, 2}
+    assert frozen.grad is not None
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="records CUDA graphs")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -9,12 +10,14 @@ from torch import Tensor
 
 from lightning_gpp.plan import Plan
 from lightning_gpp.runtime import DistributedTransport, Executor, Mesh, Transport, pairs_of
+from lightning_gpp.runtime.recorded import WARM, Recording
 from lightning_gpp.runtime.transport import Work
 from lightning_gpp.schedules import compile_program
 from lightning_gpp.schedules.continuous import continuous_program
 from tests.distributed import run_distributed
 from tests.runtime.asynchronous import AsyncCase, Run
 from tests.runtime.stages import all_slots, local_parameters, make_data, make_stages
+from tests.runtime.tape import Tape
 from tests.strategies import plan_of
 
 HOST, DIRECT = "through host memory", "directly"
@@ -73,6 +76,34 @@ def test_the_first_mini_batch_of_a_size_goes_through_the_host() -> None:
         for first, later in ((0, 1), (0, 3), (2, 4)):
             for name, gradient in gradients[first].items():
                 assert torch.equal(gradient, gradients[later][name]), name
+
+
+class _Unused(Tape):
+    def record(self, work: Callable[[], object]) -> Callable[[], object]:
+        raise AssertionError("these stages are not recorded")
+
+
+def _recorded(rank: int, plan: Plan) -> list[set[str]]:
+    mesh, stages = Mesh(plan.num_devices, 1, rank), make_stages(plan)
+    noting, ways = Noting(DistributedTransport(mesh, pairs_of(plan), own_groups=True)), []
+    executor = Executor(
+        compile_program(plan),
+        rank,
+        stages=stages,
+        slots=all_slots(plan),
+        transport=noting,
+        source=make_data(8),
+        recording=Recording(recorder=_Unused()),
+    )
+    for _ in range(WARM + 2):
+        executor.run(loss_weight=1 / 8)
+        ways.append(noting.taken())
+    return ways
+
+
+def test_the_mini_batch_that_first_repeats_records_goes_through_the_host() -> None:
+    for ways in run_distributed(3, _recorded, PLAN):
+        assert ways == [{HOST}] * (WARM + 1) + [{DIRECT}]
 
 
 def _stream(rank: int, case: AsyncCase) -> tuple[int, list[str]]:
