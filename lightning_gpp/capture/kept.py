@@ -194,18 +194,18 @@ def without_effects(modules: Sequence[nn.Module], changed: Sequence[Tensor], ins
         inside: what their attributes keep; it is looked for once per mini-batch.
     """
     values = [(tensor, tensor.detach().clone()) for tensor in changed]
-    before = [(module, dict(vars(module)), buffers_of(module).copy()) for module in modules]
+    before = [(vars(module), dict(vars(module))) for module in modules]
+    before += [(buffers, buffers.copy()) for buffers in map(buffers_of, modules)]
     holders = {id(each): each for each in inside.holders}
     holders |= {id(value): value for module in modules for _, value in _attributes(module) if type(value) in CHANGING}
     try:
         with unchanged(list(holders.values()), most=MOST_ITEMS), unmoved(inside.generators):
             yield
     finally:
-        for module, attributes, buffers in before:
-            for name in vars(module).keys() - attributes.keys():
-                del vars(module)[name]
-            vars(module).update(attributes)
-            buffers_of(module).update(buffers)
+        for table, entries in before:
+            for name in table.keys() - entries.keys():
+                del table[name]
+            table.update(entries)
         for tensor, value in values:
             tensor.data.copy_(value)  # a graph that has saved the tensor finds it unchanged
 
