@@ -43,7 +43,7 @@ _REMEMBERED: Final = 16
 
 
 def _assigned(graph: OperatorGraph, stage_modules: Sequence[Sequence[str]]) -> Assignment:
-    placed = _Assignment(graph, _owners(stage_modules))
+    placed = _Assignment(graph, owners_of(stage_modules))
     for operator in reversed(list(graph)):
         placed.place(operator)
     _place_effects(graph, placed.assignment)
@@ -77,18 +77,23 @@ def _home(
 
 def forced(graph: OperatorGraph, stage_modules: Sequence[Sequence[str]]) -> set[tuple[int, int]]:
     """Pairs of stages, without SOURCE, of which the second reads a result of the first, directly or through glue."""
-    owners = _owned(graph, _owners(stage_modules))
+    owners = _owned(graph, owners_of(stage_modules))
     return _forced(graph, owners, _makers(graph, owners))
 
 
-def _owners(stage_modules: Sequence[Sequence[str]]) -> dict[str, int]:
+def owners_of(stage_modules: Sequence[Sequence[str]]) -> dict[str, int]:
+    """The stage that lists each module.
+
+    Raises:
+        PlanError: a module is listed twice.
+    """
     owners: dict[str, int] = {}
     for index, modules in enumerate(stage_modules):
         for module in modules:
             if module in owners:
                 raise PlanError(
-                    f"Module {module!r} is listed by two stages, {owners[module]} and {index} (strategy.plan or "
-                    "strategy.stages). Remove it from one of them."
+                    f"Module {module!r} is listed twice, by stages {owners[module]} and {index} (strategy.stages, "
+                    "strategy.plan). A module belongs to one stage; list its submodules to divide it."
                 )
             owners[module] = index
     return owners

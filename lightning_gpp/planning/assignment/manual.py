@@ -15,7 +15,7 @@ from annotated_types import Ge, MinLen
 from lightning_gpp.errors import ConfigError, PlanError
 from lightning_gpp.graph import OperatorGraph
 from lightning_gpp.plan import STEP, Plan, Stage
-from lightning_gpp.planning.assignment.assign import assign, make_plan, owner_of, step_owner
+from lightning_gpp.planning.assignment.assign import assign, make_plan, owner_of, owners_of, step_owner
 from lightning_gpp.planning.assignment.complete import resolve_size
 from lightning_gpp.planning.assignment.layout import number_devices
 from lightning_gpp.planning.assignment.modules import around, module_tree, stage_names
@@ -98,18 +98,11 @@ def manual(
 
 def _checked(graph: OperatorGraph, entries: list[Entry]) -> list[Entry]:
     known = [node.path for node in module_tree(graph).walk()]
-    seen: dict[str, int] = {}
-    for index, entry in enumerate(entries):
+    for entry in entries:
         for module in entry.modules:
             if module not in known and module != STEP:
                 raise _unknown(module, known)
-            if module in seen:
-                raise PlanError(
-                    f"Module {module!r} is listed twice in strategy.stages: by stages {seen[module]} and {index}. "
-                    "A module belongs to one stage; list its submodules to divide it."
-                )
-            seen[module] = index
-    _check_parameters(graph, seen)
+    _check_parameters(graph, owners_of([entry.modules for entry in entries]))
     return entries
 
 

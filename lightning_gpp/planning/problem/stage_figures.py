@@ -5,9 +5,9 @@ Figures of a stage are seconds and bytes of one replica. Transfers have seconds,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple, TypeAlias
+from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -240,22 +240,6 @@ class DraftTransfer(NamedTuple):
     ports: dict[Port, float]
 
 
-Route: TypeAlias = Callable[[int, int], tuple[Link, tuple[Port, ...]]]
-"""The link and the ports from one device to another."""
-
-
-def transfer(route: Route, src: Sequence[int], dst: Sequence[int], size: Affine, num_samples: int) -> DraftTransfer:
-    """The transfer of `num_samples` samples from the replicas `src` to the replicas `dst`."""
-    seconds, ports = 0.0, dict[Port, float]()
-    for i, j, samples in overlaps(src, dst, num_samples):
-        link, passed = route(i, j)
-        num_bytes = size.at(samples)
-        seconds = max(seconds, link.seconds(num_bytes))
-        for port in passed:
-            ports[port] = ports.get(port, 0.0) + num_bytes / link.bytes_per_second
-    return DraftTransfer(seconds, ports)
-
-
 def overlaps(src: Sequence[int], dst: Sequence[int], num_samples: int) -> Iterator[tuple[int, int, int]]:
     """Pairs of devices whose shares of a micro-batch overlap, and by how many samples."""
     i = j = 0
@@ -294,8 +278,18 @@ class Transfers:
         """The transfer of this many bytes per micro-batch from one stage to another."""
         key = src.devices, dst.devices, size, src.micro_batch_size
         if key not in self._between:
-            self._between[key] = transfer(self._route, *key)
+            self._between[key] = self._transfer(*key)
         return self._between[key]
+
+    def _transfer(self, src: Sequence[int], dst: Sequence[int], size: Affine, num_samples: int) -> DraftTransfer:
+        seconds, ports = 0.0, dict[Port, float]()
+        for i, j, samples in overlaps(src, dst, num_samples):
+            link, passed = self._route(i, j)
+            num_bytes = size.at(samples)
+            seconds = max(seconds, link.seconds(num_bytes))
+            for port in passed:
+                ports[port] = ports.get(port, 0.0) + num_bytes / link.bytes_per_second
+        return DraftTransfer(seconds, ports)
 
     def _route(self, src: int, dst: int) -> tuple[Link, tuple[Port, ...]]:
         if (src, dst) not in self._routes:
