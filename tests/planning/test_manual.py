@@ -53,7 +53,11 @@ def test_parameters_of_a_divided_module_itself_need_no_stage() -> None:
     [
         ({"image_towr": 0, "text_tower": 0, "head": 1}, PlanError, r"strategy.stages names .*'image_towr'.*'image_tow"),
         ({"image_tower": 0, "head": 1}, PlanError, r"leaves parameters without a stage: those of text_tower.*mlp"),
-        ([{"modules": ["head"]}, {"modules": ["head", "@step"]}], PlanError, r"'head' is listed twice, by stages 0 and 1 .strategy.st"),
+        (
+            [{"modules": ["head"]}, {"modules": ["head", "@step"]}],
+            PlanError,
+            r"'head' is listed twice, by stages 0 and 1 .strategy.st",
+        ),
         ({"image_tower": 0, "text_tower": 2, "head": 3}, ConfigError, r"number the stages 0..n-1 .* \[0, 2, 3\]"),
         ({"image_tower": 0, "rest": ["head"]}, ConfigError, "strategy.stages mixes"),
         ({}, ConfigError, "strategy.stages is empty"),

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from math import inf
 
 from lightning_gpp.errors import ScheduleError
-from lightning_gpp.graph import Affine
 from lightning_gpp.plan import topological
 from lightning_gpp.planning.problem.draft import (
     Draft,
@@ -169,7 +168,7 @@ class Evaluator:
         """Evaluate stages of `num_pipelines` pipeline replicas.
 
         If there is one, a last stage with replicas gives the user's step to a stage of its own, which adds one to the
-        depth.
+        depth; what it sends there takes no time here.
         """
         apart = self.problem.single_step and len(stages[-1].devices) > 1 and num_pipelines == 1
         size = stages[0].micro_batch_size
@@ -184,13 +183,10 @@ class Evaluator:
         limits = [min(self._memory[device] for device in stage.devices) for stage in stages]
         fitted = self._fit(stages, counts, [room - more for room, more in zip(limits, besides, strict=True)], draft)
         pipeline, busiest = self._pipeline(stages, fitted.figures, edges, num_pipelines > 1)
-        clocked = [*counts]
-        if apart and self._step_apart(pipeline, stages[-1]):
-            clocked.append(1)
         peaks = [peak + more for peak, more in zip(fitted.peaks, besides, strict=True)]
         place = sorted(range(len(order)), key=order.__getitem__)
         return Evaluation(
-            seconds=max(number * busiest, self._seconds(pipeline, clocked, number, fitted.figures))
+            seconds=max(number * busiest, self._seconds(pipeline, counts, number, fitted.figures))
             if simulated
             else 0.0,
             excess_bytes=float(max(0.0, *(peak - room for peak, room in zip(peaks, limits, strict=True)))),
@@ -300,7 +296,7 @@ class Evaluator:
         figures: Sequence[StageFigures],
     ) -> float:
         """Seconds of a mini-batch: without a flush those of the busiest stage or link, else of the whole step."""
-        all_reduce = [entry.all_reduce for entry in figures] + [0.0] * (len(counts) - len(figures))
+        all_reduce = [entry.all_reduce for entry in figures]
         if self.problem.continuous:
             return period_seconds(pipeline, number, all_reduce)
         return step_seconds(pipeline, counts, number, all_reduce)
@@ -334,20 +330,6 @@ class Evaluator:
             returned=returned,
         )
         return pipeline, busiest
-
-    def _step_apart(self, pipeline: ClockedStages, last: DraftStage) -> bool:
-        """Add a stage of the user's step alone, which the replicas of the last stage send to; its work stays theirs."""
-        flows = self.problem.bytes_to_step
-        size = sum((flows[unit] for unit in last.units if unit in flows), Affine())
-        ways = [(device, 0) for device in last.devices if device]
-        seconds = self._transfers.longest(ways, size.at(last.share))
-        if not flows or not seconds:
-            return False
-        pair = len(pipeline.forward) - 1, len(pipeline.forward)
-        for entries in (pipeline.forward, pipeline.again, pipeline.backward, pipeline.data):
-            entries.append(0.0)
-        pipeline.sent[pair] = pipeline.returned[pair] = seconds
-        return True
 
     def figures(self, stage: DraftStage, sharding: str = "none") -> StageFigures:
         """The costs of one replica of a stage on the slowest kind of its devices."""

@@ -18,7 +18,7 @@ from lightning_gpp.cluster import Cluster
 from lightning_gpp.costs.model import CostModel, Footprint, held_copies, rerun_seconds
 from lightning_gpp.graph import Affine, Operator, OperatorGraph
 from lightning_gpp.planning.assignment.modules import RerunBlock, blocks_of
-from lightning_gpp.planning.problem.units import UnitGraph, bytes_to_step
+from lightning_gpp.planning.problem.units import UnitGraph
 from lightning_gpp.simulation import WeightCopies
 
 Array = NDArray[np.float64]
@@ -200,11 +200,6 @@ class Problem:
     def data_bytes(self) -> Affine:
         """Bytes of the data that the network reads."""
         return self.graph.input_bytes
-
-    @cached_property
-    def bytes_to_step(self) -> dict[int, Affine]:
-        """Bytes per micro-batch that the user's step reads from each unit, its own included."""
-        return bytes_to_step(self.graph, [unit.modules for unit in self.units.units])
 
     @cached_property
     def order(self) -> nx.DiGraph:

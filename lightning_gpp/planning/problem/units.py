@@ -198,22 +198,6 @@ def _with_step(graph: OperatorGraph, modules: list[Modules]) -> list[Modules]:
     return [*rest, (*modules[last], STEP)]
 
 
-def bytes_to_step(graph: OperatorGraph, modules: Sequence[Modules]) -> dict[int, Affine]:
-    """Bytes per micro-batch that the user's step reads from each of the modules' groups, its own group included.
-
-    Empty if no group has the step.
-    """
-    if not any(STEP in paths for paths in modules):
-        return {}
-    rest = [tuple(path for path in paths if path != STEP) for paths in modules]
-    values = crossing(graph, assign(graph, [*rest, (STEP,)]))
-    return {
-        src: sum((graph[name].outputs[output].affine_bytes for name, output in flow), Affine())
-        for (src, dst), flow in values.items()
-        if dst == len(rest) and src != SOURCE
-    }
-
-
 def described(graph: OperatorGraph, modules: Sequence[Modules]) -> UnitGraph:
     """Units of these modules, in topological order, with what the graph tells of them."""
     assignment = assign(graph, modules)
