@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -80,11 +81,11 @@ def data() -> TensorDataset:
     return TensorDataset(x, torch.randint(CLASSES, (44,), generator=generator))
 
 
-def plain(**settings: Any) -> Local:
+def plain(epochs: int = 1, **settings: Any) -> Local:
     """The same in plain torch: a loop over mini-batches of 16, 16 and 12 samples."""
     module = Local(**settings)
     optimizer = module.configure_optimizers()
-    for batch in DataLoader(data(), batch_size=16):
+    for batch in [*DataLoader(data(), batch_size=16)] * epochs:
         loss, _ = module.loss(*batch)
         optimizer.zero_grad()
         loss.backward()
@@ -179,6 +180,34 @@ def test_losses_and_gradients_are_those_of_plain_torch(devices: int, runs: dict[
 def test_pipelines_average_their_gradients() -> None:
     for found in harness.run(4, fitted, TWO, 4):
         assert check_equal(found["local"], found["waiting"])
+
+
+class Validated(Local):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val", self.loss(*batch)[0])
+
+
+def resumed(rank: int, folder: str) -> dict[str, Any]:
+    """An epoch with a validation, a checkpoint, and another epoch from it."""
+    seen: tuple[list[float], list[dict[str, Tensor]]] = ([], [])
+    for epochs, checkpoint in ((1, None), (2, f"{folder}/one.ckpt")):
+        module = Validated()
+        strategy = GPPStrategy(local_losses=["heads"], micro_batch_size=4, timeout=120.0, **RUNS["two stages"][0])
+        trainer = harness.trainer(strategy, devices=2, max_epochs=epochs)
+        loaders = DataLoader(data(), batch_size=16), DataLoader(data(), batch_size=16)
+        trainer.fit(module, *loaders, ckpt_path=checkpoint)
+        trainer.save_checkpoint(f"{folder}/one.ckpt")
+        seen = seen[0] + module.losses, seen[1] + module.gradients
+    return {"found": seen, "val": float(trainer.callback_metrics["val"])}
+
+
+def test_a_resumed_run_goes_on_as_plain_torch(tmp_path: Path) -> None:
+    expected = plain(epochs=2)
+    with torch.no_grad():
+        losses = [expected.loss(*batch)[0] * len(batch[0]) / 44 for batch in DataLoader(data(), batch_size=16)]
+    for found in harness.run(2, resumed, str(tmp_path)):
+        assert check_equal(found["found"], (expected.losses, expected.gradients))
+        assert found["val"] == pytest.approx(float(sum(losses)), rel=1e-12)
 
 
 def check_equal(one: Any, other: Any) -> set[str]:
