@@ -50,7 +50,7 @@ MOST: Final = 4
 """Records of one program in a row that are soon in vain; after so many, attributes that change are given up on."""
 WORTH: Final = 50
 """Mini-batches after which a record was not in vain: what changes once in an epoch is recorded anew each time."""
-_PLAIN: Final = (bool, int, float, complex, str, bytes, type(None))
+_PLAIN: Final = frozenset({bool, int, float, complex, str, bytes, type(None)})
 
 Repeat = Callable[[], object]
 """Repeats what was recorded."""
@@ -468,10 +468,13 @@ def _lengths(module: nn.Module) -> dict[str, int]:
 
 
 def form_of(module: nn.Module) -> tuple[Any, ...]:
-    """The values of a module's own attributes that are plain, and the memory of its tensors."""
+    """The values of a module's own attributes that are plain, and the memory of its tensors.
+
+    This runs for every module in every mini-batch.
+    """
     own = vars(module)
-    plain = {name: value for name, value in own.items() if isinstance(value, _PLAIN)}
-    tensors = {name: id(value) for name, value in own.items() if isinstance(value, Tensor)}
-    states = [*parameters_of(module).values(), *buffers_of(module).values()]
+    plain = [value for value in own.values() if type(value) in _PLAIN]
+    tensors = [id(value) for value in own.values() if type(value) is Tensor]
+    states = [each for table in (parameters_of(module), buffers_of(module)) if table for each in table.values()]
     memory = [(each.data_ptr(), each.requires_grad) for each in states if each is not None]
-    return plain, tensors, memory
+    return len(own), plain, tensors, memory
