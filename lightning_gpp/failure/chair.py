@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any, Final
 
 from lightning_gpp.explained import named_at_end
-from lightning_gpp.failure.hangs import conclusion
+from lightning_gpp.failure.hangs import conclusion, named
 from lightning_gpp.failure.processes import ProcessIdentity, say
 from lightning_gpp.failure.report import EXIT_CODE, Cause
 
@@ -44,7 +44,7 @@ class Chair:
         self._world_size, self._propose, self._announce = world_size, propose, announce
         self.board: dict[str, Any] = {"process": asdict(process), "beat": 0, "round": 0, "hang": 0}
         self.first: tuple[Cause, float] | None = None
-        self.concluded, self._concluded_for = "", 0
+        self.concluded, self._concluded_for, self._stuck_told = "", 0, False
 
     def hear(self, cells: dict[int, dict[str, Any]], beat: int, now: float, *, ended: bool) -> None:
         """Write the board from the cells of those who have come. `ended`: the cause of the job's end is known."""
@@ -75,12 +75,29 @@ class Chair:
         moves. When they have, say who holds up the others.
         """
         told = all(cell.get("told") == self.board["hang"] for cell in cells.values())
+        stuck = complete and _are_stuck(cells)
+        self._stuck_told = self._stuck_told and stuck
         if told and self.board["hang"] > self._concluded_for:
             self._concluded_for = self.board["hang"]
             self.concluded = conclusion({rank: tuple(cell.get("ranks", ())) for rank, cell in cells.items()})
             say(named_at_end(f"[rank 0] {self.concluded}"))
-        elif told and (any(cell.get("hangs") for cell in cells.values()) or (complete and _are_stuck(cells))):
+            self._end_calls_of_some(cells if stuck else {})
+        elif told and (any(cell.get("hangs") for cell in cells.values()) or (stuck and not self._stuck_told)):
             self.board["hang"] += 1
+            self._stuck_told = stuck
+
+    def _end_calls_of_some(self, cells: dict[int, dict[str, Any]]) -> None:
+        """Let the job end if only some of the ranks that are stuck are in a collective that their user's code calls."""
+        missing = [rank for rank, cell in sorted(cells.items()) if not cell.get("calls")]
+        first = next((rank for rank, cell in sorted(cells.items()) if cell.get("calls")), None)
+        if first is None or not missing:
+            return
+        event = (
+            f"waits in a collective call that {named(missing)} {'does' if len(missing) == 1 else 'do'} not make. Let "
+            "every rank make it: conditions such as `trainer.is_global_zero` belong around what does not communicate"
+        )
+        process = ProcessIdentity(**cells[first]["process"])
+        self._propose(Cause(rank=first, process=process, action=cells[first].get("action", ""), event=event))
 
 
 def _are_stuck(cells: dict[int, dict[str, Any]]) -> bool:

@@ -2,8 +2,8 @@
 
 A rank that hangs makes all others wait, each for its neighbour, and the timeout of the process group names one of those
 that waited. So shortly before it all ranks print where they are, and rank 0 says which of them waits for nobody. Where
-each waits for others, and none moves, they do so at once: often one is in a collective that others never call. A report
-ends nothing: what only takes long goes on, and says so.
+each waits for others, and none moves, they do so at once. If one of them is in a collective that its user's code calls,
+and others are not, the job ends. Otherwise a report ends nothing: what only takes long goes on, and says so.
 """
 
 from __future__ import annotations
@@ -32,6 +32,9 @@ _COLLECTIVES: Final = tuple(
     for file in ("distributed_c10d.py", "_functional_collectives.py")
 )
 """The files of torch's collectives; other parts of torch.distributed also read and write files."""
+_TRAINER: Final = str(Path("lightning", "pytorch", "trainer", "trainer.py"))
+_RUNS: Final = ("fit", "validate", "test", "predict")
+"""The trainer's methods in which all ranks are together: what called one is no call of one rank."""
 _STANDARD: Final = sysconfig.get_path("stdlib")
 _INSTALLED: Final = sysconfig.get_path("purelib")
 """Inside the standard library's folder, but users' code may be there."""
@@ -68,12 +71,14 @@ class Progress:
     Attributes:
         action: what the rank does, in words.
         wait: what it waits for; None if it waits for no rank.
+        calls: whether code of the user, inside a trainer's run, is in a collective that does not end.
     """
 
     def __init__(self, rank: int, world_size: int, activity: Activity, limit: float) -> None:
         self._rank, self._activity, self._limit = rank, activity, limit
         self.action = ""
         self.wait: Wait | None = None
+        self.calls = False
         self._together = Wait(what="all ranks to make this call", ranks=tuple({*range(world_size)} - {rank}))
         self._since = self._standing_since = 0.0
         self._place: tuple[int, int] | None = None
@@ -101,9 +106,9 @@ class Progress:
         frame = sys._current_frames().get(threading.main_thread().ident or 0)
         place = None if frame is None else (id(frame), frame.f_lasti)
         if place is None or place != self._place:
-            self._place, self._standing_since = place, now
+            self._place, self._standing_since, self.calls = place, now, False
         elif now - self._standing_since > STUCK and any(f.f_code.co_filename in _COLLECTIVES for f in _outwards(frame)):
-            self.wait = self.wait or self._together
+            self.wait, self.calls = self.wait or self._together, _is_users_call(frame)
 
     def _is_relieved(self, now: float) -> bool:
         if self._relief is None or now < self._relief[0]:
@@ -121,8 +126,8 @@ class Progress:
         return not self._told and now - self._since > self._limit
 
     def is_stuck(self, now: float) -> bool:
-        """True if the main thread waits for others and does not move, and the rank has not reported it yet."""
-        return not self._told and self.wait is not None and now - self._standing_since > STUCK
+        """True if the main thread waits for others and does not move."""
+        return self.wait is not None and now - self._standing_since > STUCK
 
     def report(self, now: float) -> None:
         """Print where this rank is."""
@@ -140,10 +145,7 @@ def conclusion(waits: Mapping[int, tuple[int, ...]]) -> str:
     free = [rank for rank, ranks in sorted(waits.items()) if not ranks]
     if not free:
         pairs = ", ".join(f"{rank} for {named(ranks)}" for rank, ranks in sorted(waits.items()))
-        return (
-            f"All ranks wait for others: {pairs}. Let every rank call it, if one is in a call that others do not make: "
-            "conditions such as `trainer.is_global_zero` belong around what does not communicate."
-        )
+        return f"All ranks wait for others: {pairs}."
     if len(free) == len(waits):
         return "No rank waits for another one: all of them are busy, or hang in their own code."
     return f"Look at {named(free)} first: all others wait, and {'these do' if len(free) > 1 else 'it does'} not."
@@ -170,6 +172,16 @@ def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
     while frame is not None:
         yield frame
         frame = frame.f_back
+
+
+def _is_users_call(frame: FrameType | None) -> bool:
+    """True if code of the user, inside a trainer's run, has called what a main thread is in."""
+    users = False
+    for each in _outwards(frame):
+        if each.f_code.co_name in _RUNS and each.f_code.co_filename.endswith(_TRAINER):
+            return users
+        users = users or _is_of_user(each.f_code.co_filename)
+    return False
 
 
 def _is_of_user(path: str) -> bool:

@@ -229,7 +229,7 @@ class Watch:
             self._judged.set()
         if board["hang"] > self._cell["told"]:
             self._progress.report(now)
-            self._say(told=board["hang"], hangs=False, stuck=False)
+            self._say(told=board["hang"], hangs=False)
         if board.get("done"):
             self._finished.set()
 
@@ -293,6 +293,7 @@ class Watch:
             ranks=() if progress.wait is None else progress.wait.ranks,
             hangs=progress.is_overdue(now),
             stuck=progress.is_stuck(now),
+            calls=progress.calls,
         )
 
     def _forgive_own_pause(self, pause: float, now: float) -> None:

@@ -79,7 +79,7 @@ def test_what_only_takes_long_goes_on_and_says_so(tmp_path: Path) -> None:
     ("waits", "said"),
     [
         ({0: (1,), 1: (), 2: (1,)}, "Look at rank 1 first: all others wait, and it does not."),
-        ({0: (1,), 1: (0,)}, "All ranks wait for others: 0 for rank 1, 1 for rank 0. Let every rank call it"),
+        ({0: (1,), 1: (0,)}, "All ranks wait for others: 0 for rank 1, 1 for rank 0."),
         ({0: (), 1: ()}, "No rank waits for another one: all of them are busy, or hang in their own code."),
     ],
 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 from pathlib import Path
 from typing import Any
 
@@ -146,15 +145,18 @@ def alone(rank: int, world_size: int, port: int, path: str) -> None:
 
 @pytest.mark.parametrize("what", sample(["save_checkpoint", "barrier"], ["save_checkpoint"]))
 def test_a_call_of_one_rank_alone_is_told_with_its_line(tmp_path: Path, what: str) -> None:
-    """All ranks wait for each other, and none moves, so a report comes long before the time limit of collectives."""
+    """All ranks wait for each other, and none moves, so the job ends long before the time limit of collectives."""
     path = str(tmp_path / "saved.ckpt") if what == "save_checkpoint" else ""
     with processes_running(tmp_path, 2, alone, path) as running:
         running.wait_for("Hang report", 80)
-        time.sleep(1)
+        running.wait(20)
         told = re.search(r"Hang report: (.*)", running.output(0))
         assert told is not None
         assert re.search(r"called from \S*test_collectives.py:\d+ in on_train_batch_end", told[1])
         assert re.search(r"All ranks wait for others: 0 for rank 1, 1 for rank 0", running.output(0)), running.output(0)
+    assert running.codes == [1, 1]
+    cause = r"First cause: rank 0 .* waits in a collective call that rank 1 does not make.*trainer.is_global_zero"
+    assert re.search(cause, running.output(1)), running.output(1)
 
 
 @pytest.mark.parametrize(("ended", "kind"), [(True, CheckpointError), (False, dist.DistError)])
