@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -16,10 +16,19 @@ from lightning_gpp._compat.torch import leave_pool
 from lightning_gpp.runtime.concurrent import Streams
 from lightning_gpp.runtime.recorded import Recorder, Repeat
 
+_JOIN_STREAMS: Final = "set_override_stale_capture_stream"
+"""Torch's switch to add gradients in the stream of a capture. Otherwise, if a user's list keeps the graph of a loss,
+they are added in the stream in which that was computed, and the capture fails.
+"""
+
 
 def recorder_of(device: torch.device) -> Recorder | None:
-    """The recorder of a device's launches; None if it has none."""
-    return CudaGraphs(device) if device.type == "cuda" else None
+    """The recorder of a device's launches; None if it has none.
+
+    Memory of a record stays in its place only in torch's own allocator; CUDA's frees it when the record ends.
+    """
+    is_possible = device.type == "cuda" and torch.cuda.get_allocator_backend() == "native"
+    return CudaGraphs(device) if is_possible else None
 
 
 def streams_on(device: torch.device) -> Streams | None:
@@ -59,6 +68,8 @@ class CudaGraphs:
 
     def _open_pool(self) -> None:
         """Take a new pool, with a graph that stays: torch refuses a pool whose graphs are all gone."""
+        if _JOIN_STREAMS in vars(torch.autograd.graph):  # since torch 2.13
+            vars(torch.autograd.graph)[_JOIN_STREAMS](True)
         self._pool = torch.cuda.graph_pool_handle()
         self._keeper = self._captured(partial(torch.zeros, 1, device=self._device))
 

@@ -14,6 +14,7 @@ have the same tensors in every mini-batch. The user's step runs as always.
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -362,6 +363,7 @@ class RecordedProgram:
     def _record(self) -> None:
         self._records += 1
         start = time.perf_counter()
+        gc.collect()  # graphs of earlier mini-batches would have gradients added in other streams
         for number, stage in self._numbers.items():
             if reason := self._reason(stage):
                 self.reasons[number] = reason

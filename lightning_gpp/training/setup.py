@@ -255,8 +255,9 @@ def _recording(job: Job, plan: Plan, replicas: Replicas | None) -> Recording | N
     recorder = recorder_of(job.device)
     if recorder is None and wanted is True:
         raise ConfigError(
-            "strategy.cuda_graphs=True records what stages launch on GPUs, and this job computes on "
-            f"{job.device.type}. Use strategy.cuda_graphs=auto, or leave it out."
+            "strategy.cuda_graphs=True records what stages launch on GPUs, in memory of torch's native allocator (not "
+            f"cudaMallocAsync), and this job computes on {job.device.type}. Use strategy.cuda_graphs=auto, or leave it "
+            "out."
         )
     return None if recorder is None else Recording(recorder=recorder, demanded=wanted is True)
 

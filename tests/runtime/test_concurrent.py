@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_gpp.runtime.concurrent import Concurrent
+from lightning_gpp.runtime.cuda import recorder_of, streams_on
 from lightning_gpp.runtime.recorded import WARM, Recording
 from lightning_gpp.schedules import compile_program
 from lightning_gpp.schedules.actions import COLLECTIVES, Kind
@@ -141,3 +142,18 @@ def test_random_numbers_of_records_at_the_same_time(caplog: pytest.LogCaptureFix
         run.step(number)
     assert run.executor.recorded == {2}
     assert "draws random numbers" in caplog.text
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="uses CUDA streams")
+@pytest.mark.parametrize("is_recorded", [False, True])
+def test_on_a_gpu(is_recorded: bool) -> None:
+    device, results = torch.device("cuda", 0), []
+    for streams in (None, streams_on(device)):
+        recorder = recorder_of(device) if streams is not None and is_recorded else None
+        recording = None if recorder is None else Recording(recorder=recorder)
+        run = Run(Towers(), TOWERS, recording=recording, device=device, streams_here=streams, num_streams=4)
+        for number in range(8):
+            run.step(number)
+        results.append(run.results())
+    for one, other in zip(*results, strict=True):
+        assert (one is None and other is None) or torch.equal(one, other)

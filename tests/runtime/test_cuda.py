@@ -124,3 +124,22 @@ def test_recorders_that_are_apart_share_no_pool(allocator: Allocator) -> None:
     graphs = cuda.CudaGraphs(DEVICE)
     records = [graphs.record(lambda: None), graphs.apart().record(lambda: None)]
     assert len(allocator.users) == len(records)
+
+
+def test_gradients_are_added_in_the_stream_of_a_capture(allocator: Allocator, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[bool] = []
+    monkeypatch.setattr(torch.autograd.graph, "set_override_stale_capture_stream", told.append, raising=False)
+    cuda.CudaGraphs(DEVICE).record(lambda: None)
+    assert told == [True]
+    monkeypatch.delattr(torch.autograd.graph, "set_override_stale_capture_stream")
+    cuda.CudaGraphs(DEVICE).record(lambda: None)
+
+
+def test_only_torchs_own_allocator_keeps_the_memory_of_records(
+    allocator: Allocator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = torch.device("cuda", 0)
+    for backend, records in {"native": True, "cudaMallocAsync": False}.items():
+        monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda backend=backend: backend)
+        assert (cuda.recorder_of(device) is not None) is records
+    assert cuda.recorder_of(DEVICE) is None

@@ -365,3 +365,34 @@ def test_on_a_gpu(make: Callable[[], nn.Module], stages: Any, schedule: str, rec
         return Run(make(), stages, schedule, recompute=recompute, recording=recording, device=device)
 
     assert_same(run, recorder=recorder_of(device))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="records CUDA graphs")
+def test_on_a_gpu_stages_that_cannot_be_recorded_disturb_no_others() -> None:
+    device = torch.device("cuda", 0)
+
+    def make(recording: Recording | None) -> Run:
+        module = Blocks()
+        _reading(module)
+        return Run(module, BLOCKS, recording=recording, device=device)
+
+    def during(run: Run, number: int) -> None:
+        if number == WARM + 2:
+            run.module.rate.p = 0.1
+
+    assert_same(make, during, recorder_of(device))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="records CUDA graphs")
+def test_on_a_gpu_losses_may_be_kept_with_their_graphs() -> None:
+    device = torch.device("cuda", 0)
+
+    def during(run: Run, number: int) -> None:
+        run.module.losses.append(next(run.module.parameters()).sum())  # keeps the node that adds to the gradient
+
+    def make(recording: Recording | None) -> Run:
+        module = Blocks()
+        module.losses = []
+        return Run(module, BLOCKS, recording=recording, device=device)
+
+    assert_same(make, during, recorder_of(device))
