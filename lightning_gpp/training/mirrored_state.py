@@ -10,7 +10,7 @@ from __future__ import annotations
 import pickle
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import is_dataclass
+from dataclasses import dataclass, is_dataclass
 from operator import is_
 from typing import Any, Final
 
@@ -48,6 +48,14 @@ Attributes = dict[str, Any]
 """The dictionary that has the attributes of a part of the module."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Tail:
+    """Items that a step has appended to a long list, which had `start` items before."""
+
+    start: int
+    items: list[Any]
+
+
 class MirroredState:
     """Notes what changes in attributes around each step, and gives it to the other ranks of the pipeline.
 
@@ -80,8 +88,15 @@ class MirroredState:
         """Note what has changed since `begin`. Returns the plain values among it."""
         self.latest = list(self._changes())
         self._changed.update(self.latest)
-        values = ((key, self._owner(key)[key[1]]) for key in self.latest)
-        return {key: value for key, value in values if _is_told(value)}
+        values = ((key, self._difference(key)) for key in self.latest)
+        return {key: value for key, value in values if _is_told(value.items if isinstance(value, _Tail) else value)}
+
+    def _difference(self, key: Attribute) -> Any:
+        """The value of an attribute, or what was appended to a list that is too long to be sent after each step."""
+        value, (before, mark) = self._owner(key)[key[1]], self._marks.get(key, (None, None))
+        if value is before and isinstance(value, list) and len(value) > max(MOST_ITEMS, mark[0]):
+            return _Tail(mark[0], value[mark[0] :])
+        return value
 
     def _changes(self) -> Iterator[Attribute]:
         for (path, own), before in zip(self._parts, self._values, strict=True):
@@ -129,7 +144,9 @@ class MirroredState:
 
 def _put(own: Attributes, name: str, value: Any) -> None:
     now: Any = own.get(name)
-    if type(now) is type(value) and isinstance(now, list):
+    if isinstance(value, _Tail):
+        now[value.start :] = value.items
+    elif type(now) is type(value) and isinstance(now, list):
         now[:] = value
     elif type(now) is type(value) and isinstance(now, dict | set):
         now.clear()
