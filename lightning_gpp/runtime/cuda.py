@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_gpp._compat.torch import leave_pool
 from lightning_gpp.runtime.concurrent import Streams
-from lightning_gpp.runtime.recorded import Recorder, Repeat
+from lightning_gpp.runtime.recorded_stage import Recorder, Repeat
 
 _JOIN_STREAMS: Final = "set_override_stale_capture_stream"
 """Torch's switch to add gradients in the stream of a capture. Otherwise, if a user's list keeps the graph of a loss,

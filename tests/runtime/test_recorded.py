@@ -18,7 +18,8 @@ from lightning_gpp.planning.assignment.assign import make_plan
 from lightning_gpp.runtime import Executor, RandomStreams
 from lightning_gpp.runtime import recorded as module_under_test
 from lightning_gpp.runtime.cuda import recorder_of
-from lightning_gpp.runtime.recorded import MOST, WARM, Recorder, Recording
+from lightning_gpp.runtime.recorded import MOST, WARM, Recording
+from lightning_gpp.runtime.recorded_stage import Recorder
 from lightning_gpp.schedules import compile_program
 from lightning_gpp.stages import build
 from lightning_gpp.stages.build import in_context
