@@ -47,7 +47,7 @@ FAMILIES: Final = {
     "world-size": "is the number of processes",
     "sampler": "divides the samples among num_replicas=",
     "hang": "Hang report",
-    "alone": "Let every rank call it",
+    "alone": "Let every rank make it",
     "ranks-differ": "The ranks disagree on",
     "no-rank-0": "cannot reach rank 0",
     "other-checkpoint": "The checkpoint does not fit",

@@ -192,7 +192,7 @@ def _concurrent(captured: Capture, options: Options, machine: Machine) -> Plan:
     """A plan for devices that compute several stages at the same time: each stage has a share of its device."""
     number, count = machine.cluster.num_devices, options.concurrent_stages
     shares = replace(machine, cluster=machine.cluster.shared(count))
-    request = replace(request_of(captured, options, shares), max_replicas=1)
+    request = replace(request_of(captured, options, shares), max_replicas=1, simplicity=0.0)
     plan = best_plan(options.partitioner, captured.graph, request).plan
     stages = [replace(stage, devices=tuple(device % number for device in stage.devices)) for stage in plan.stages]
     unused = tuple(set(range(number)) - {device for stage in stages for device in stage.devices})

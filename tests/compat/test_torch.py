@@ -18,6 +18,7 @@ from torch.utils.flop_counter import flop_registry
 
 from lightning_gpp._compat.torch import (
     CHILDREN,
+    COMPILED_IN_PLACE,
     FLASH_ATTENTION_FOR_CPU,
     BatchNorm,
     FakeTensor,
@@ -201,6 +202,17 @@ def test_buffers_of() -> None:
 
 
 # --- compiled functions and modules
+
+
+def test_compiled_in_place() -> None:
+    """Calls of a module go through the attribute; without it they are those of its class."""
+    module = nn.ReLU()
+    module.compile(backend="eager")
+    assert vars(module)[COMPILED_IN_PLACE] is not None
+    vars(module)[COMPILED_IN_PLACE] = lambda x: "answered"
+    assert module(torch.zeros(1)) == "answered"
+    del vars(module)[COMPILED_IN_PLACE]
+    assert module(torch.zeros(1)) == torch.zeros(1)
 
 
 def test_uncompiled() -> None:
