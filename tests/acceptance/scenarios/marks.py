@@ -15,7 +15,7 @@ _WHOLE: Final = (
     *("undivided_Graph", "undivided_Clouds", "undivided_skips", "undivided_averages"),
 )
 _DOOR: Final = (
-    *("averages_in_a_checkpoint", "finetuning_resumed"),
+    *("averages_in_a_checkpoint", "finetuning_resumed", "undivided_remembers"),
     *("samples_in_a_hook", "samples_in_a_callback", "probe_stops", "weights_in_a_hook", "hook_ReadsWeights"),
 )
 _FILLED: Final = tuple(f"filled_{name}" for name in ("filled", "list", "nested", "inside", "object", "whole"))
