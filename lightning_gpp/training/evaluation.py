@@ -131,8 +131,15 @@ class EvaluationSteps:
     def _run_whole(self, step: str, arguments: Sequence[Any]) -> Any:
         module, control = self._job.module, self._job.control
         around = self._door.open(module) if step in self._summoning else self._whole.running(self._num_steps())
-        with around, control.mesh.peers(), self._job.host.context(step)():
-            return getattr(module, step)(*arguments)
+        try:
+            with around, control.mesh.peers(), self._job.host.context(step)():
+                return getattr(module, step)(*arguments)
+        except _CANNOT_BE_CUT as error:  # a call that no capture of the step could foresee, such as those of `generate`
+            if step in self._summoning or self._door.locked or control.num_devices == 1:
+                raise
+            self._summoning.add(step)
+            control.warn(_why_summoning(error, step))
+        return self._run_whole(step, arguments)
 
     def _begun(self) -> int:
         """The number of the announced mini-batch, the first one if it comes from another feed than the one before."""

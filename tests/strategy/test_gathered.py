@@ -135,3 +135,46 @@ def test_hooks_compute_with_the_tensors_of_all_ranks_as_one_process_does() -> No
         assert metrics == pytest.approx(logged, rel=1e-12)
     for place in (0, 2):
         assert others[place][0] == pytest.approx(expected[place][0], rel=1e-12)
+
+
+class Writes(pl.LightningModule):
+    """A language model whose validation takes the loss, and then writes; its calls hand on a cache."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from transformers import GPT2Config, GPT2LMHeadModel
+
+        torch.manual_seed(0)
+        sizes = {"n_embd": 8, "n_layer": 2, "n_head": 2, "vocab_size": 20, "n_positions": 16}
+        rates = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+        self.model = GPT2LMHeadModel(GPT2Config(**sizes, **rates, bos_token_id=0, eos_token_id=0))
+        self.seen: list[int] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss: Tensor = self.model(input_ids=batch, labels=batch).loss
+        return loss
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("val", self.model(input_ids=batch, labels=batch).loss)
+        written = self.model.generate(input_ids=batch[:, :3], max_new_tokens=5, do_sample=False)
+        self.seen.append(int(written.sum()))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def written(rank: int, gpp: bool) -> tuple[list[int], float]:
+    texts = torch.randint(1, 20, (8, 9), generator=torch.Generator().manual_seed(0))
+    module = Writes()
+    strategy: Any = harness.strategy(stages=None, num_pipelines=1, num_micro_batches=2, search_seconds=1.0)
+    made = harness.trainer(strategy if gpp else "auto", 2 if gpp else 1, max_epochs=1)
+    made.fit(module, DataLoader(texts, 4), DataLoader(texts, 4))  # type: ignore[arg-type]
+    return module.seen, float(made.callback_metrics["val"])
+
+
+def test_a_language_model_writes_in_validation() -> None:
+    pytest.importorskip("transformers")
+    expected, loss = written(0, False)
+    for seen, found in harness.run(2, written, True):
+        assert seen[-2:] == expected[-2:]
+        assert found == pytest.approx(loss, rel=1e-5)
