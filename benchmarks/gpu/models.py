@@ -11,6 +11,7 @@ import argparse
 import logging
 import time
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -45,8 +46,8 @@ VARIANTS = (
 )
 
 
-class Model(pl.LightningModule):
-    """A model with its data. `item` makes a sample; `samples`: of a mini-batch."""
+class Model(pl.LightningModule, ABC):
+    """A model with its data. `samples`: of a mini-batch."""
 
     samples = 16
 
@@ -54,11 +55,13 @@ class Model(pl.LightningModule):
         super().__init__()
         self.small = small
 
+    @abstractmethod
     def item(self, generator: torch.Generator) -> Any:
-        raise NotImplementedError
+        """A sample."""
 
+    @abstractmethod
     def loss(self, batch: Any) -> Tensor:
-        raise NotImplementedError
+        """The mean loss of a mini-batch."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = self.loss(batch)

@@ -76,6 +76,7 @@ class RecordedStage(StageWrapper):
     def __init__(self, stage: Recordable, slots: Iterable[Slot], num_samples: int) -> None:
         super().__init__(stage)
         self._slots, self._num_samples = {slot.name: slot for slot in slots}, num_samples
+        self._token = torch.zeros((), requires_grad=True)
         self.forget()
 
     def forget(self) -> None:
@@ -102,8 +103,7 @@ class RecordedStage(StageWrapper):
         run = self._runs[self._turn % len(self._runs)]
         self._turn += 1
         given = [values[name] for name in run.inputs]
-        token = torch.zeros((), requires_grad=True)
-        results: Sequence[Tensor] = _Repeated.apply(self, run, token, *given)  # type: ignore[no-untyped-call]
+        results: Sequence[Tensor] = _Repeated.apply(self, run, self._token, *given)  # type: ignore[no-untyped-call]
         return self.stage.with_step(micro_batch, values, dict(zip(run.results, results, strict=True)))
 
     def repeat_backward(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
+
+from torch import nn
 
 from lightning_gpp.errors import CaptureError, GPPError, NoNetworkError, PlanError, ShapeError
 from lightning_gpp.training.data.batches import Feed, Segments, outline
@@ -12,8 +15,9 @@ from lightning_gpp.training.runner import Runner, combined
 from lightning_gpp.training.session import Session
 from lightning_gpp.training.sessions import Sessions
 from lightning_gpp.training.tensors.gathered import Door
+from lightning_gpp.training.whole.network_calls import Otherwise
 from lightning_gpp.training.whole.whole_step import WholeStep, capture_whole, may_evaluate_whole, why_whole
-from lightning_gpp.wording import sentence
+from lightning_gpp.wording import named, sentence
 
 log = logging.getLogger(__name__)
 
@@ -130,16 +134,28 @@ class EvaluationSteps:
 
     def _run_whole(self, step: str, arguments: Sequence[Any]) -> Any:
         module, control = self._job.module, self._job.control
-        around = self._door.open(module) if step in self._summoning else self._whole.running(self._num_steps())
-        try:
-            with around, control.mesh.peers(), self._job.host.context(step)():
-                return getattr(module, step)(*arguments)
-        except _CANNOT_BE_CUT as error:  # a call that no capture of the step could foresee, such as those of `generate`
-            if step in self._summoning or self._door.locked or control.num_devices == 1:
-                raise
+        running = partial(self._whole.running, self._num_steps(), self._otherwise(step))
+        around = self._door.open(module) if step in self._summoning else running()
+        with around, control.mesh.peers(), self._job.host.context(step)():
+            return getattr(module, step)(*arguments)
+
+    def _otherwise(self, step: str) -> Otherwise | None:
+        """Answers calls that get objects; None if this rank has all values, or values cannot be gathered."""
+        there = self._door.locked or self._job.control.num_devices == 1
+        return None if there else partial(self._with_values, step)
+
+    def _with_values(
+        self, step: str, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Make a call that gets an object, as those of `generate` get a cache, with all values on every rank. From the
+        next mini-batch on, the step has them from its beginning.
+        """
+        if step not in self._summoning:
             self._summoning.add(step)
-            control.warn(_why_summoning(error, step))
-        return self._run_whole(step, arguments)
+            reason = f"A call of {named(path)} gets an object, which may hold tensors."
+            self._job.control.warn(_why_summoning(CaptureError(reason), step))
+        with self._door.open(module):
+            return module(*args, **kwargs)
 
     def _begun(self) -> int:
         """The number of the announced mini-batch, the first one if it comes from another feed than the one before."""

@@ -31,7 +31,7 @@ from lightning_gpp.errors import (
     PlanError,
     SelfCheckError,
 )
-from lightning_gpp.plan import Plan
+from lightning_gpp.plan import WHOLE, Plan
 from lightning_gpp.planning.search import REMARK
 from lightning_gpp.reports import plan_table, terminal_width
 from lightning_gpp.reports.terminal import SEARCHING, working, wrapped
@@ -249,8 +249,7 @@ def _recording(job: Job, plan: Plan, replicas: Replicas | None) -> Recording | N
         ConfigError: it is demanded without a GPU.
     """
     wanted = job.options.cuda_graphs
-    moves = job.parallel is not None or any(stage.offload for stage in plan.stages)
-    if not wanted or job.whole or moves or (replicas is not None and replicas.sync.gathers):
+    if not wanted:
         return None
     recorder = recorder_of(job.device)
     if recorder is None and wanted is True:
@@ -259,7 +258,24 @@ def _recording(job: Job, plan: Plan, replicas: Replicas | None) -> Recording | N
             f"cudaMallocAsync), and this job computes on {job.device.type}. Use strategy.cuda_graphs=auto, or leave it "
             "out."
         )
+    if reasons := _unrecorded(job, plan, replicas):
+        if wanted is True:
+            job.control.warn(f"strategy.cuda_graphs=True records nothing, because {' and '.join(reasons)}.")
+        return None
     return None if recorder is None else Recording(recorder=recorder, demanded=wanted is True)
+
+
+def _unrecorded(job: Job, plan: Plan, replicas: Replicas | None) -> list[str]:
+    """Reasons why no stage can be recorded, which options alone do not tell."""
+    reasons = {
+        "the step runs as a whole": job.whole or plan.stages[plan.step_stage].micro_batch_size == WHOLE,
+        "tensor parallelism has messages inside stages": job.parallel is not None,
+        "stages move activations to the host": any(stage.offload for stage in plan.stages),
+        "stages are slices of sequences": plan.is_sliced,
+        "sharding moves parameters between actions": replicas is not None and replicas.sync.gathers,
+        "micro-batches have sizes of their own": job.division is not None,
+    }
+    return [reason for reason, holds in reasons.items() if holds]
 
 
 def _streams(job: Job, plan: Plan, replicas: Replicas | None) -> Streams | None:

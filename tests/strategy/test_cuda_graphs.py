@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,25 @@ def test_training_is_the_same(tmp_path: Path, world: int, devices: int, options:
         assert len(actual) == len(expected)
         for one, other in zip(expected, actual, strict=True):
             assert torch.equal(one, other)
+
+
+def halves(batch: Any, number: int) -> list[Any]:
+    return [tuple(tensor[:2] for tensor in batch), tuple(tensor[2:] for tensor in batch)]
+
+
+def divided(rank: int) -> list[str]:
+    setup.recorder_of = lambda device: Tape()
+    stages = {"left": 0, "right": 0, "head": 0}
+    strategy = harness.strategy(stages=stages, num_micro_batches=2, micro_batch_by=halves, cuda_graphs=True)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        harness.trainer(strategy, max_epochs=1).fit(Towers().double(), loader())
+    return [str(each.message) for each in caught]
+
+
+def test_a_demand_that_records_nothing_is_told() -> None:
+    (told,) = harness.run(1, divided)
+    assert any("records nothing, because micro-batches have sizes of their own" in text for text in told)
 
 
 def without_gpu(rank: int) -> list[str]:

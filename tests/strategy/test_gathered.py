@@ -167,7 +167,7 @@ def written(rank: int, gpp: bool) -> tuple[list[int], float]:
     texts = torch.randint(1, 20, (8, 9), generator=torch.Generator().manual_seed(0))
     module = Writes()
     strategy: Any = harness.strategy(stages=None, num_pipelines=1, num_micro_batches=2, search_seconds=1.0)
-    made = harness.trainer(strategy if gpp else "auto", 2 if gpp else 1, max_epochs=1)
+    made = harness.trainer(strategy if gpp else "auto", 2 if gpp else 1, max_epochs=1, num_sanity_val_steps=0)
     made.fit(module, DataLoader(texts, 4), DataLoader(texts, 4))  # type: ignore[arg-type]
     return module.seen, float(made.callback_metrics["val"])
 
@@ -176,5 +176,5 @@ def test_a_language_model_writes_in_validation() -> None:
     pytest.importorskip("transformers")
     expected, loss = written(0, False)
     for seen, found in harness.run(2, written, True):
-        assert seen[-2:] == expected[-2:]
+        assert seen == expected
         assert found == pytest.approx(loss, rel=1e-5)

@@ -13,7 +13,7 @@ A call is one operation for autograd, so the step may do between calls what it l
 from __future__ import annotations
 
 import zlib
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -35,6 +35,9 @@ from lightning_gpp.training.tensors.parameters import tensors_of
 from lightning_gpp.training.tensors.replicas import Site
 from lightning_gpp.training.whole.call_session import CallSession, NetworkRun
 from lightning_gpp.wording import named
+
+Otherwise = Callable[[str, nn.Module, tuple[Any, ...], dict[str, Any]], Any]
+"""Answers a call of the module at a path that gets an object, on all ranks together."""
 
 
 class NetworkCalls:
@@ -66,6 +69,7 @@ class NetworkCalls:
         parts = [job.module.get_submodule(path) for path in self._paths.values()]
         self._answers = Answers(parts, self._answer)
         self._step = self._number = 0
+        self._otherwise: Otherwise | None = None
 
     def _divided(self) -> Iterator[tuple[int, str]]:
         """Ids and paths of modules with tensors that some devices do not have."""
@@ -77,16 +81,19 @@ class NetworkCalls:
                 yield id(part), path
 
     @contextmanager
-    def answered(self, step: int) -> Iterator[None]:
-        """Inside, network calls are pipelined. `step` numbers the mini-batch."""
-        self._step, self._number = step, 0
+    def answered(self, step: int, otherwise: Otherwise | None = None) -> Iterator[None]:
+        """Inside, network calls are pipelined. `step` numbers the mini-batch; `otherwise` is for those with objects."""
+        self._step, self._number, self._otherwise = step, 0, otherwise
         with self._answers.given():
             yield
 
     def _answer(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         path = self._paths[id(module)]
-        with self._answers.suspended(), undisturbed():
-            return self._call(path, module, args, kwargs)
+        with self._answers.suspended():
+            if self._otherwise is not None and any(map(_may_hold_tensors, pytree.tree_leaves((args, kwargs)))):
+                return self._otherwise(path, module, args, kwargs)
+            with undisturbed():
+                return self._call(path, module, args, kwargs)
 
     def _call(self, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._number += 1
@@ -164,6 +171,11 @@ class NetworkCalls:
         session = CallSession(self._site, captured, self._streams, divided=divided)
         self._frozen.add(session.pipeline.frozen, {})
         return session
+
+
+def _may_hold_tensors(leaf: Any) -> bool:
+    """True for an object, such as a cache, whose tensors a forward may read and change; captures cannot know them."""
+    return hasattr(leaf, "__dict__") and not (isinstance(leaf, Tensor) or is_plain(leaf) or callable(leaf))
 
 
 def _changing(path: str, frozen: FrozenAttributes) -> str:

@@ -38,7 +38,7 @@ from lightning_gpp.training.host import TRAINING, Job
 from lightning_gpp.training.option_values import SYNCHRONOUS
 from lightning_gpp.training.options import Context, Options
 from lightning_gpp.training.tensors.replicas import Replicas, Site
-from lightning_gpp.training.whole.network_calls import NetworkCalls
+from lightning_gpp.training.whole.network_calls import NetworkCalls, Otherwise
 from lightning_gpp.wording import sentence
 
 
@@ -69,11 +69,14 @@ class WholeStep:
         return self._mirror.tree(batch)
 
     @contextmanager
-    def running(self, number: int) -> Iterator[None]:
-        """Inside, the user's step runs on mini-batch `number`, on all ranks with the same random numbers."""
+    def running(self, number: int, otherwise: Otherwise | None = None) -> Iterator[None]:
+        """Inside, the user's step runs on mini-batch `number`, on all ranks with the same random numbers.
+
+        `otherwise`: answers network calls that get objects.
+        """
         self._mirror.streams()
         self._calls.at_end = self._at_end()
-        with self._job.control.mesh.peers(), self._calls.answered(number):
+        with self._job.control.mesh.peers(), self._calls.answered(number, otherwise):
             yield
 
     @contextmanager
