@@ -25,7 +25,7 @@ from lightning_gpp.training.options import Options
 
 ROOT = Path(__file__).parents[1]
 OUTSIDE = re.compile(r"(?<!!)\[([^\]]*)\]\((\.\./[^)\s]*)\)")
-PAGE = re.compile(r"docs/([\w/]+\.md)")
+PAGE = re.compile(r"docs/([\w/]+\.md)(#[\w-]*)?")
 REGISTRIES: dict[str, Registry[Any]] = {
     "schedule": SCHEDULES,
     "partitioner": PARTITIONERS,
@@ -96,9 +96,13 @@ def options(folder: str) -> Iterator[str]:
 def described(definition: Option, folder: str) -> Iterator[str]:
     yield f"### {definition.name}\n"
     default = yaml.safe_dump(definition.default).splitlines()[0]
-    yield f"Default: `{default}`. Allowed: {escaped(definition.allowed)}.\n"
+    yield f"Default: `{default}`.{f' Allowed: {escaped(definition.allowed)}.' if definition.allowed else ''}\n"
     text = escaped(definition.help[0].upper() + definition.help[1:])
-    yield PAGE.sub(lambda found: f"[{Path(found[1]).stem}]({os.path.relpath(found[1], folder)})", text) + "\n"
+    yield PAGE.sub(lambda found: linked(found[1], found[2] or "", folder), text) + "\n"
+
+
+def linked(page: str, section: str, folder: str) -> str:
+    return f"[{Path(page).stem.replace('_', ' ')}]({os.path.relpath(page, folder)}{section})"
 
 
 def names() -> Iterator[str]:
@@ -117,7 +121,7 @@ def block(path: str) -> str:
 
 
 def escaped(text: str) -> str:
-    return text.replace("<", "&lt;")
+    return re.sub(r"\b_(\w+)_\b", r"\\_\1\\_", text.replace("<", "&lt;"))
 
 
 def _inside(folder: str, link: str) -> bool:

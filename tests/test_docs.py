@@ -132,7 +132,9 @@ def hooks() -> ModuleType:
 def test_the_page_of_options_has_them_all(hooks: ModuleType) -> None:
     page = hooks.expanded((DOCS / "reference/options.md").read_text(), "reference/options.md")
     assert re.findall(r"(?m)^### (\w+)$", page) == [definition.name for definition in options_of(Options)]
-    links = re.findall(r"\]\((\.\./[\w/]+\.md)\)", page)
+    assert "Allowed: ." not in page
+    assert "(../howto/cuda_graphs.md#branches-at-the-same-time)" in page
+    links = re.findall(r"\]\((\.\./[\w/]+\.md)[)#]", page)
     assert links
     assert all((DOCS / "reference" / link).exists() for link in links)
 
