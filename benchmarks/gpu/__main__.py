@@ -47,7 +47,6 @@ def report(seatings: Sequence[Seating], folder: str) -> Iterator[str]:
     together = [seating for seating in seatings if seating.world_size > 1]
     yield from correctness(seatings)
     yield from features(seatings)
-    yield from waits(seatings)
     yield from predictions(seatings)
     yield from eager([seating for seating in seatings if seating.world_size == 1])
     yield from beside(together)
@@ -67,8 +66,7 @@ def coverage(seatings: Sequence[Seating]) -> Iterator[str]:
 
 NOTHING_ON_GPUS = """No line of this library has run on a GPU for this report: neither kernels of CUDA, nor NCCL, nor
 copies between host and device, nor `torch.cuda.max_memory_allocated`. What follows shows that the same commands and
-programs work on CPUs; it says nothing about speed on GPUs. The reads of tensors that would wait for a GPU are counted
-below, as they are the same."""
+programs work on CPUs; it says nothing about speed on GPUs."""
 
 
 def correctness(seatings: Sequence[Seating]) -> Iterator[str]:
@@ -109,24 +107,6 @@ def features(seatings: Sequence[Seating]) -> Iterator[str]:
             fine = raised is None and max(errors) <= feature.allowed
             rows.append([seating.name, feature.name, shown, f"{feature.allowed:.0e}", "yes" if fine else "**NO**"])
     yield from table("processes | feature | error | allowed | within", rows)
-
-
-def waits(seatings: Sequence[Seating]) -> Iterator[str]:
-    yield "## What a step waits for\n"
-    yield "Per step in the steady state, for each rank: reads of tensors' values (each waits for the device), messages"
-    yield "besides the tensors of the stages, and operations that CUDA reports as synchronising"
-    yield "(`torch.cuda.set_sync_debug_mode`). The loss that a step returns is one read on the rank that computes it;"
-    yield "AdamW counts its steps in tensors on the CPU, for which nothing waits.\n"
-    rows = []
-    for seating in seatings:
-        for rank, (reads, messages, told) in enumerate(seating.run(parts.waits)):
-            cuda = _counts(told) if seating.on_gpu else "not run"
-            rows.append([seating.name, str(rank), _counts(reads), _counts(messages), cuda])
-    yield from table("processes | rank | reads | messages | waits, according to CUDA", rows)
-
-
-def _counts(found: dict[str, float]) -> str:
-    return ", ".join(f"{count:g} `{place}`" for place, count in found.items()) or "none"
 
 
 def predictions(seatings: Sequence[Seating]) -> Iterator[str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -16,7 +15,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.gpu.reads import counted, synchronising
 from benchmarks.gpu.towers import (
     TINY,
     Job,
@@ -117,27 +115,6 @@ def costs_here(device: torch.device) -> CostModel:
     return measured_costs(
         capture_step(model, batch), model, batch, Options(), cluster, device=device, context=nullcontext
     )
-
-
-def waits(device: torch.device) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
-    """Per step in the steady state: reads of tensors, control messages, and waits that CUDA tells of, by place."""
-    shape = replace(ordinary(device), width=256, samples=64)
-    with pipeline(device, shape) as job:
-        for _ in range(3):
-            job.step()
-        with counted() as counts:
-            for _ in range(STEPS):
-                job.step()
-        told: Counter[str] = Counter()
-        if device.type == "cuda":
-            with synchronising() as told:
-                for _ in range(STEPS):
-                    job.step()
-    return _per_step(counts.reads), _per_step(counts.messages), _per_step(told)
-
-
-def _per_step(counter: Counter[str]) -> dict[str, float]:
-    return {place: count / STEPS for place, count in sorted(counter.items())}
 
 
 def eager(

@@ -1,4 +1,4 @@
-"""Models to plan for: those of the GraphPipe paper, and current branching models. They are real, but use no memory.
+"""Models to plan for: those of the GraphPipe paper, and a U-Net. They are real, but use no memory.
 
 `graph("mmt")` is the captured operator graph of `WORKLOADS["mmt"]`.
 """
@@ -9,9 +9,6 @@ from functools import cache
 
 import torch
 
-from benchmarks.workloads.encoder_decoder import encoder_decoder
-from benchmarks.workloads.mixture_of_experts import mixture_of_experts
-from benchmarks.workloads.multimodal import vision_audio_language
 from benchmarks.workloads.recommendation import candle_uno, dlrm
 from benchmarks.workloads.transformers import case_study, mmt
 from benchmarks.workloads.unet import unet
@@ -29,9 +26,6 @@ WORKLOADS: dict[str, Workload] = {
         dlrm(),
         *(candle_uno(num_branches) for num_branches in (7, 2, 4, 8, 16)),
         case_study(),
-        vision_audio_language(),
-        encoder_decoder(),
-        mixture_of_experts(),
         unet(),
     )
 }
