@@ -22,9 +22,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_gpp import Options, initialize
 from lightning_gpp.capture import Capture, capture_step
 from lightning_gpp.stages import build
-from tests import models
 from tests.acceptance.models.base import B, ids, images, labels, numbers, pretrained
 from tests.distributed import run_distributed
+from tests.models import Steps, in_stages
 from tests.stages.inprocess import chain_of, split_gradients, whole_gradients
 
 pytest.importorskip("transformers")
@@ -141,18 +141,6 @@ def check(name: str, mask: str, count: int) -> None:
             torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-12, atol=1e-15)
 
 
-class Steps(nn.Module):
-    """A module of the zoo, with a step as Lightning calls it."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss: Tensor = self.model.training_step(batch)  # type: ignore[operator]
-        return loss
-
-
 @pytest.mark.parametrize(("name", "mask", "count"), SAMPLE)
 def test_attention_is_called_as_in_one_process(name: str, mask: str, count: int) -> None:
     check(name, mask, count)
@@ -185,28 +173,22 @@ def test_a_block_runs_the_kernels_of_one_process() -> None:
     assert piped.total() <= alone.total() + 8  # the embeddings' inputs, gradients of edges
 
 
-def loss_of(module: models.Wrapped, batch: dict[str, Tensor]) -> Tensor:
-    loss: Tensor = module.model(**batch).loss
-    return loss
-
-
 MASKS = ("ones", "padded", "ones", "padded")
 
 
 def batches() -> list[dict[str, Tensor]]:
-    tokens = [ids(12, 64, 8, seed) for seed in range(len(MASKS))]
+    tokens = [ids(12, samples=8, seed=seed) for seed in range(len(MASKS))]
     return [padded({"input_ids": each, "labels": each}, mask) for each, mask in zip(tokens, MASKS, strict=True)]
 
 
 def train_in_stages(rank: int) -> tuple[list[float], list[set[Any]]]:
     """Losses of mini-batches with and without padding, and the masks of attention in each."""
     torch.manual_seed(0)
-    module, _, stages = models.gpt2()
-    module = module.double()
+    module, _, stages = in_stages("gpt2")
     plan = {path: min(number, 1) for number, paths in enumerate(stages) for path in paths}
     optimizer, losses, masks = torch.optim.SGD(module.parameters(), lr=0.1), [], []
     options = Options(stages=plan, num_micro_batches=2)
-    with initialize(module, optimizer, batches()[0], step=loss_of, options=options) as engine:
+    with initialize(module, optimizer, batches()[0], options=options) as engine:
         for number, batch in enumerate(batches()):
             with Attention() as seen:
                 losses.append(float(engine.train_step(batch, number)))
@@ -218,11 +200,11 @@ def train_in_stages(rank: int) -> tuple[list[float], list[set[Any]]]:
 
 def test_mini_batches_with_padding_and_without() -> None:
     torch.manual_seed(0)
-    module = models.gpt2()[0].double()
+    module = in_stages("gpt2")[0]
     optimizer, expected = torch.optim.SGD(module.parameters(), lr=0.1), []
     for batch in batches():
         halves = [{name: part[rows] for name, part in batch.items()} for rows in (slice(4), slice(4, 8))]
-        loss = torch.stack([loss_of(module, half) for half in halves]).mean()
+        loss = torch.stack([module.training_step(half, 0) for half in halves]).mean()
         loss.backward()
         expected.append(loss.item())
         optimizer.step()
