@@ -27,16 +27,18 @@ CONTEXT = multiprocessing.get_context("forkserver")
 _preloaded = [
     "torch.distributed",
     "torch.fx.experimental.symbolic_shapes",
+    "torch._dynamo",
     "hypothesis.strategies",
     "lightning_gpp.capture",
     "lightning_gpp.runtime",
 ]
-"""Whatever tests import in their processes and is slow to import; the second is what the first backward imports."""
+"""Whatever tests import in their processes and is slow to import; the second is what the first backward imports, the
+third what the first step of an optimizer does."""
 
 
-def preload(*modules: str, first: Sequence[str] = ()) -> None:
-    """Let the server import these, too, before it forks, around what all tests need."""
-    _preloaded[:] = dict.fromkeys([*first, *_preloaded, *modules])
+def preload(*modules: str) -> None:
+    """Let the server import these, too, before it forks."""
+    _preloaded[:] = dict.fromkeys([*_preloaded, *modules])
     CONTEXT.set_forkserver_preload([*_preloaded, "tests.frozen"])
 
 
@@ -70,6 +72,20 @@ def run_distributed(world_size: int, fn: Callable[..., Any], *args: Any, timeout
                 process.kill()
                 process.join()
         return _results(reports, Path(folder))
+
+
+def run_each(world_size: int, fn: Callable[..., Any], cases: Sequence[Sequence[Any]]) -> list[list[Any]]:
+    """Run `fn(rank, *case)` for every case in the same processes; for each case what they returned, by rank."""
+    by_rank = run_distributed(world_size, each, fn, cases, timeout=patience(cases))
+    return [list(found) for found in zip(*by_rank, strict=True)]
+
+
+def patience(cases: Sequence[Any]) -> float:
+    return PATIENCE + 30.0 * len(cases)
+
+
+def each(rank: int, fn: Callable[..., Any], cases: Sequence[Sequence[Any]]) -> list[Any]:
+    return [fn(rank, *case) for case in cases]
 
 
 def free_port() -> int:

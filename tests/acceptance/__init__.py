@@ -1,3 +1,0 @@
-from tests.acceptance.torchvision_operators import declare
-
-declare()

@@ -12,15 +12,13 @@ import pytest
 from tests.acceptance.harness import SCREEN, Outcome, run_zoo
 from tests.acceptance.models import zoo
 
-SAMPLE = ["llama", "vae", "expert_blocks", "slices_in_step", "own_function", "time_major_told", "dataclass", "graph"]
+SAMPLE = ["llama", "vae", "expert_blocks", "slices_in_step", "own_function", "time_major_told", "user_dict"]
 
 REFUSED = {
     "wav2vec2_masked": "draws random numbers by other means than torch",
     "experts": "nonzero",
     "packed_lstm": "_pack_padded_sequence",
     "gradient_penalty": "differentiates its network",
-    "penalty_inside": "differentiates its network",
-    "torchvision_retinanet": "`bool` reads the value of a tensor inside a module",
 }
 """Models that no pipeline of stages can train as they are, with the reason that users read."""
 
@@ -41,7 +39,6 @@ def _check(outcomes: list[Outcome]) -> None:
     assert len(passed) >= 0.95 * len(found)
 
 
-@pytest.mark.timeout(180)
 def test_a_few_models() -> None:
     pytest.importorskip("transformers")
     outcomes = run_zoo(2, SAMPLE)

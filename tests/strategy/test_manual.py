@@ -131,36 +131,7 @@ class Retaining(Adversaries):
         assert len(outputs["fake"]) == len(batch[0])
 
 
-class Contrastive(pl.LightningModule):
-    """A loss over all pairs of samples, in automatic optimization; the step has a parameter of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.left, self.right = tower(4, 8, 5), tower(3, 8, 5)
-        self.temperature = nn.Parameter(torch.tensor(0.3))
-        self.seen: list[dict[str, Any]] = []
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        similar = self.left(batch[0]) @ self.right(batch[1]).T * self.temperature.exp()
-        loss = nn.functional.cross_entropy(similar, torch.arange(len(similar)))
-        self.log("train_loss", loss, on_epoch=True)
-        self.value = loss
-        return loss
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("val_loss", (self.left(batch[0]) - self.right(batch[1])).square().mean())
-
-    def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        (2 * loss).backward(*args, **kwargs)
-
-    def on_after_backward(self) -> None:
-        Adversaries.note(self, "both", self.value)  # type: ignore[arg-type]
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=0.03)
-
-
-KINDS = {kind.__name__: kind for kind in (Adversaries, Accumulating, Steady, Retaining, Contrastive)}
+KINDS = {kind.__name__: kind for kind in (Adversaries, Accumulating, Steady, Retaining)}
 
 
 def made(kind: str) -> Any:
@@ -171,8 +142,7 @@ def made(kind: str) -> Any:
 def fitted(kind: str, strategy: Any, devices: int, samples: int = 22, size: int = 8, **settings: Any) -> dict[str, Any]:
     module, machine = made(kind), trainer(strategy, devices, **settings)
     torch.manual_seed(3 if machine.global_rank == 0 else 77)
-    validation = [loader(10, seed=2)] if isinstance(module, Contrastive) else []
-    machine.fit(module, loader(samples, size), *validation)
+    machine.fit(module, loader(samples, size))
     metrics = {name: float(value) for name, value in machine.callback_metrics.items()}
     whole = {name: value.clone() for name, value in module.state_dict().items() if not value.is_meta}
     return {"seen": module.seen, "metrics": metrics, "steps": machine.global_step, "state": whole}
@@ -221,19 +191,14 @@ CROSSED = [
     {"modules": ["critic.0", "critic.1", "critic.2"], "devices": [1]},
     {"modules": ["critic.3", "critic.4", "critic.5", "@step"], "devices": [0]},
 ]
-TOWERS = [{"modules": ["left"], "devices": [1]}, {"modules": ["right", "@step"], "devices": [0]}]
 SHARED = [{"modules": ["generator"], "devices": [1, 2]}, {"modules": ["critic", "@step"], "devices": [0]}]
 
 
-WHOLE = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}
-
-
 def test_steps_that_run_once_are_those_of_one_process() -> None:
-    """By hand, through recomputed and offloaded stages, and a loss over all samples in automatic optimization."""
+    """By hand, and through recomputed and offloaded stages."""
     measures = [{}, {"recompute": True}, {"offload": True}]
     retaining = [("Retaining", {"stages": CROSSED, **measure}, {}) for measure in measures]
-    contrastive = ("Contrastive", {"stages": TOWERS, "step": "whole"}, WHOLE)
-    compare(2, [("Adversaries", {"stages": CROSSED}, {}), *retaining, contrastive])
+    compare(2, [("Adversaries", {"stages": CROSSED}, {}), *retaining])
 
 
 def test_replicated_stage() -> None:

@@ -5,8 +5,7 @@
 The checkout has to be of the installed version, and the packages of its `requirements/pytorch/test.txt` installed.
 Tests that fail with the strategy run again without it: those that fail, too, say nothing about the strategy. Prints the
 share that passes and every failure with its reason from `exceptions.txt`, or else with its last line. With
-`--results FOLDER` the outcomes of all tests are kept there, and a run that was interrupted continues. With
-`--processes 2` the strategy takes the place of data parallelism by multiprocessing on two CPU processes.
+`--results FOLDER` the outcomes of all tests are kept there, and a run that was interrupted continues.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.acceptance.lightning_suite.plugin import ENDED, INJECT, PROCESSES, RESULTS, lines_of
+from tests.acceptance.lightning_suite.plugin import ENDED, INJECT, RESULTS, lines_of
 
 CHECKOUT = "GPP_LIGHTNING_SUITE"
 FOLDERS = (
@@ -28,17 +27,15 @@ FOLDERS = (
     *("trainer", "tuner", "utilities"),
 )
 EXCEPTIONS = Path(__file__).with_name("exceptions.txt")
-ASIDE = ("internals:", "data parallelism:")
-"""Beginnings of the reasons of tests that say nothing about stages."""
+ASIDE = "internals:"
+"""The beginning of the reasons of tests that say nothing about stages."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("tests", nargs="*", default=[f"tests_pytorch/{name}" for name in FOLDERS])
     parser.add_argument("--results", type=Path, help="folder for the outcomes of all tests")
-    parser.add_argument("--processes", type=int, choices=(1, 2), default=1)
     given = parser.parse_args()
-    os.environ[PROCESSES] = str(given.processes)
     checkout = os.environ.get(CHECKOUT)
     if not checkout:
         sys.exit(f"{CHECKOUT} is not set: give it the path of a checkout of Lightning.")
@@ -95,7 +92,7 @@ def report(injected: dict[str, dict[str, Any]], passes_without: set[str], reason
     return "\n".join(
         [
             f"{passed} of {total} tests that pass without the strategy pass with it ({passed / max(1, total):.1%}). "
-            f"{aside} of the others look at internals or at how data are divided, which leaves {passed} of {judged} "
+            f"{aside} of the others look at internals, which leaves {passed} of {judged} "
             f"({passed / max(1, judged):.1%}).",
             *(f"- {test}: {reason or cause(chosen[test])}" for test, reason in why.items()),
         ]

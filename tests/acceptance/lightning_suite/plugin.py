@@ -2,13 +2,11 @@
 
 Every test leaves lines in the file that `GPP_SUITE_RESULTS` names: that it began, its outcome, and whether it made such
 a trainer. Tests that have lines are left out, so that a run can be continued, also after a test that ended the process.
-With `GPP_SUITE_INJECT=1` these trainers get a `GPPStrategy` of one process. With `GPP_SUITE_PROCESSES=2` the trainers
-are those of two CPU processes by multiprocessing (ddp_spawn, ddp_fork), and only tests that name these run.
+With `GPP_SUITE_INJECT=1` these trainers get a `GPPStrategy` of one process.
 """
 
 from __future__ import annotations
 
-import inspect
 import json
 import os
 from collections.abc import Iterator
@@ -16,14 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
 
 from lightning_gpp import GPPStrategy
-from lightning_gpp.strategy import processes
-from tests.acceptance.lightning_suite.forking import ForkingLauncher
 
-INJECT, RESULTS, PROCESSES = "GPP_SUITE_INJECT", "GPP_SUITE_RESULTS", "GPP_SUITE_PROCESSES"
+INJECT, RESULTS = "GPP_SUITE_INJECT", "GPP_SUITE_RESULTS"
 ENDED = "the process ended during this test"
 _LONGEST = 2000
 """Characters of an error that are kept."""
@@ -39,57 +35,21 @@ def _choose(plain: Any) -> Any:
         strategy = plain(connector)
         if type(strategy) is not SingleDeviceStrategy or strategy.root_device.type != "cpu":
             return strategy
-        return _in_its_place(strategy)
+        _chosen.append(type(strategy).__name__)
+        return GPPStrategy(self_check=False) if os.environ.get(INJECT) == "1" else strategy
 
     return choose
-
-
-def _init_strategy(plain: Any) -> Any:
-    """Lightning's making of the strategy: for two CPUs and multiprocessing, ours."""
-
-    def init(connector: Any) -> None:
-        plain(connector)
-        strategy, devices = connector.strategy, connector._parallel_devices
-        method = getattr(strategy, "_start_method", None)
-        on_two = len(devices) == 2 and all(device.type == "cpu" for device in devices)
-        if isinstance(strategy, DDPStrategy) and on_two and method in ("spawn", "fork"):
-            connector.strategy = _in_its_place(strategy)
-
-    return init
-
-
-def _in_its_place(strategy: Any) -> Any:
-    _chosen.append(type(strategy).__name__)
-    return GPPStrategy(self_check=False) if os.environ.get(INJECT) == "1" else strategy
-
-
-def _fork(strategy: Any) -> None:
-    if strategy.num_processes > 1:
-        strategy._launcher = ForkingLauncher(strategy, start_method="fork")
-
-
-def _of_two() -> bool:
-    return os.environ.get(PROCESSES) == "2"
-
-
-def _names_two(item: Any) -> bool:
-    """True if the test's source names data parallelism by multiprocessing."""
-    return any(name in inspect.getsource(item.function) for name in ("ddp_spawn", "ddp_fork", "ddp_notebook"))
 
 
 def pytest_configure(config: pytest.Config) -> None:
     if "LOCAL_RANK" in os.environ:  # a test with several devices has started all tests again
         pytest.exit("This process is a rank that a test has started.", returncode=1)
-    if _of_two():
-        _AcceleratorConnector._init_strategy = _init_strategy(_AcceleratorConnector._init_strategy)
-        processes.JobProcesses._configure_launcher = _fork  # type: ignore[method-assign]
-    else:
-        _AcceleratorConnector._choose_strategy = _choose(_AcceleratorConnector._choose_strategy)
+    _AcceleratorConnector._choose_strategy = _choose(_AcceleratorConnector._choose_strategy)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     known = {line["test"] for line in lines_of(Path(os.environ[RESULTS]))}
-    left_out = [item for item in items if item.nodeid in known or (_of_two() and not _names_two(item))]
+    left_out = [item for item in items if item.nodeid in known]
     items[:] = [item for item in items if item not in set(left_out)]
     config.hook.pytest_deselected(items=left_out)
 

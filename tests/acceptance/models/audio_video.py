@@ -74,20 +74,6 @@ MODELS: dict[str, Entry] = {
         _SERIES,
         head="ForPrediction",
     ),
-    "patchtsmixer": pretrained(
-        "PatchTSMixer",
-        {
-            "num_input_channels": 2,
-            "context_length": 16,
-            "patch_length": 4,
-            "patch_stride": 4,
-            "prediction_length": 4,
-            "d_model": 8,
-            "num_layers": 2,
-        },
-        _SERIES,
-        head="ForPrediction",
-    ),
     "time_series": pretrained(
         "TimeSeriesTransformer",
         {

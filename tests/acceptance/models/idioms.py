@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.acceptance.models.base import B, Entry, classifier, ids, images, labels, numbers, regression
+from tests.acceptance.models.base import Entry, classifier, ids, labels, numbers
 
 
 def mlp(*widths: int) -> nn.Sequential:
@@ -44,19 +44,6 @@ def _clicks() -> dict[str, Tensor]:
     return {"dense": numbers(4), **bags, "click": (labels() > 0).double()}
 
 
-class Retrieval(nn.Module):
-    """Two towers with in-batch negatives."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.user, self.item = mlp(4, 16, 8), mlp(4, 16, 8)
-        self.scale = nn.Parameter(torch.tensor(1.0))
-
-    def training_step(self, batch: dict[str, Tensor]) -> Tensor:
-        users, items = (F.normalize(tower(batch[name]), dim=1) for name, tower in self.named_children())
-        return F.cross_entropy(users @ items.T * self.scale.exp(), torch.arange(len(users)))
-
-
 class SimCLR(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -70,39 +57,17 @@ class SimCLR(nn.Module):
 
 
 class Momentum(nn.Module):
-    """BYOL: the target is an average of the online network, which the step itself updates."""
-
-    def __init__(self, in_step: bool = False) -> None:
-        super().__init__()
-        self.online, self.predictor = mlp(6, 16, 8), mlp(8, 8)
-        self.target = copy.deepcopy(self.online).requires_grad_(False)
-        self.in_step = in_step
-
-    def training_step(self, batch: tuple[Tensor, Tensor]) -> Tensor:
-        if self.in_step:
-            with torch.no_grad():
-                for slow, fast in zip(self.target.parameters(), self.online.parameters(), strict=True):
-                    slow.mul_(0.9).add_(fast, alpha=0.1)
-        with torch.no_grad():
-            wanted = self.target(batch[1])
-        return 2 - 2 * F.cosine_similarity(self.predictor(self.online(batch[0])), wanted).mean()
-
-
-class Queue(nn.Module):
-    """MoCo: negatives from a queue in a buffer, which the step fills."""
+    """BYOL: a target beside the online network."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.query = mlp(6, 16, 8)
-        self.key = copy.deepcopy(self.query).requires_grad_(False)
-        self.register_buffer("queue", F.normalize(numbers(8, samples=8), dim=1))
+        self.online, self.predictor = mlp(6, 16, 8), mlp(8, 8)
+        self.target = copy.deepcopy(self.online).requires_grad_(False)
 
     def training_step(self, batch: tuple[Tensor, Tensor]) -> Tensor:
-        q = F.normalize(self.query(batch[0]), dim=1)
         with torch.no_grad():
-            k = F.normalize(self.key(batch[1]), dim=1)
-        logits = torch.cat([(q * k).sum(1, keepdim=True), q @ self.queue.T], dim=1)
-        return F.cross_entropy(logits, torch.zeros(len(q)).long())
+            wanted = self.target(batch[1])
+        return 2 - 2 * F.cosine_similarity(self.predictor(self.online(batch[0])), wanted).mean()
 
 
 class Experts(nn.Module):
@@ -212,23 +177,6 @@ class Penalty(nn.Module):
         return out.mean() + ((slope.norm(dim=1) - 1) ** 2).mean()
 
 
-class PenaltyInside(Penalty):
-    """The same, in a module of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = mlp(6, 16, 6), mlp(7, 8, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.net(x)
-
-    def training_step(self, batch: tuple[Tensor, Tensor]) -> Tensor:
-        return (
-            super().training_step((self.first(batch[0]).detach(), batch[1]))
-            + self.last(F.pad(self.first(batch[0]), (0, 1))).square().mean()
-        )
-
-
 class Variational(nn.Module):
     """A VAE; the step draws its noise from the batch, so that runs can be compared."""
 
@@ -241,74 +189,6 @@ class Variational(nn.Module):
         z = mean + (0.5 * log_variance).exp() * batch["noise"]
         divergence = 0.5 * (mean**2 + log_variance.exp() - 1 - log_variance).sum(1).mean()
         return F.mse_loss(self.decoder(z), batch["x"]) + 0.1 * divergence
-
-
-class Graph(nn.Module):
-    """A graph network: the edges are an index tensor, and count neither nodes nor samples."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second, self.head = nn.Linear(5, 8), nn.Linear(8, 8), nn.Linear(8, 3)
-
-    def forward(self, x: Tensor, edges: Tensor) -> Tensor:
-        for layer in (self.first, self.second):
-            sent = layer(x)[edges[0]]
-            x = torch.zeros(x.shape[0], sent.shape[1], dtype=x.dtype).index_add(0, edges[1], sent).tanh()
-        return self.head(x)
-
-    def training_step(self, batch: dict[str, Tensor]) -> Tensor:
-        return F.cross_entropy(self(batch["x"], batch["edges"]), batch["y"])
-
-
-class DenseGraph(nn.Module):
-    """A graph network with one dense graph per sample."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second, self.head = nn.Linear(5, 8), nn.Linear(8, 8), nn.Linear(8, 3)
-
-    def forward(self, inputs: tuple[Tensor, Tensor]) -> Tensor:
-        x, near = inputs
-        for layer in (self.first, self.second):
-            x = (near @ layer(x)).tanh()
-        return self.head(x.mean(1))
-
-
-class PointNet(nn.Module):
-    """Point clouds: a shared perceptron and the maximum over points."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.local, self.head = mlp(3, 16, 16), mlp(16, 8, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.local(x).amax(1))
-
-
-class Ode(nn.Module):
-    """The same module, called many times."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.flow, self.last = nn.Linear(6, 8), mlp(8, 16, 8), nn.Linear(8, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        for _ in range(4):
-            x = x + 0.1 * self.flow(x + 0.05 * self.flow(x))
-        return self.last(x)
-
-
-class Hyper(nn.Module):
-    """A network makes the weights of another."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.maker, self.body = mlp(6, 8, 6 * 8), mlp(8, 16, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        weights = self.maker(x).view(-1, 6, 8)
-        return self.body(torch.bmm(x[:, None], weights)[:, 0].tanh())
 
 
 class Spectral(nn.Module):
@@ -377,95 +257,6 @@ class Multitask(nn.Module):
         return (losses * (-self.weights).exp() + self.weights).sum()
 
 
-class UNet(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.down = nn.ModuleList([nn.Conv2d(3, 8, 3, 2, 1), nn.Conv2d(8, 16, 3, 2, 1)])
-        self.middle = nn.Conv2d(16, 16, 3, 1, 1)
-        self.up = nn.ModuleList([nn.ConvTranspose2d(32, 8, 2, 2), nn.ConvTranspose2d(16, 3, 2, 2)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        kept = []
-        for layer in self.down:
-            x = layer(x).relu()
-            kept.append(x)
-        x = self.middle(x).relu()
-        for layer in self.up:
-            x = layer(torch.cat([x, kept.pop()], dim=1))
-        return x
-
-
-class Actor(nn.Module):
-    """An actor and a critic with a clipped loss, on advantages."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body, self.actor, self.critic = mlp(6, 16, 16), mlp(16, 3), mlp(16, 1)
-
-    def training_step(self, batch: dict[str, Tensor]) -> Tensor:
-        h = self.body(batch["state"])
-        chosen = self.actor(h).log_softmax(1).gather(1, batch["action"][:, None])[:, 0]
-        ratio = (chosen - batch["before"]).exp()
-        gain = torch.minimum(ratio * batch["gain"], ratio.clamp(0.8, 1.2) * batch["gain"]).mean()
-        return F.mse_loss(self.critic(h)[:, 0], batch["gain"]) - gain
-
-
-class Distilled(nn.Module):
-    """A frozen teacher in eval mode, and a student."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.student = mlp(6, 16, 8, 3)
-        self.teacher = mlp(6, 32, 32, 3).requires_grad_(False).eval()
-
-    def training_step(self, batch: tuple[Tensor, Tensor]) -> Tensor:
-        with torch.no_grad():
-            wanted = self.teacher(batch[0]).softmax(1)
-        return F.kl_div(self.student(batch[0]).log_softmax(1), wanted, reduction="batchmean")
-
-
-class Adversarial(nn.Module):
-    """Generator and discriminator in one step with one loss, by a reversed gradient."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.generator, self.discriminator = mlp(4, 16, 6), mlp(6, 16, 1)
-
-    def training_step(self, batch: tuple[Tensor, Tensor]) -> Tensor:
-        made = self.generator(batch[0])
-        reversed_ = made + (made.detach() - made) * 2
-        false, true = self.discriminator(reversed_), self.discriminator(batch[1])
-        return F.softplus(false).mean() + F.softplus(-true).mean()
-
-
-class MeanOfTokens(nn.Module):
-    """A mean over the tokens that are not masked: samples do not count the same."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.body, self.head = nn.Embedding(32, 8), mlp(8, 16, 8), nn.Linear(8, 32)
-
-    def training_step(self, batch: dict[str, Tensor]) -> Tensor:
-        logits = self.head(self.body(self.embed(batch["ids"])))
-        return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=-100)
-
-
-def _ragged() -> dict[str, Tensor]:
-    wanted = ids(seed=3)
-    for row in range(B):
-        wanted[row, 2 + row :] = -100
-    return {"ids": ids(), "labels": wanted}
-
-
-def _graph() -> dict[str, Tensor]:
-    edges = torch.randint(0, 12, (2, 30), generator=torch.Generator().manual_seed(0))
-    return {"x": numbers(5, samples=12), "edges": edges, "y": torch.arange(12) % 3}
-
-
-def _step(module: nn.Module, batch: Any) -> Entry:
-    return lambda: (copy.deepcopy(module), batch)
-
-
 _X = numbers(6)
 _PAIR = (numbers(6), numbers(6, seed=1))
 _XY = (_X, labels())
@@ -475,11 +266,8 @@ def _entries() -> dict[str, Entry]:
     return {
         "dlrm": lambda: (Ranking(), _clicks()),
         "dlrm_sparse": lambda: (Ranking(sparse=True), _clicks()),
-        "two_towers": lambda: (Retrieval(), {"user": numbers(4), "item": numbers(4, seed=1)}),
         "simclr": lambda: (SimCLR(), _PAIR),
         "byol": lambda: (Momentum(), _PAIR),
-        "byol_in_step": lambda: (Momentum(in_step=True), _PAIR),
-        "moco": lambda: (Queue(), _PAIR),
         "experts": lambda: classifier(Experts(), _X),
         "expert_blocks": lambda: classifier(ExpertBlocks(), _X),
         "slices": lambda: classifier(Slices(), _X),
@@ -488,25 +276,11 @@ def _entries() -> dict[str, Entry]:
         "device_between": lambda: (DeviceBetween(), _XY),
         "own_function": lambda: (OwnFunction(), _XY),
         "gradient_penalty": lambda: (Penalty(), _XY),
-        "penalty_inside": lambda: (PenaltyInside(), _XY),
         "vae": lambda: (Variational(), {"x": _X, "noise": numbers(4, seed=1)}),
-        "graph": lambda: (Graph(), _graph()),
-        "dense_graph": lambda: classifier(DenseGraph(), (numbers(7, 5), numbers(7, 7, seed=1))),
-        "point_net": lambda: classifier(PointNet(), numbers(9, 3)),
-        "ode": lambda: classifier(Ode(), _X),
-        "hyper_network": lambda: classifier(Hyper(), _X),
         "spectral": lambda: classifier(Spectral(), _X),
         "reparametrised": lambda: classifier(Reparametrised(), _X),
         "stateful": lambda: classifier(Stateful(), _X),
         "multitask": lambda: (Multitask(), _XY),
-        "unet": lambda: regression(UNet(), images(), images()),
-        "actor_critic": lambda: (
-            Actor(),
-            {"state": _X, "action": labels(), "before": -numbers().abs(), "gain": numbers(seed=2)},
-        ),
-        "distilled": lambda: (Distilled(), _XY),
-        "adversarial": lambda: (Adversarial(), (numbers(4), _X)),
-        "mean_of_tokens": lambda: (MeanOfTokens(), _ragged()),
     }
 
 

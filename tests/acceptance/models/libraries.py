@@ -15,7 +15,6 @@ from tests.acceptance.models.base import (
     B,
     Entry,
     LossInside,
-    LossOfStep,
     classifier,
     images,
     next_token,
@@ -37,69 +36,6 @@ def _of_torchvision(name: str, size: int, options: dict[str, Any]) -> tuple[nn.M
         if isinstance(part, nn.Dropout):
             part.p = 0.0
     return classifier(model, images(size))
-
-
-def _vgg() -> tuple[nn.Module, Any]:
-    from torchvision.models import vgg
-
-    model = vgg.VGG(vgg.make_layers([8, "M", 16, "M", 16, 16, "M"]), num_classes=3, dropout=0.0)
-    model.classifier[0], model.classifier[3], model.classifier[6] = (
-        nn.Linear(784, 32),
-        nn.Linear(32, 32),
-        nn.Linear(32, 3),
-    )
-    return classifier(model, images(32))
-
-
-def _densenet() -> tuple[nn.Module, Any]:
-    from torchvision.models import DenseNet
-
-    return classifier(DenseNet(4, (2, 2), 8, num_classes=3), images(32))
-
-
-def _video_resnet() -> tuple[nn.Module, Any]:
-    from torchvision.models.video.resnet import BasicBlock, BasicStem, Conv3DSimple, VideoResNet
-
-    model = VideoResNet(BasicBlock, [Conv3DSimple] * 4, [1, 1, 1, 1], BasicStem, num_classes=3)
-    return classifier(model, numbers(3, 4, 16, 16))
-
-
-def _segmentation() -> tuple[nn.Module, Any]:
-    from torchvision.models.segmentation import lraspp_mobilenet_v3_large
-
-    model = lraspp_mobilenet_v3_large(weights=None, weights_backbone=None, num_classes=3)
-    loss = lambda out, y: F.cross_entropy(out["out"], y)  # noqa: E731
-    return LossOfStep(model, loss), (images(32), torch.ones(B, 32, 32).long())
-
-
-class Detector(nn.Module):
-    """A detector takes lists of images and of targets, and returns a dict of losses."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def training_step(self, batch: tuple[list[Tensor], list[dict[str, Tensor]]]) -> Tensor:
-        losses = self.model(*batch)
-        return sum(losses.values())
-
-
-def _detector(name: str, sizes: tuple[int, ...]) -> tuple[nn.Module, Any]:
-    from torchvision.models import detection
-
-    model = getattr(detection, name)(
-        weights=None,
-        weights_backbone=None,
-        num_classes=4,
-        min_size=32,
-        max_size=32,
-    )
-    pictures = [images(size)[0] for size in sizes]
-    targets = [
-        {"boxes": torch.tensor([[2.0, 3.0, 20.0 - i, 25.0 + i]]).double(), "labels": torch.tensor([1 + i % 3])}
-        for i in range(B)
-    ]
-    return Detector(model), (pictures, targets)
 
 
 def _timm(name: str, size: int, **options: Any) -> Callable[[], tuple[nn.Module, Any]]:
@@ -183,14 +119,9 @@ def _of_peft(kind: str, base: str, task: str, options: dict[str, Any]) -> tuple[
 
 MODELS: dict[str, Entry] = {
     "torchvision_resnet18": _torchvision("resnet18", 32),
-    "torchvision_vgg": _vgg,
-    "torchvision_densenet": _densenet,
     "torchvision_squeezenet": _torchvision("squeezenet1_1", 32),
     "torchvision_googlenet": _torchvision("googlenet", 32, init_weights=False, aux_logits=False),
     "torchvision_efficientnet": _torchvision("efficientnet_b0", 32, stochastic_depth_prob=0.0),
-    "torchvision_video": _video_resnet,
-    "torchvision_segmentation": _segmentation,
-    "torchvision_retinanet": partial(_detector, "retinanet_resnet50_fpn", (32, 30, 28, 32)),
     "timm_vit": _timm("vit_tiny_patch16_224", 16, img_size=16, patch_size=8, embed_dim=16, depth=3, num_heads=2),
     "timm_convnext": _timm("convnext_atto", 32, depths=(1, 1, 1, 1), dims=(8, 8, 16, 16)),
     "timm_resnet": _timm("resnet10t", 32),
@@ -207,14 +138,6 @@ MODELS: dict[str, Entry] = {
     ),
     "timm_nfnet": _timm("nf_resnet26", 32),
     "timm_xcit": _timm("xcit_nano_12_p16_224", 32, img_size=32, embed_dim=16, depth=2, num_heads=2),
-    "diffusers_unet": _diffusers(
-        "UNet2DModel",
-        {"sample": numbers(3, 8, 8), "timestep": _TIMES, "noise": numbers(3, 8, 8, seed=1)},
-        **_UNET,
-        down_block_types=("DownBlock2D", "AttnDownBlock2D"),
-        up_block_types=("AttnUpBlock2D", "UpBlock2D"),
-        attention_head_dim=4,
-    ),
     "diffusers_conditional_unet": _diffusers(
         "UNet2DConditionModel",
         {
@@ -228,24 +151,6 @@ MODELS: dict[str, Entry] = {
         up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
         cross_attention_dim=8,
         attention_head_dim=4,
-    ),
-    "diffusers_pixart": _diffusers(
-        "PixArtTransformer2DModel",
-        {
-            "hidden_states": numbers(4, 8, 8),
-            "timestep": _TIMES,
-            "encoder_hidden_states": numbers(5, 8),
-            "noise": numbers(4, 8, 8, seed=1),
-        },
-        num_attention_heads=2,
-        attention_head_dim=8,
-        in_channels=4,
-        out_channels=4,
-        num_layers=2,
-        sample_size=8,
-        caption_channels=8,
-        cross_attention_dim=16,
-        use_additional_conditions=False,
     ),
     "diffusers_sd3": _diffusers(
         "SD3Transformer2DModel",
@@ -267,23 +172,6 @@ MODELS: dict[str, Entry] = {
         pooled_projection_dim=8,
         out_channels=4,
         pos_embed_max_size=8,
-    ),
-    "diffusers_unet1d": _diffusers(
-        "UNet1DModel",
-        {"sample": numbers(8, 16), "timestep": _TIMES, "noise": numbers(8, 16, seed=1)},
-        sample_size=16,
-        in_channels=8,
-        out_channels=8,
-        block_out_channels=(8, 8),
-        norm_num_groups=4,
-        down_block_types=("DownResnetBlock1D", "DownResnetBlock1D"),
-        up_block_types=("UpResnetBlock1D",),
-        mid_block_type="MidResTemporalBlock1D",
-        out_block_type="OutConv1DBlock",
-        layers_per_block=1,
-        time_embedding_type="positional",
-        use_timestep_embedding=True,
-        act_fn="swish",
     ),
     "diffusers_autoencoder": _autoencoder,
     "peft_lora": _adapted("LoraConfig", "Llama", "CAUSAL_LM", target_modules=["q_proj", "v_proj"], r=2),

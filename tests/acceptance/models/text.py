@@ -52,12 +52,6 @@ MODELS: dict[str, Entry] = {
         "DistilBert", {"dim": 16, "n_layers": 3, "n_heads": 2, "hidden_dim": 32}, MASKED, head=CLASS
     ),
     "albert": pretrained("Albert", {"embedding_size": 8}, LM, head="ForMaskedLM"),
-    "electra": pretrained(
-        "Electra",
-        {"embedding_size": 8},
-        {"input_ids": ids(), "attention_mask": (ids(seed=1) > 8).long(), "labels": ids() % 2},
-        head="ForPreTraining",
-    ),
     "deberta": pretrained(
         "DebertaV2",
         {"relative_attention": True, "pos_att_type": ["c2p", "p2c"], "position_buckets": 4},
@@ -99,12 +93,6 @@ MODELS: dict[str, Entry] = {
     ),
     "rwkv": pretrained("Rwkv", {"attention_hidden_size": 16, "num_hidden_layers": 2}, LM, head=NEXT),
     "mixtral": pretrained("Mixtral", {**_KV, "num_local_experts": 4, "num_hidden_layers": 2, **_EAGER}, LM, head=NEXT),
-    "mixtral_balanced": pretrained(
-        "Mixtral",
-        {**_KV, "num_local_experts": 4, "num_hidden_layers": 2, **_EAGER, "output_router_logits": True},
-        LM,
-        head=NEXT,
-    ),
     "qwen2_moe": pretrained(
         "Qwen2Moe",
         {

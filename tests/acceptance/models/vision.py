@@ -55,19 +55,6 @@ MODELS: dict[str, Entry] = {
         head=HEAD,
     ),
     "mobilenet": pretrained("MobileNetV2", {"depth_multiplier": 0.1}, LARGE, head=HEAD),
-    "poolformer": pretrained(
-        "PoolFormer",
-        {
-            "hidden_sizes": [8, 16],
-            "depths": [1, 1],
-            "num_encoder_blocks": 2,
-            "patch_sizes": [3, 3],
-            "strides": [2, 2],
-            "padding": [1, 1],
-        },
-        IMAGE,
-        head=HEAD,
-    ),
     "segformer": pretrained(
         "Segformer",
         {
@@ -83,43 +70,6 @@ MODELS: dict[str, Entry] = {
         },
         {"pixel_values": images(), "labels": torch.ones(B, 16, 16).long()},
         head="ForSemanticSegmentation",
-    ),
-    "pvt": pretrained(
-        "Pvt",
-        {
-            "image_size": 32,
-            "hidden_sizes": [8, 16, 16, 16],
-            "depths": [1, 1, 1, 1],
-            "num_attention_heads": [1, 1, 2, 2],
-        },
-        LARGE,
-        head=HEAD,
-    ),
-    "focalnet": pretrained(
-        "FocalNet",
-        {
-            "image_size": 16,
-            "patch_size": 2,
-            "embed_dim": 8,
-            "depths": [1, 1],
-            "focal_levels": [1, 1],
-            "focal_windows": [3, 3],
-            "hidden_sizes": [8, 16],
-        },
-        IMAGE,
-        head=HEAD,
-    ),
-    "levit": pretrained(
-        "Levit",
-        {
-            "image_size": 32,
-            "hidden_sizes": [16, 16, 16],
-            "num_attention_heads": [2, 2, 2],
-            "depths": [1, 1, 1],
-            "key_dim": [8, 8, 8],
-        },
-        LARGE,
-        head=HEAD,
     ),
     "mobilevit": pretrained(
         "MobileViT",
@@ -141,17 +91,4 @@ MODELS: dict[str, Entry] = {
         head="ForPreTraining",
     ),
     "yolos": yolos,
-    "dpt": pretrained(
-        "DPT",
-        {
-            **_VIT,
-            "num_hidden_layers": 4,
-            "backbone_out_indices": [0, 1, 2, 3],
-            "neck_hidden_sizes": [8, 8, 8, 8],
-            "fusion_hidden_size": 8,
-            "is_hybrid": False,
-        },
-        {"pixel_values": images(), "labels": torch.ones(B, 16, 16).long()},
-        head="ForSemanticSegmentation",
-    ),
 }

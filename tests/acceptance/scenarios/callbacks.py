@@ -35,7 +35,8 @@ def _with(make: Make, folder: Path, callback: Any, **options: Any) -> Facts:
 
 
 def _numbers(state: Any) -> dict[str, Any]:
-    return {name: value for name, value in state.items() if isinstance(value, int | float | str)}
+    kinds = (int, float, str)
+    return {name: value for name, value in state.items() if isinstance(value, kinds) and not name.endswith("path")}
 
 
 family(
@@ -52,10 +53,11 @@ family(
         "divergence": {"callback": partial(known.EarlyStopping, "val_loss", divergence_threshold=0.1)},
         "timer": {"callback": partial(known.Timer, "00:01:00:00")},
         "progress": {"callback": known.TQDMProgressBar, "enable_progress_bar": True},
+        "rich_progress": {"callback": known.RichProgressBar, "enable_progress_bar": True},
         "summary": {"callback": partial(known.ModelSummary, max_depth=2), "enable_model_summary": True},
         "accumulation": {"callback": partial(known.GradientAccumulationScheduler, {0: 1, 2: 2})},
         "device_stats": {"callback": known.DeviceStatsMonitor, "with_logger": True},
-        "learning_rates": {"callback": partial(known.LearningRateMonitor, "step"), "with_logger": True},
+        "spikes": {"callback": known.SpikeDetection},
         "averages": {"callback": partial(known.StochasticWeightAveraging, 0.02, swa_epoch_start=1)},
         "exponential": {"callback": partial(known.EMAWeightAveraging, decay=0.9)},
         "weight_averages": {"callback": partial(known.WeightAveraging, avg_fn=get_ema_avg_fn(0.9))},
@@ -68,11 +70,6 @@ family(
 
 
 @scenario
-def rich_progress(make: Make, folder: Path) -> Facts:
-    return validated(make, callbacks=[known.RichProgressBar()], enable_progress_bar=True)
-
-
-@scenario
 def learning_rates_logged(make: Make, folder: Path) -> Facts:
     monitor = known.LearningRateMonitor("step")
     facts = validated(make, callbacks=[monitor], with_logger=True, log_every_n_steps=1)
@@ -81,11 +78,7 @@ def learning_rates_logged(make: Make, folder: Path) -> Facts:
 
 @scenario
 def throughput(make: Make, folder: Path) -> Facts:
-    class Counts(known.ThroughputMonitor):
-        def _compute(self, trainer: pl.Trainer, iter_num: Any = None) -> None:
-            super()._compute(trainer, iter_num)
-
-    monitor = Counts(batch_size_fn=lambda batch: batch[0].size(0), window_size=2)
+    monitor = known.ThroughputMonitor(batch_size_fn=lambda batch: batch[0].size(0), window_size=2)
     trainer = make(callbacks=[monitor], with_logger=True, log_every_n_steps=1, max_epochs=3)
     trainer.fit(build(), loader())
     written = [row for row in trainer.logger.rows if "train|samples" in row]
@@ -145,6 +138,7 @@ class Notes(pl.Callback):
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.notes.append(("train", batch_idx, float(outputs["loss"])))
+        self.log("callback_loss", outputs["loss"])
 
     def on_validation_batch_end(
         self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
@@ -198,24 +192,6 @@ def callback_logs(make: Make, folder: Path) -> Facts:
 
 
 @scenario
-def callback_reads_loss(make: Make, folder: Path) -> Facts:
-    class Reads(pl.Callback):
-        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *args: Any) -> None:
-            self.log("callback_loss", outputs["loss"])
-
-    return validated(make, callbacks=[Reads()])
-
-
-@scenario
-def callback_stops(make: Make, folder: Path) -> Facts:
-    class Stops(pl.Callback):
-        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-            trainer.should_stop = trainer.should_stop or batch_idx == 1
-
-    return validated(make, callbacks=[Stops()])
-
-
-@scenario
 def callback_clips(make: Make, folder: Path) -> Facts:
     class Clips(pl.Callback):
         def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
@@ -225,49 +201,12 @@ def callback_clips(make: Make, folder: Path) -> Facts:
 
 
 @scenario
-def callback_averages_itself(make: Make, folder: Path) -> Facts:
-    class Averages(pl.Callback):
-        def on_fit_start(self, trainer: Any, module: Any) -> None:
-            self.kept = [p.detach().clone() for p in module.parameters()]
-
-        def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
-            for kept, new in zip(self.kept, module.parameters(), strict=True):
-                kept.mul_(0.9).add_(new.detach(), alpha=0.1)
-
-    averages = Averages()
-    facts = validated(make, callbacks=[averages])
-    return {**facts, "zero count": len(averages.kept)}
-
-
-@scenario
 def callbacks_of_the_module(make: Make, folder: Path) -> Facts:
     class Configures(Chain):
         def configure_callbacks(self) -> Any:
             return [known.EarlyStopping("val_loss", min_delta=0.5, patience=1)]
 
     return validated(make, build(Configures), max_epochs=4)
-
-
-@scenario
-def finetuning(make: Make, folder: Path) -> Facts:
-    class Backbone(Chain):
-        def __init__(self) -> None:
-            super().__init__()
-            self.backbone = self.first
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1)
-
-    callback = known.BackboneFinetuning(unfreeze_backbone_at_epoch=1, lambda_func=lambda epoch: 1.5)
-    return validated(make, build(Backbone), callbacks=[callback], max_epochs=3)
-
-
-@scenario
-def spike_detection(make: Make, folder: Path) -> Facts:
-    class Spikes(known.SpikeDetection if hasattr(known, "SpikeDetection") else pl.Callback):  # type: ignore[misc]
-        pass
-
-    return validated(make, callbacks=[Spikes()] if hasattr(known, "SpikeDetection") else [])
 
 
 @scenario

@@ -100,21 +100,3 @@ def decides_by_data(make: Make, folder: Path) -> Facts:
     trainer.fit(module, loader(), loader(10, seed=2))
     facts = facts_of(trainer, module)
     return {**facts, "zero_predicted": trainer.predict(module, loader(12, seed=3))}
-
-
-@scenario
-def exponent_of_a_loss_inside(make: Make, folder: Path) -> Facts:
-    """The forward returns the loss, as models of transformers do."""
-
-    class Inside(Chain):
-        def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
-            found = self.last(self.first(x).tanh())
-            return found if y is None else torch.nn.functional.mse_loss(found, y)
-
-        def loss(self, batch: Any) -> Tensor:
-            return self(*batch)
-
-        def validation_step(self, batch: Any, batch_idx: int) -> None:
-            self.log("perplexity", self.loss(batch).exp())
-
-    return validated(make, build(Inside))

@@ -84,13 +84,6 @@ def read_once_for_validation(make: Make, folder: Path) -> Facts:
     return facts_of(trainer, module)
 
 
-@scenario
-def stream_validated(make: Make, folder: Path) -> Facts:
-    module, trainer = build(), make(limit_val_batches=2)
-    trainer.fit(module, DataLoader(Stream(), batch_size=8), DataLoader(Stream(), batch_size=8))
-    return facts_of(trainer, module)
-
-
 def _collate(form: str) -> Any:
     forms = {
         "dict": lambda x, y: {"x": x, "y": y, "name": "batch"},
@@ -241,31 +234,3 @@ def no_batches(make: Make, folder: Path) -> Facts:
 @scenario
 def no_validation_batches(make: Make, folder: Path) -> Facts:
     return fitted(make, val=[])
-
-
-@scenario
-def longer_sequences(make: Make, folder: Path) -> Facts:
-    """Batches of several lengths, as padding makes them."""
-
-    class Pads(Chain):
-        def forward(self, x: Any) -> Any:
-            return super().forward(x).mean(1)
-
-    class Longer(Sized):
-        def __iter__(self) -> Any:
-            for number, (x, y) in enumerate(loader()):
-                yield x[:, None].repeat(1, 2 + number, 1), y
-
-    return fitted(make, build(Pads), train=Longer())
-
-
-@scenario
-def two_validations_of_a_module(make: Make, folder: Path) -> Facts:
-    class Two(Chain):
-        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
-            self.log(f"val_{dataloader_idx}", self.loss(batch), add_dataloader_idx=False)
-
-        def val_dataloader(self) -> Any:
-            return [loader(10, seed=2), loader(6, seed=3)]
-
-    return fitted(make, build(Two))

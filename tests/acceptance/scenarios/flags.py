@@ -102,42 +102,12 @@ def two_fits(make: Make, folder: Path) -> Facts:
 
 
 @scenario
-def more_epochs(make: Make, folder: Path) -> Facts:
-    module, trainer = build(), make(max_epochs=1)
-    trainer.fit(module, loader())
-    trainer.fit_loop.max_epochs = 3
-    trainer.fit(module, loader())
-    return facts_of(trainer, module)
-
-
-@scenario
 def validate_first(make: Make, folder: Path) -> Facts:
     module, trainer = build(), make()
     found = trainer.validate(module, loader(10, seed=2), verbose=False)
     trainer.fit(module, loader(), loader(10, seed=2))
     again = trainer.validate(module, loader(10, seed=2), verbose=False)
     return {**facts_of(trainer, module), "found": found, "again": again}
-
-
-@scenario
-def tested(make: Make, folder: Path) -> Facts:
-    module, trainer = build(), make()
-    return {"found": trainer.test(module, [loader(10), loader(6, seed=2)][:1], verbose=False)}
-
-
-@scenario
-def predicted(make: Make, folder: Path) -> Facts:
-    module, trainer = build(), make()
-    return {"zero found": trainer.predict(module, loader(10)), "epochs": trainer.current_epoch}
-
-
-@scenario
-def predicted_from_several(make: Make, folder: Path) -> Facts:
-    class Several(Chain):
-        def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
-            return self(batch[0]) * (dataloader_idx + 1)
-
-    return {"zero found": make().predict(build(Several), [loader(10), loader(6, seed=2)])}
 
 
 @scenario

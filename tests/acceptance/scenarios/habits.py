@@ -119,6 +119,17 @@ class OwnGenerators(Chain):
         return self.loss([scale * (batch[0] + noise), batch[1]]) * (1 + self.behind.random())
 
 
+class DrawsBehind(Chain):
+    """A random generator behind the network alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.behind = np.random.default_rng(2)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(batch) * (1 + self.behind.random())
+
+
 class Norms(Chain):
     """Norms of all gradients by several functions, in front of and behind a change of all gradients; no use of one."""
 
@@ -184,6 +195,7 @@ family(
                 *(ClipsGroups, GrowsGroup),
             )
         },
+        "DrawsBehind": {"kind": DrawsBehind, "num_micro_batches": 1},
     },
 )
 family(

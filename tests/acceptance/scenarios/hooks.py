@@ -9,7 +9,6 @@ import torch
 from lightning.pytorch.utilities import grad_norm
 from torch import nn
 
-from lightning_gpp import summon_full_params
 from tests.acceptance.scenarios.base import (
     Chain,
     Facts,
@@ -86,12 +85,6 @@ class ClipsValues(Chain):
         nn.utils.clip_grad_value_(self.parameters(), 0.01)
 
 
-class NormByHand(Chain):
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        norms = [p.grad.norm() for p in self.parameters() if p.grad is not None]
-        self.log("norm", torch.stack(norms).norm())
-
-
 class NormOfWeights(Chain):
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_end(outputs, batch, batch_idx)
@@ -157,27 +150,6 @@ class LogsInHooks(Chain):
         self.log("begun", 1.0)
 
 
-class KeepsOutputs(Chain):
-    def validation_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = self.loss(batch)
-        self.seen.append(float(loss))
-        return loss
-
-    def on_validation_epoch_end(self) -> None:
-        self.log("kept", sum(self.seen) / len(self.seen))
-        self.seen.clear()
-
-
-class SeesOutputs(Chain):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = self.loss(batch)
-        return {"loss": loss, "twice": 2 * loss.detach()}
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        super().on_train_batch_end(outputs, batch, batch_idx)
-        self.log("twice", outputs["twice"])
-
-
 class Teacher(Chain):
     """A mean teacher, updated between the steps."""
 
@@ -196,12 +168,6 @@ class Teacher(Chain):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         hidden = self.first(batch[0]).tanh()
         return nn.functional.mse_loss(self.last(hidden), batch[1] + 0.1 * self.mean(hidden))
-
-
-class ReadsWeights(Chain):
-    def on_train_epoch_end(self) -> None:
-        with summon_full_params(self.first):
-            self.log("weight", self.first[0].weight.detach().sum())
 
 
 class ChangesWeights(Chain):
@@ -262,10 +228,9 @@ family(
     {
         kind.__name__: {"kind": kind}
         for kind in (
-            *(ScalesGradients, LogsNorm, ClipsAll, ClipsAllAfterBackward, ClipsValues, NormByHand, NormOfWeights),
+            *(ScalesGradients, LogsNorm, ClipsAll, ClipsAllAfterBackward, ClipsValues, NormOfWeights),
             *(ClipsItself, ZeroesItself, WarmsUp, EverySecond, SkipsEpoch, Transfers, TransfersItself, LogsInHooks),
-            *(KeepsOutputs, SeesOutputs, Teacher, ReadsWeights, ChangesWeights, Freezes, Schedules, Builds, Sums),
-            Reports,
+            *(Teacher, ChangesWeights, Freezes, Schedules, Builds, Sums, Reports),
         )
     },
 )

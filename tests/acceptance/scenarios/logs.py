@@ -79,16 +79,6 @@ def log_of_own_size(make: Make, folder: Path) -> Facts:
     return validated(make, build(Weighs))
 
 
-@scenario
-def log_dict_of_values(make: Make, folder: Path) -> Facts:
-    class Dict(Chain):
-        def validation_step(self, batch: Any, batch_idx: int) -> Any:
-            loss = self.loss(batch)
-            self.log_dict({"val_loss": loss, "val/twice": 2 * loss, "count": len(batch[0])})
-
-    return validated(make, build(Dict))
-
-
 class Measures(Chain):
     def __init__(self) -> None:
         super().__init__()
@@ -241,16 +231,6 @@ def print_in_steps(make: Make, folder: Path) -> Facts:
             super().validation_step(batch, batch_idx)
 
     return validated(make, build(Prints))
-
-
-@scenario
-def log_metrics_of_trainer(make: Make, folder: Path) -> Facts:
-    class Reads(Chain):
-        def on_train_epoch_end(self) -> None:
-            self.seen.append(plain(self.trainer.callback_metrics))
-            self.seen.append(plain(self.trainer.logged_metrics))
-
-    return validated(make, build(Reads))
 
 
 @scenario

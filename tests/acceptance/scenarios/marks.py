@@ -16,12 +16,11 @@ _WHOLE: Final = (
 )
 _DOOR: Final = (
     *("averages_in_a_checkpoint", "finetuning_resumed", "undivided_remembers"),
-    *("samples_in_a_hook", "samples_in_a_callback", "probe_stops", "weights_in_a_hook", "hook_ReadsWeights"),
+    *("samples_in_a_hook", "samples_in_a_callback", "probe_stops", "weights_in_a_hook"),
 )
-_FILLED: Final = tuple(f"filled_{name}" for name in ("filled", "list", "nested", "inside", "object", "whole"))
+_FILLED: Final = tuple(f"filled_{name}" for name in ("batch", "list", "options", "object"))
 WAYS_OUT: Final[Mapping[str, str]] = {
     "batch_size_found": "gpp-plan",
-    "batch_size_tuned": "gpp-plan",
     "callback_pruning": "Prune the module before trainer.fit",
     "hook_NormOfWeights": "with lightning_gpp.summon_full_params(module):",
     "step_Quasi": "L-BFGS",
@@ -31,7 +30,6 @@ WAYS_OUT: Final[Mapping[str, str]] = {
     "refused_clouds": "depends on the number of samples",
     "refused_averages": "combines first.0.weight",
     "refused_kept_by_hook": "the step reads a tensor that a module computed but did not return (a hook",
-    "refused_changed_in_place": "return what others read",
     "refused_remembers": "which the step or another network call has set",
     **dict.fromkeys(_FILLED, "copy it at the beginning of the forward"),
     "refused_squares": "self.trainer.strategy.grad_norm()",

@@ -10,7 +10,6 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, ModelCheckpoint, OnExceptionCheckpoint
-from lightning.pytorch.tuner import Tuner
 
 from tests.acceptance.scenarios.base import (
     Chain,
@@ -87,14 +86,18 @@ family(
 )
 
 
+def _file(make: Make, folder: Path, **options: Any) -> str:
+    """The path of a checkpoint of a training."""
+    path, trainer = str(folder / "saved.ckpt"), make()
+    trainer.fit(build(), loader())
+    trainer.save_checkpoint(path, **options)
+    trainer.strategy.barrier()
+    return path
+
+
 @scenario
 def loaded_by_class(make: Make, folder: Path) -> Facts:
-    path = str(folder / "saved.ckpt")
-    trainer = make()
-    trainer.fit(build(), loader())
-    trainer.save_checkpoint(path)
-    trainer.strategy.barrier()
-    return {"state": Chain.load_from_checkpoint(path).double().state_dict()}
+    return {"state": Chain.load_from_checkpoint(_file(make, folder)).double().state_dict()}
 
 
 @scenario
@@ -107,17 +110,13 @@ def tested_with_the_best(make: Make, folder: Path) -> Facts:
 
 @scenario
 def validated_from_a_file(make: Make, folder: Path) -> Facts:
-    path, trainer = str(folder / "saved.ckpt"), make()
-    trainer.fit(build(), loader())
-    trainer.save_checkpoint(path)
+    path = _file(make, folder)
     return {"found": make().validate(build(), loader(10, seed=2), ckpt_path=path, verbose=False)}
 
 
 @scenario
 def predicted_from_a_file(make: Make, folder: Path) -> Facts:
-    path, trainer = str(folder / "saved.ckpt"), make()
-    trainer.fit(build(), loader())
-    trainer.save_checkpoint(path, weights_only=True)
+    path = _file(make, folder, weights_only=True)
     return {"zero found": make().predict(build(), loader(10, seed=2), ckpt_path=path)}
 
 
@@ -169,31 +168,32 @@ class Failing(Chain):
             raise ArithmeticError("on all ranks")
 
 
-@scenario
-def saved_on_exception(make: Make, folder: Path) -> Facts:
-    class Raises(pl.Callback):
-        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-            if trainer.global_step == 4:
-                raise ArithmeticError("on all ranks")
+class Raises(pl.Callback):
+    """Raises in one step, on all ranks."""
 
+    def __init__(self, kind: type[BaseException]) -> None:
+        self.kind = kind
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == 4:
+            raise self.kind("on all ranks")
+
+
+def _saved_then(make: Make, folder: Path, callback: type[Any], **options: Any) -> Facts:
     with caught(ArithmeticError) as names:
-        callbacks = [OnExceptionCheckpoint(folder), Raises()]
+        callbacks = [callback(folder, **options), Raises(ArithmeticError)]
         make(callbacks=callbacks, enable_checkpointing=True).fit(build(), loader())
-    return {"names": names, "file": _contents(folder / "on_exception.ckpt")}
+    return {"names": names, "files": [_contents(file) for file in folder.glob("*.ckpt")]}
 
 
-@scenario
-def saved_by_model_checkpoint_on_exception(make: Make, folder: Path) -> Facts:
-    class Raises(pl.Callback):
-        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-            if trainer.global_step == 4:
-                raise ArithmeticError("on all ranks")
-
-    with caught(ArithmeticError) as names:
-        callbacks = [ModelCheckpoint(folder, save_on_exception=True), Raises()]
-        make(callbacks=callbacks, enable_checkpointing=True).fit(build(), loader())
-    files = [_contents(file) for file in folder.glob("*.ckpt")]
-    return {"names": names, "files": files}
+family(
+    "saved_on_exception",
+    _saved_then,
+    {
+        "by_its_callback": {"callback": OnExceptionCheckpoint},
+        "by_model_checkpoint": {"callback": ModelCheckpoint, "save_on_exception": True},
+    },
+)
 
 
 @scenario
@@ -205,24 +205,9 @@ def exception_in_a_hook(make: Make, folder: Path) -> Facts:
 
 @scenario
 def interrupted(make: Make, folder: Path) -> Facts:
-    class Interrupts(pl.Callback):
-        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-            if trainer.global_step == 4:
-                raise KeyboardInterrupt
-
     with caught(KeyboardInterrupt, SystemExit) as names:
-        make(callbacks=[Interrupts()]).fit(build(), loader())
+        make(callbacks=[Raises(KeyboardInterrupt)]).fit(build(), loader())
     return {"names": len(names)}
-
-
-@scenario
-def stopped_gracefully(make: Make, folder: Path) -> Facts:
-    class Stops(Chain):
-        def on_validation_epoch_end(self) -> None:
-            if not self.trainer.sanity_checking:
-                self.trainer.should_stop = True
-
-    return validated(make, build(Stops), max_epochs=4)
 
 
 @scenario
@@ -249,13 +234,6 @@ def learning_rate_found(make: Make, folder: Path) -> Facts:
     return {**facts, "losses found": finder.optimal_lr.results["loss"], "suggested": finder.optimal_lr.suggestion()}
 
 
-@scenario
-def learning_rate_tuned(make: Make, folder: Path) -> Facts:
-    module, trainer = build(), make(max_epochs=4)
-    found = Tuner(trainer).lr_find(module, loader(), min_lr=1e-3, max_lr=0.5, num_training=6)
-    return {"found": found.results["loss"], "rate": module.lr}
-
-
 class Sized(Chain):
     batch_size = 2
     validation_step = None  # type: ignore[assignment]
@@ -273,18 +251,9 @@ def batch_size_found(make: Make, folder: Path) -> Facts:
 
 
 @scenario
-def batch_size_tuned(make: Make, folder: Path) -> Facts:
-    module, trainer = build(Sized), make()
-    return {"size": Tuner(trainer).scale_batch_size(module, max_trials=2, steps_per_trial=1)}
-
-
-@scenario
 def empty_init(make: Make, folder: Path) -> Facts:
     trainer = make()
     with trainer.init_module(empty_init=True):
         module = Chain()
-    path = str(folder / "saved.ckpt")
-    first = make()
-    first.fit(build(), loader())
-    first.save_checkpoint(path)
+    path = _file(make, folder)
     return {"found": len(trainer.validate(module.double(), loader(10), ckpt_path=path, verbose=False))}

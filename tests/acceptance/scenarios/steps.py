@@ -162,10 +162,14 @@ class Regularised(Chain):
 
 
 class WholeBatch(Chain):
-    """A loss over all samples of the mini-batch."""
+    """A loss over all samples of the mini-batch, with a parameter of the step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(0.5))
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        out = self(batch[0])
+        out = self(batch[0]) * self.scale
         return (out @ out.T).logsumexp(1).mean() - (out * batch[1]).sum(1).mean()
 
 
@@ -282,3 +286,9 @@ def summary_with_an_example(make: Make, folder: Path) -> Facts:
 @scenario
 def accumulates_uneven(make: Make, folder: Path) -> Facts:
     return fitted(make, accumulate_grad_batches=2, gradient_clip_val=0.05, max_epochs=3)
+
+
+@scenario
+def whole_accumulates(make: Make, folder: Path) -> Facts:
+    options = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.05}
+    return validated(make, build(WholeBatch), gpp={"step": "whole"}, **options)

@@ -242,68 +242,21 @@ family(
 
 
 class Fills(nn.Module):
-    """Writes into the containers that it gets. `kind`: what it returns, and where it writes."""
+    """Writes into one of the containers that it gets."""
 
-    def __init__(self, layers: nn.Module, kind: str) -> None:
+    def __init__(self, layers: nn.Module, where: str) -> None:
         super().__init__()
-        self.layers, self.kind = layers, kind
+        self.layers, self.where = layers, where
 
-    def forward(self, batch: dict[str, Any], found: list[Tensor], *, options: dict[str, Any]) -> Any:
-        hidden = self.layers(batch["x"])
-        found.append(hidden)
-        options["inner"]["scaled"] = hidden * options["inner"].pop("scale")
-        if self.kind != "list":
-            batch["hidden"], batch["size"] = hidden, 6
-        return batch if self.kind == "returned" else (batch, hidden) if self.kind == "nested" else hidden
-
-
-class Goes(nn.Module):
-    def __init__(self, layers: nn.Module) -> None:
-        super().__init__()
-        self.layers = layers
-
-    def forward(self, batch: dict[str, Any], found: list[Tensor]) -> dict[str, Any]:
-        batch["hidden"] = self.layers(batch.get("hidden", found[-1]))
-        found[0] = found[0] + 1.0
-        return batch
-
-
-class Filled(Chain):
-    """A batch, a list and options go from module to module."""
-
-    def __init__(self, fills: str = "filled") -> None:
-        super().__init__()
-        self.first, self.last, self.fills = Fills(self.first, fills), Goes(self.last), fills
-
-    def loss(self, batch: Any) -> Tensor:
-        assert "hidden" not in batch
-        found, options = list[Tensor](), {"inner": {"scale": 2.0}}
-        result = self.first(batch, found, options=options)
-        batch = result if self.fills == "returned" else result[0] if self.fills == "nested" else batch
-        assert self.last(batch, found) is batch
-        assert (list(options["inner"]), batch.get("size", 6)) == (["scaled"], 6)
-        distance = (batch["hidden"] - batch["y"]).square().mean()
-        return distance + 0.1 * (options["inner"]["scaled"].square().mean() + found[0].square().mean())
-
-
-class _ChangesInPlace(Goes):
-    def forward(self, batch: dict[str, Any], found: list[Tensor]) -> dict[str, Any]:
-        found[0].add_(1.0)
-        return super().forward(batch, found)
-
-
-class ChangedInPlace(Filled):
-    """A call changes a tensor in place that is in a list which another call gets, too."""
-
-    def __init__(self, fills: str = "filled") -> None:
-        super().__init__(fills)
-        self.last = _ChangesInPlace(self.last.layers)
-
-    def loss(self, batch: Any) -> Tensor:
-        found = list[Tensor]()
-        hidden = self.first(dict(batch), found, options={"inner": {"scale": 1.0}})
-        once = self.last({"hidden": hidden}, found)["hidden"]
-        return F.mse_loss(self.last({"hidden": 2 * hidden}, found)["hidden"] + once, batch["y"])
+    def forward(self, batch: Any, found: list[Tensor], *, options: dict[str, Any]) -> None:
+        if self.where == "object":
+            batch.hidden = self.layers(batch.x)
+        elif self.where == "batch":
+            batch["hidden"] = self.layers(batch["x"])
+        elif self.where == "list":
+            found.append(self.layers(batch["x"]))
+        else:
+            options["inner"]["hidden"] = self.layers(batch["x"])
 
 
 @dataclass
@@ -315,53 +268,29 @@ class Pair:
     hidden: Any = None
 
 
-class OfAttributes(nn.Module):
-    def __init__(self, layers: nn.Module, source: str) -> None:
+class Filled(Chain):
+    """A batch, a list and options go to a module, which leaves its result there."""
+
+    def __init__(self, where: str = "batch") -> None:
         super().__init__()
-        self.layers, self.source = layers, source
-
-    def forward(self, found: Any) -> Any:
-        found.hidden = self.layers(getattr(found, self.source))
-        return found
-
-
-class FilledObject(Filled):
-    def __init__(self, fills: str = "filled") -> None:
-        super().__init__()
-        self.first, self.last = OfAttributes(self.first.layers, "x"), OfAttributes(self.last.layers, "hidden")
+        self.first, self.where = Fills(self.first, where), where
 
     def loss(self, batch: Any) -> Tensor:
-        assert batch.hidden is None
-        self.last(self.first(batch))
-        return F.mse_loss(batch.hidden, batch.y)
+        found, options = list[Tensor](), {"inner": dict[str, Any]()}
+        self.first(batch, found, options=options)
+        given = vars(batch) if isinstance(batch, Pair) else batch
+        (hidden,) = (*found, *(each["hidden"] for each in (given, options["inner"]) if each.get("hidden") is not None))
+        return F.mse_loss(self.last(hidden), given["y"])
 
 
-def _filled(make: Make, folder: Path, kind: type[Filled], fills: str = "filled", **gpp: Any) -> Facts:
+def _filled(make: Make, folder: Path, where: str) -> Facts:
     def collated(samples: Any) -> Any:
         x, y = (torch.stack(part) for part in zip(*samples, strict=True))
-        return Pair(x, y) if kind is FilledObject else {"x": x, "y": y}
+        return Pair(x, y) if where == "object" else {"x": x, "y": y}
 
-    module, trainer = build(kind, fills=fills), make(gpp={**staged(kind), **gpp})
-    data = loader(16, collate_fn=collated)
+    module, trainer, data = build(Filled, where=where), make(), loader(16, collate_fn=collated)
     trainer.fit(module, data, data)
     return facts_of(trainer, module)
 
 
-INSIDE = {
-    "stages": [
-        {"modules": ["first.layers.0"], "devices": [0]},
-        {"modules": ["first.layers.2"], "devices": [1]},
-        {"modules": ["last", "@step"], "devices": [0]},
-    ]
-}
-family(
-    "filled",
-    _filled,
-    {
-        **{name: {"kind": Filled, "fills": name} for name in ("filled", "nested", "list")},
-        "inside": {"kind": Filled, "fills": "returned", **INSIDE},
-        "object": {"kind": FilledObject},
-        "whole": {"kind": Filled, "fills": "nested", "step": "whole"},
-    },
-)
-family("refused", _filled, {"changed_in_place": {"kind": ChangedInPlace}})
+family("filled", _filled, {where: {"where": where} for where in ("batch", "list", "options", "object")})
