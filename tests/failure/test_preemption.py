@@ -20,6 +20,8 @@ from tests.failure.pipeline_rank import Job, processes_running
 from tests.failure.program import as_torchrun_would
 
 WORLD_SIZE = 3
+PATIENCE = 200.0
+"""Seconds in which a job ends on a busy machine."""
 TERM, USR1, USR2 = signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2
 
 
@@ -35,14 +37,14 @@ def told(running: Job) -> list[str]:
 @functools.cache
 def undisturbed(**more: Any) -> list[str]:
     with tempfile.TemporaryDirectory() as folder, start(Path(folder), **more) as running:
-        running.wait(50)
+        running.wait(PATIENCE)
         assert running.codes == [0] * WORLD_SIZE, running.output()
         return told(running)
 
 
 def resumed(folder: Path, **more: Any) -> list[str]:
     with start(folder, **more) as running:
-        running.wait(50)
+        running.wait(PATIENCE)
         assert running.codes == [0] * WORLD_SIZE, running.output()
         return told(running)
 
@@ -60,7 +62,7 @@ def resumed(folder: Path, **more: Any) -> list[str]:
 )
 def test_a_stopped_run_goes_on_to_the_same_values(tmp_path: Path, moment: str, rank: int, number: int) -> None:
     with start(tmp_path, rank, int(number), moment) as running:
-        running.wait(50)
+        running.wait(PATIENCE)
     assert running.codes == [128 + number] * WORLD_SIZE, running.output()
     assert "Traceback" not in running.output()
     assert running.output(0).count("All ranks end with exit code") == 1
@@ -71,7 +73,7 @@ def test_a_stopped_run_goes_on_to_the_same_values(tmp_path: Path, moment: str, r
 def test_gradients_of_an_unfinished_optimizer_step_are_not_lost(tmp_path: Path) -> None:
     more = {"accumulate_grad_batches": 3}
     with start(tmp_path, 1, USR1, "step 1", **more) as running:
-        running.wait(50)
+        running.wait(PATIENCE)
     assert running.codes == [128 + USR1] * WORLD_SIZE, running.output()
     assert resumed(tmp_path, **more) == undisturbed(**more)
 
@@ -86,13 +88,13 @@ def test_the_next_path(tmp_path: Path) -> None:
 def asked_at_random(folder: Path, seed: int) -> None:
     chance = random.Random(seed)
     with start(folder) as running:
-        running.wait_for("started")
+        running.wait_for("started", PATIENCE)
         time.sleep(chance.uniform(0, 4))
         number, ranks = chance.choice([TERM, USR1]), chance.choice([[0], [1], [2], [0, 1, 2], [2, 2]])
         for rank in ranks:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(running.pids[rank], number)
-        running.wait(50)
+        running.wait(PATIENCE)
     if -number in running.codes:  # before `trainer.fit`, or after its end, the signal does what it does to any process
         assert all(running.codes) or "complete" in running.output(), running.output()
     else:
@@ -133,7 +135,7 @@ def test_ranks_that_wait_for_one_that_does_not_come_end_at_once(tmp_path: Path) 
 
 def test_ctrl_c_ends_all_ranks_without_a_traceback(tmp_path: Path) -> None:
     with start(tmp_path, 1, signal.SIGINT, "step 2") as running:
-        running.wait(50)
+        running.wait(PATIENCE)
     assert running.codes == [130] * WORLD_SIZE, running.output()
     assert "Traceback" not in running.output()
     for rank in range(WORLD_SIZE):

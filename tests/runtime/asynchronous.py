@@ -17,7 +17,7 @@ from lightning_gpp.runtime.weights import Use, WeightPolicy, Weights, make_polic
 from lightning_gpp.runtime.weights.policy import update, weights_of
 from lightning_gpp.schedules.continuous import continuous_program
 from lightning_gpp.schedules.program import Program
-from tests.distributed import run_distributed
+from tests.distributed import run_each
 from tests.runtime.stages import (
     Data,
     all_slots,
@@ -220,19 +220,6 @@ def _updates_before(first: int, updates: int, every: int) -> Callable[[int], int
     return lambda batch: updates + (batch - first) // every
 
 
-def run_async(case: AsyncCase) -> list[AsyncOutcome]:
-    """The case by its own processes."""
-    return run_distributed(case.plan.num_devices * case.num_pipelines, on_rank, case)
-
-
 def run_all(cases: list[AsyncCase]) -> list[list[AsyncOutcome]]:
     """Cases that need the same number of processes, by the same processes; for each case what every rank saw."""
-    by_rank = run_distributed(cases[0].plan.num_devices * cases[0].num_pipelines, _all_on_rank, cases)
-    return [list(outcomes) for outcomes in zip(*by_rank, strict=True)]
-
-
-def _all_on_rank(rank: int, cases: list[AsyncCase]) -> list[AsyncOutcome]:
-    return [on_rank(rank, case) for case in cases]
-
-
-__all__ = ["AsyncCase", "AsyncOutcome", "WeightPolicy", "delayed", "run_all", "run_async"]
+    return run_each(cases[0].plan.num_devices * cases[0].num_pipelines, on_rank, [(case,) for case in cases])

@@ -10,7 +10,7 @@ from torch import Tensor
 from lightning_gpp.plan import Plan
 from lightning_gpp.runtime import DistributedTransport, Executor, GradientSync, Mesh, pairs_of
 from lightning_gpp.schedules import compile_program
-from tests.distributed import run_distributed
+from tests.distributed import run_distributed, run_each
 from tests.runtime.stages import (
     Data,
     all_slots,
@@ -85,16 +85,10 @@ def part_of(case: Case, pipeline: int) -> Data:
     return Data(whole.x[part], whole.index[part])
 
 
-def run_cases_on_rank(rank: int, cases: list[Case]) -> list[Outcome]:
-    """Several cases that need the same number of processes, one after the other."""
-    return [run_on_rank(rank, case) for case in cases]
-
-
 def run_cases(cases: list[Case]) -> None:
     """Run cases that need the same number of processes by the same processes, and check them."""
-    by_rank = run_distributed(cases[0].num_processes, run_cases_on_rank, cases)
-    for case, outcomes in zip(cases, zip(*by_rank, strict=True), strict=True):
-        check(case, list(outcomes))
+    for case, outcomes in zip(cases, run_each(cases[0].num_processes, run_on_rank, [(c,) for c in cases]), strict=True):
+        check(case, outcomes)
 
 
 def check(case: Case, outcomes: list[Outcome]) -> None:

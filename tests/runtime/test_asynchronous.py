@@ -17,7 +17,7 @@ from lightning_gpp.runtime.weights import (
     make_policy,
     options_of,
 )
-from tests.runtime.asynchronous import AsyncCase, AsyncOutcome, delayed, run_all, run_async
+from tests.runtime.asynchronous import AsyncCase, AsyncOutcome, delayed, run_all
 from tests.runtime.stages import make_data, make_stages, slots_of
 from tests.strategies import plan_of
 
@@ -54,8 +54,14 @@ def assert_same(case: AsyncCase, outcomes: list[AsyncOutcome]) -> None:
         torch.testing.assert_close(sorted(found), sorted(losses.values()), rtol=1e-12, atol=1e-14)
 
 
+def check_all(cases: list[AsyncCase]) -> None:
+    for case, outcomes in zip(cases, run_all(cases), strict=True):
+        assert_same(case, outcomes)
+
+
 def test_processes_equal_one_device_with_the_same_delays() -> None:
-    """Every policy on one of the graphs, every graph with two or three policies, accumulation, split backwards."""
+    """Every policy on one of the graphs, every graph with two or three policies, accumulation, split backwards, and the
+    optimizers for which a prediction has rules; other policies know none."""
     plans = (CHAIN, CHAIN_OF_TWO, TOWERS, SKIP)
     cases = [
         AsyncCase(plan=plans[number % len(plans)], policy=policy, options=options)
@@ -64,27 +70,21 @@ def test_processes_equal_one_device_with_the_same_delays() -> None:
     cases += [AsyncCase(plan=CHAIN, policy=name, every=2, segments=(6, 4)) for name in ("double_buffer", "predicted")]
     cases += [AsyncCase(plan=replace(CHAIN_OF_TWO, schedule=name), policy="stash") for name in ("zb_h1", "layerpipe")]
     cases.append(AsyncCase(plan=TOWERS, policy="error_feedback"))
-    for case, outcomes in zip(cases, run_all(cases), strict=True):
-        assert_same(case, outcomes)
-
-
-def test_every_optimizer() -> None:
-    """A prediction has a rule for each of them; other policies know none."""
     rules = [("predicted", name) for name in ("rmsprop", "adamw")]
-    cases = [
-        AsyncCase(plan=CHAIN, policy=policy, optimizer=optimizer)
-        for policy, optimizer in [*rules, ("stash", "adam"), ("corrected", "adamw")]
-    ]
-    for case, outcomes in zip(cases, run_all(cases), strict=True):
-        assert_same(case, outcomes)
+    known = [*rules, ("stash", "adam"), ("corrected", "adamw")]
+    cases += [AsyncCase(plan=CHAIN, policy=policy, optimizer=optimizer) for policy, optimizer in known]
+    check_all(cases)
 
 
-@pytest.mark.parametrize("measure", ["recompute", "offload"])
-def test_recomputation_and_offload(measure: str) -> None:
+def measured(measure: str) -> Plan:
+    """Two stages of three recompute, or offload."""
     chosen = (replace(stage, **{measure: index < 2}) for index, stage in enumerate(CHAIN_OF_TWO.stages))
-    plan = replace(CHAIN_OF_TWO, stages=tuple(chosen))
-    policies = ("stash", "double_buffer", *(("latest", "predicted") if measure == "offload" else ()))
-    cases = [AsyncCase(plan=plan, policy=policy) for policy in policies]
+    return replace(CHAIN_OF_TWO, stages=tuple(chosen))
+
+
+def test_recomputation_and_offload() -> None:
+    policies = {"recompute": ("stash", "double_buffer"), "offload": ("stash", "double_buffer", "latest", "predicted")}
+    cases = [AsyncCase(plan=measured(measure), policy=policy) for measure in policies for policy in policies[measure]]
     for case, outcomes in zip(cases, run_all(cases), strict=True):
         assert_same(case, outcomes)
         kept = run_like(case, CHAIN_OF_TWO)
@@ -95,19 +95,11 @@ def run_like(case: AsyncCase, plan: Plan) -> AsyncOutcome:
     return delayed(replace(case, plan=plan))
 
 
-@pytest.mark.parametrize(
-    ("plan", "num_pipelines"),
-    [(REPLICATED, 1), (IN_TURNS, 1), (PAIR, 2)],
-    ids=["replicas", "replicas in turns", "pipelines"],
-)
-def test_replicas(plan: Plan, num_pipelines: int) -> None:
+@pytest.mark.parametrize(("plans", "num_pipelines"), [([REPLICATED, IN_TURNS], 1), ([PAIR], 2)])
+def test_replicas(plans: list[Plan], num_pipelines: int) -> None:
     """Gradients of two replicas have one sum: one device adds up what each of them collects."""
-    cases = [
-        AsyncCase(plan=plan, policy=policy, num_pipelines=num_pipelines)
-        for policy in ("stash", "corrected", "predicted")
-    ]
-    for case, outcomes in zip(cases, run_all(cases), strict=True):
-        assert_same(case, outcomes)
+    policies = ("stash", "corrected", "predicted")
+    check_all([AsyncCase(plan=p, policy=name, num_pipelines=num_pipelines) for p in plans for name in policies])
 
 
 # -- versions ---------------------------------------------------------------------------------------------------------
@@ -201,22 +193,23 @@ def loss_of(plan: Plan, stages: list[Any], batch: int) -> torch.Tensor:
 # -- memory -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("policy", "copies"),
-    [
-        ("stash", [2, 1, 0]),  # one for every version in flight that is not the newest
-        ("double_buffer", [1, 1, 1]),
-        ("error_feedback", [2, 2, 2]),  # and the latest update
-        ("latest", [0, 0, 0]),
-        ("corrected", [1, 1, 0]),  # the velocity, where there is a delay
-        ("predicted", [0, 0, 0]),  # what is written over is kept for the time of a forward
-    ],
-)
-def test_copies_of_the_weights(policy: str, copies: list[int]) -> None:
-    plan = CHAIN_OF_TWO if policy in ("double_buffer", "error_feedback") else CHAIN
-    outcomes = run_async(AsyncCase(plan=plan, policy=policy, segments=(9,)))
-    found = [outcome.most_bytes / outcome.own_bytes for outcome in reversed(outcomes)]
-    assert found == copies
+COPIES = {
+    "stash": [2, 1, 0],  # one for every version in flight that is not the newest
+    "double_buffer": [1, 1, 1],
+    "error_feedback": [2, 2, 2],  # and the latest update
+    "latest": [0, 0, 0],
+    "corrected": [1, 1, 0],  # the velocity, where there is a delay
+    "predicted": [0, 0, 0],  # what is written over is kept for the time of a forward
+}
+
+
+def test_copies_of_the_weights() -> None:
+    late = ("double_buffer", "error_feedback")
+    plans = {policy: CHAIN_OF_TWO if policy in late else CHAIN for policy in COPIES}
+    cases = [AsyncCase(plan=plan, policy=policy, segments=(9,)) for policy, plan in plans.items()]
+    for case, outcomes in zip(cases, run_all(cases), strict=True):
+        found = [outcome.most_bytes / outcome.own_bytes for outcome in reversed(outcomes)]
+        assert found == COPIES[case.policy], case.policy
 
 
 def test_double_buffering_refuses_a_pipeline_that_is_further_ahead() -> None:

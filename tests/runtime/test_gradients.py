@@ -50,18 +50,6 @@ def test_sums_over_holders(bucket_bytes: int) -> None:
         assert norms == pytest.approx(wanted, rel=1e-14)
 
 
-def _norm_of_replicas(rank: int) -> float:
-    parameter = Parameter(torch.ones(4, dtype=torch.float64))
-    sync = GradientSync({"w": parameter}, {"w": (0, 1, 2, 3)}, Mesh(2, 2, rank))
-    parameter.grad = torch.full_like(parameter, 0.5)
-    sync.sync()
-    return float(sync.grad_norm())
-
-
-def test_norm_counts_a_parameter_once_in_every_pipeline() -> None:
-    assert run_distributed(4, _norm_of_replicas) == [4.0] * 4
-
-
 def _refused(rank: int) -> list[str]:
     mesh = Mesh(2, 1, rank)
     messages = []

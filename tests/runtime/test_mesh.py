@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_gpp.errors import ConfigError
 from lightning_gpp.runtime import DistributedTransport, Mesh, pairs_of
 from lightning_gpp.runtime.boundary import DTYPES
-from tests.distributed import run_distributed
+from tests.distributed import each, run_distributed, run_each
 from tests.strategies import plan_of, towers
 
 
@@ -75,8 +75,7 @@ def _wrong_members(rank: int) -> None:
 
 
 def test_number_of_processes_must_fit() -> None:
-    run_distributed(2, _wrong_size)
-    run_distributed(2, _wrong_members)
+    run_each(2, each, [(_wrong_size, [()]), (_wrong_members, [()])])
 
 
 def test_pairs_are_those_of_the_edges_and_of_the_gradients_that_come_back() -> None:
@@ -121,22 +120,24 @@ def _exchange_among_members(rank: int, own_groups: bool) -> list[Tensor]:
     return _exchanged(mesh, DistributedTransport(mesh, [(0, 1), (1, 0)], own_groups=own_groups))
 
 
-@pytest.mark.parametrize("own_groups", [False, True], ids=["one group", "a group for each pair"])
-def test_every_member_receives_once(own_groups: bool) -> None:
-    for received in run_distributed(4, _exchange_among_members, own_groups):
-        for tensor, expected in zip(received, _tensors(), strict=True):
-            assert torch.equal(tensor, _raw(expected))
+def check(received: list[Tensor]) -> None:
+    for tensor, expected in zip(received, _tensors(), strict=True):
+        assert torch.equal(tensor, _raw(expected))
 
 
-@pytest.mark.parametrize(
-    ("own_groups", "pairs"),
-    [(False, [(0, 1), (1, 0)]), (True, [(0, 1), (1, 0)]), (True, [(0, 1)])],
-    ids=["one group", "a group for each pair", "a pair without a group"],
-)
-def test_every_kind_of_tensor_arrives_in_order(own_groups: bool, pairs: list[tuple[int, int]]) -> None:
-    for received in run_distributed(4, _exchange, own_groups, pairs):
-        for tensor, expected in zip(received, _tensors(), strict=True):
-            assert torch.equal(tensor, _raw(expected))
+def test_every_member_receives_once() -> None:
+    """Over one group, and over a group for each pair."""
+    for by_rank in run_each(4, _exchange_among_members, [(False,), (True,)]):
+        for received in by_rank:
+            check(received)
+
+
+def test_every_kind_of_tensor_arrives_in_order() -> None:
+    """Over one group, over a group for each pair, and for a pair without a group."""
+    both = [(0, 1), (1, 0)]
+    for by_rank in run_each(4, _exchange, [(False, both), (True, both), (True, [(0, 1)])]):
+        for received in by_rank:
+            check(received)
 
 
 def _group_beside_nccl(rank: int) -> tuple[int, Any]:

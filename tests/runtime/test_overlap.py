@@ -17,7 +17,7 @@ from lightning_gpp.errors import GPPError
 from lightning_gpp.runtime import GradientSync, Mesh, gradients
 from lightning_gpp.runtime.gradients import Bucket
 from lightning_gpp.runtime.sharding import OwnedParameters, assign_owners
-from tests.distributed import run_distributed
+from tests.distributed import run_distributed, run_each
 
 NAMES = ["a", "b", "c", "tied", "other"]
 STAGES = {"a": (0,), "b": (0,), "c": (0,), "tied": (0, 1), "other": (1,)}
@@ -67,30 +67,31 @@ def _recorded(rank: int, uses: list[list[str]], bucket_bytes: int, armed: bool) 
         return diary.entries, {name: parameter.grad for name, parameter in parameters.items()}
 
 
-@pytest.mark.parametrize(
-    ("uses", "bucket_bytes", "armed", "diaries"),
-    [
-        # In the order of registration on both ranks: every bucket starts in the second backward.
-        ([["a", "b", "c"]] * 2, 1, True, ["| c b a | reduced other tied"] * 2),
-        # Not armed: after it.
-        ([["a", "b", "c"]] * 2, 1, False, ["| | c b a reduced other tied"] * 2),
-        # Rank 1 gets the gradient of a first, but c starts first there, too.
-        ([["a", "b", "c"], ["c", "b", "a"]], 1, True, ["| c b a | reduced other tied"] * 2),
-        # Rank 1 has no gradient of b: a waits, and must not overtake b.
-        ([["a", "b", "c"], ["a", "c"]], 1, True, ["| c b a | reduced other tied", "| c | b a reduced other tied"]),
-        # Rank 1 has no gradient at all; a tied parameter waits for the end.
-        ([["tied", "a", "b", "c"], []], 1, True, ["| c b a | reduced other tied", "| | c b a reduced other tied"]),
-        # One bucket for each stage, and one for what stages share.
-        ([["a", "b", "c"]] * 2, 1 << 20, True, ["| c+b+a | reduced other tied"] * 2),
-    ],
-)
-def test_buckets_start_in_order(uses: list[list[str]], bucket_bytes: int, armed: bool, diaries: list[str]) -> None:
-    uses = [names or ["other"] for names in uses]
-    for rank, (entries, grads) in enumerate(run_distributed(2, _recorded, uses, bucket_bytes, armed)):
-        assert " ".join(entries) == diaries[rank]
-        for name in NAMES:
-            total = sum(2.0 * (user + 1) for user in range(2) if name in uses[user])
-            assert (grads[name] is None) if not total else bool((grads[name] == total).all()), name
+CASES = [
+    # In the order of registration on both ranks: every bucket starts in the second backward.
+    ([["a", "b", "c"]] * 2, 1, True, ["| c b a | reduced other tied"] * 2),
+    # Not armed: after it.
+    ([["a", "b", "c"]] * 2, 1, False, ["| | c b a reduced other tied"] * 2),
+    # Rank 1 gets the gradient of a first, but c starts first there, too.
+    ([["a", "b", "c"], ["c", "b", "a"]], 1, True, ["| c b a | reduced other tied"] * 2),
+    # Rank 1 has no gradient of b: a waits, and must not overtake b.
+    ([["a", "b", "c"], ["a", "c"]], 1, True, ["| c b a | reduced other tied", "| c | b a reduced other tied"]),
+    # Rank 1 has no gradient at all; a tied parameter waits for the end.
+    ([["tied", "a", "b", "c"], []], 1, True, ["| c b a | reduced other tied", "| | c b a reduced other tied"]),
+    # One bucket for each stage, and one for what stages share.
+    ([["a", "b", "c"]] * 2, 1 << 20, True, ["| c+b+a | reduced other tied"] * 2),
+]
+"""Uses, bytes of a bucket, whether the last backward is armed, and what ranks note."""
+
+
+def test_buckets_start_in_order() -> None:
+    cases = [([names or ["other"] for names in uses], size, armed) for uses, size, armed, _ in CASES]
+    for (uses, *_), (*_, diaries), found in zip(cases, CASES, run_each(2, _recorded, cases), strict=True):
+        for (entries, grads), diary in zip(found, diaries, strict=True):
+            assert " ".join(entries) == diary
+            for name in NAMES:
+                total = sum(2.0 * (user + 1) for user in range(2) if name in uses[user])
+                assert (grads[name] is None) if not total else bool((grads[name] == total).all()), name
 
 
 def _twice(rank: int) -> list[str]:

@@ -26,10 +26,10 @@ def _trained(rank: int, num_replicas: int) -> Trained:
     results: Trained = {}
     for kind in KINDS:
         for optimizer in OPTIMIZERS:
-            for clip in (False, True):
-                replica = Replica(kind, rank, num_replicas)
-                replica.train(optimizer, clip)
-                results[kind, optimizer, clip] = replica.whole()
+            clip = optimizer in ("momentum", "adam")
+            replica = Replica(kind, rank, num_replicas)
+            replica.train(optimizer, clip)
+            results[kind, optimizer, clip] = replica.whole()
     return results
 
 
@@ -97,22 +97,3 @@ def test_number_of_collectives() -> None:
         # Stage 0 is gathered for its forwards and for its backwards, stage 1 once: its backwards follow. Per stage one
         # reduction, and one of the flags; `scale` has no dimension and is all-reduced.
         assert fsdp == {"_allgather_base_": 3, "_reduce_scatter_base_": 2, "allreduce_": 2 + 1}
-
-
-def _state_bytes(rank: int, num_replicas: int) -> tuple[int, int, int]:
-    """Of the optimizer: of this replica's, and of one that has all; and of the largest parameter."""
-    sizes = []
-    for kind in ("zero1", "none"):
-        replica = Replica(kind, rank, num_replicas)
-        state = replica.train("adam", clip=False).state
-        sizes.append(sum(v.nbytes for one in state.values() for v in one.values() if v.dim()))
-    return sizes[0], sizes[1], max(2 * p.nbytes for p in replica.module.parameters())
-
-
-@pytest.mark.parametrize("num_replicas", [2, 3])
-def test_an_owner_keeps_the_state_of_what_it_owns(num_replicas: int) -> None:
-    results = run_distributed(num_replicas, _state_bytes, num_replicas)
-    shares = [share for share, _, _ in results]
-    _, whole, largest = results[0]
-    assert sum(shares) == whole
-    assert max(shares) - min(shares) <= largest

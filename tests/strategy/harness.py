@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -135,6 +135,12 @@ def state_bytes(optimizer: Optimizer) -> int:
 def run(world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = distributed.PATIENCE) -> list[Any]:
     """`fn(rank, *args)` in processes that a trainer takes for its own; results by rank."""
     return distributed.run_distributed(world_size, _in_environment, world_size, fn, args, timeout=timeout)
+
+
+def run_each(world_size: int, fn: Callable[..., Any], cases: Sequence[Sequence[Any]]) -> list[list[Any]]:
+    """`fn(rank, *case)` for every case in the same processes; for each case the results by rank."""
+    by_rank = run(world_size, distributed.each, fn, cases, timeout=distributed.patience(cases))
+    return [list(found) for found in zip(*by_rank, strict=True)]
 
 
 def enter(rank: int, world_size: int, port: int) -> None:

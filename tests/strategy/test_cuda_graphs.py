@@ -99,8 +99,8 @@ def fit(rank: int, folder: str, graphs: bool | str, devices: int, world: int, op
     ids=["one device, split backward", "two devices", "two pipelines"],
 )
 def test_training_is_the_same(tmp_path: Path, world: int, devices: int, options: dict[str, Any]) -> None:
-    plain = harness.run(world, fit, str(tmp_path), False, devices, world, options)
-    recorded = harness.run(world, fit, str(tmp_path), True, devices, world, options)
+    cases = [(str(tmp_path), graphs, devices, world, options) for graphs in (False, True)]
+    plain, recorded = harness.run_each(world, fit, cases)
     for (expected, none), (actual, records) in zip(plain, recorded, strict=True):
         assert none == []
         assert len(records) == 2

@@ -44,8 +44,8 @@ def cycle(options: dict[str, Any]) -> None:
 
 
 def settled(before: tuple[int, int, int] | None) -> tuple[int, int, int]:
-    """What is held once connections of the run, which their threads close a little later, are gone (10 s at most)."""
-    until = time.monotonic() + 10.0
+    """What is held once connections of the run, which their threads close later, are gone, or a minute later."""
+    until = time.monotonic() + 60.0
     while before and any(now > then for now, then in zip(held()[:2], before[:2], strict=True)):
         if time.monotonic() > until:
             break

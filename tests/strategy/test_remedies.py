@@ -83,24 +83,7 @@ class Rows(Plain):
         return self.first(batch["ids"], batch["rows"]).square().mean()
 
 
-class Contrasts(Plain):
-    """A loss of all samples, of a network that computes each by itself."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        z = self.second(self.first(batch).tanh())
-        return (z - z.mean(0)).square().mean()
-
-
-class Logs(Plain):
-    """A sum over samples, means, and counts."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        result = self.second(self.first(batch).tanh())
-        self.log_dict({"loss": result.square().sum() / 4, "mean": result.mean(), "rows": float(len(batch))})
-        return result.square().sum() / 4
-
-
-KINDS = {kind.__name__: kind for kind in (Plain, Prompt, Scale, Rows, Contrasts, Logs)}
+KINDS = {kind.__name__: kind for kind in (Plain, Prompt, Scale, Rows)}
 
 
 def fit(strategy: Any, devices: int, kind: str) -> dict[str, Any]:
@@ -121,27 +104,6 @@ def divided(rank: int, kind: str, settings: dict[str, Any]) -> dict[str, Any]:
     return fit(harness.strategy(**{"stages": stages, "num_micro_batches": 2, **settings}), 2, kind)
 
 
-def check(kind: str, settings: dict[str, Any]) -> list[str]:
-    """The warnings of a run that trains as one process does."""
-    found, _ = harness.run(2, divided, kind, settings)
-    expected = fit("auto", 1, kind)
-    assert found["metrics"] == pytest.approx(expected["metrics"], rel=1e-12)
-    for name, value in found["state"].items():
-        torch.testing.assert_close(value, expected["state"][name], rtol=1e-12, atol=1e-13)
-    return list(found["warned"])
-
-
-@pytest.mark.parametrize(("kind", "settings"), [("Prompt", {}), ("Scale", {}), ("Scale", {"step": "whole"})])
-def test_parameters_outside_of_a_frozen_network_are_trained(kind: str, settings: dict[str, Any]) -> None:
-    check(kind, settings)
-
-
-@pytest.mark.parametrize("settings", [{}, {"step": "whole"}])
-def test_rows_that_belong_to_samples_train_undivided(settings: dict[str, Any]) -> None:
-    assert any("undivided mini-batches" in text for text in check("Rows", settings))
-    assert not check("Rows", {**settings, "num_micro_batches": 1})
-
-
 class MoreRows(Rows):
     """One row for each sample of the first mini-batch, and more of the second."""
 
@@ -158,33 +120,6 @@ class Weighted(Plain):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return super().training_step(batch["x"], batch_idx) * batch["weights"].sum()
-
-
-KINDS.update(MoreRows=MoreRows, Weighted=Weighted)
-
-
-def changed_rows(rank: int, kind: str) -> str:
-    with pytest.raises(CaptureError) as caught:
-        divided(rank, kind, {})
-    return str(caught.value)
-
-
-def test_rows_that_count_samples_only_in_some_mini_batches_are_refused_with_lines_that_work() -> None:
-    assert all("strategy.step=whole" in text for text in harness.run(2, changed_rows, "MoreRows"))
-    check("MoreRows", {"step": "whole"})
-    assert all("strategy.batch_dims={weights: null}" in text for text in harness.run(2, changed_rows, "Weighted"))
-    assert not check("Weighted", {"batch_dims": {"weights": None}})
-
-
-def test_a_step_as_a_whole_is_named_where_it_works() -> None:
-    (found, _) = harness.run(2, divided, "Contrasts", {})
-    (text,) = found["warned"]
-    assert "strategy.step=whole" in text
-    assert not check("Contrasts", {"step": "whole"})
-
-
-def test_logged_sums_are_those_of_the_mini_batch() -> None:
-    assert not check("Logs", {"loss_reduction": "sum"})
 
 
 class Poisoned(Plain):
@@ -207,20 +142,53 @@ class Dropped(Poisoned):
     drops = False
 
 
-KINDS.update(Poisoned=Poisoned, Dropped=Dropped)
+KINDS.update(MoreRows=MoreRows, Weighted=Weighted, Poisoned=Poisoned, Dropped=Dropped)
+WHOLE = {"step": "whole"}
+CHECKS: list[tuple[str, dict[str, Any]]] = [
+    *(("Prompt", {}), ("Scale", {}), ("Scale", WHOLE)),  # parameters outside of a frozen network are trained
+    *(("Rows", {}), ("Rows", WHOLE)),  # train undivided, which is told
+    *(("Rows", {"num_micro_batches": 1}), ("Rows", {**WHOLE, "num_micro_batches": 1})),
+    *(("MoreRows", WHOLE), ("Weighted", {"batch_dims": {"weights": None}})),  # the lines that refusals name
+    ("Dropped", {"on_nonfinite": "skip"}),
+]
+ALONE = {"Dropped": "Poisoned"}
+"""The module that does by a hook what an option does."""
 
 
-def refused(rank: int) -> str:
-    with pytest.raises(ForeignTensorError) as caught:
-        divided(rank, "Poisoned", {})
+def check(kind: str, settings: dict[str, Any], found: dict[str, Any] | None = None) -> list[str]:
+    """The warnings of a run that trains as one process does."""
+    found = found or harness.run(2, divided, kind, settings)[0]
+    expected = fit("auto", 1, ALONE.get(kind, kind))
+    assert found["metrics"] == pytest.approx(expected["metrics"], rel=1e-12)
+    for name, value in found["state"].items():
+        torch.testing.assert_close(value, expected["state"][name], rtol=1e-12, atol=1e-13)
+    return list(found["warned"])
+
+
+def test_training_is_that_of_one_process_and_undivided_rows_are_told() -> None:
+    reports = harness.run_each(2, divided, CHECKS)
+    told = [check(*case, report) for case, (report, _) in zip(CHECKS, reports, strict=True)]
+    rows = [any("undivided mini-batches" in text for text in texts) for texts in told[3:7]]
+    assert rows == [True, True, False, False]
+    assert not any(told[number] for number in (5, 6, 8))
+
+
+def refused(rank: int, kind: str, error: type[Exception]) -> str:
+    with pytest.raises(error) as caught:
+        divided(rank, kind, {})
     return str(caught.value)
 
 
-def test_a_hook_that_drops_gradients_is_told_of_the_option_that_does() -> None:
-    assert all("strategy.on_nonfinite=skip" in text for text in harness.run(2, refused))
-    found, _ = harness.run(2, divided, "Dropped", {"on_nonfinite": "skip"})
-    for name, value in found["state"].items():
-        torch.testing.assert_close(value, fit("auto", 1, "Poisoned")["state"][name], rtol=1e-12, atol=1e-13)
+@pytest.mark.parametrize(
+    ("kind", "error", "line"),
+    [
+        ("MoreRows", CaptureError, "strategy.step=whole"),
+        ("Weighted", CaptureError, "strategy.batch_dims={weights: null}"),
+        ("Poisoned", ForeignTensorError, "strategy.on_nonfinite=skip"),
+    ],
+)
+def test_refusals_name_lines_that_work(kind: str, error: type[Exception], line: str) -> None:
+    assert all(line in text for text in harness.run(2, refused, kind, error))
 
 
 class Routed(pl.LightningModule):

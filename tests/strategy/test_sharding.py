@@ -23,7 +23,6 @@ from tests.strategy.harness import TwoTowers, loader, make_data, make_module
 from tests.strategy.test_checkpoints import assert_same_optimizer
 from tests.strategy.test_training import EXACT, Report, Union, plain
 
-KINDS = ("none", "fsdp")
 PIPELINES: dict[str, Any] = {
     "num_pipelines": 2,
     "num_micro_batches": 2,
@@ -223,27 +222,17 @@ TWO: dict[str, Any] = {
 """Two pipelines of one device that has three stages."""
 
 
-def features(rank: int) -> dict[Any, Any]:
-    """What is split, unequal mini-batches, and recomputation."""
-    found: dict[Any, Any] = {("plain", kind): fit_two(TwoTowers, kind) for kind in KINDS}
-    found["uneven", "fsdp"] = fit_two(TwoTowers, "fsdp", data=uneven(rank))
-    for name, settings in VARIANTS.items():
-        found[name, "fsdp"] = fit_two(TwoTowers, "fsdp", **settings)
-    return found
+def fit_uneven(rank: int) -> dict[str, Any]:
+    return fit_two(TwoTowers, "fsdp", uneven(rank))
 
 
-def fit_two(cls: type[TwoTowers], kind: str, data: Any = None, **settings: Any) -> dict[str, Any]:
+def fit_two(cls: type[TwoTowers], kind: str, data: Any = None) -> dict[str, Any]:
     torch.manual_seed(2)
     module = cls().double()
-    strategy = harness.strategy(**{**TWO, **settings, "sharding": kind, "self_check": False})
+    strategy = harness.strategy(**TWO, sharding=kind, self_check=False)
     trainer = harness.trainer(strategy, 2, gradient_clip_val=0.05)
     trainer.fit(module, Batches(list(data or pipeline_loader(torch.distributed.get_rank()))))
     return {"losses": module.losses, "state": module.state_dict()}
-
-
-VARIANTS: dict[str, dict[str, Any]] = {
-    "recomputed": {"recompute": ["right", "left"]},
-}
 
 
 class Batches:
@@ -276,31 +265,19 @@ class Joint(TwoTowers):
         self.losses.append(float(outputs["loss"]))
 
 
-def fit_alone(cls: type[TwoTowers], data: Any) -> dict[str, Any]:
+def fit_alone() -> dict[str, Any]:
     torch.manual_seed(2)
-    module = cls().double()
-    harness.trainer(gradient_clip_val=0.05).fit(module, data)
+    module = Joint().double()
+    harness.trainer(gradient_clip_val=0.05).fit(module, Batches(list(zip(uneven(0), uneven(1), strict=True))))
     return {"losses": module.losses, "state": module.state_dict()}
 
 
-@pytest.fixture(scope="module")
-def two() -> list[dict[Any, Any]]:
-    return harness.run(2, features)
-
-
-@pytest.mark.parametrize("name", ["uneven", "plain", *VARIANTS])
-def test_features_equal_plain_lightning(two: Any, name: str) -> None:
-    module = Joint if name == "uneven" else TwoTowers
-    joint = DataLoader(make_data(20), batch_sampler=Union())
-    data = Batches(list(zip(uneven(0), uneven(1), strict=True))) if name == "uneven" else joint
-    expected = plain(fit_alone, module, data)
-    kinds = [kind for known, kind in two[0] if known == name]
-    assert kinds
-    for kind in kinds:
-        both = [(a + b) / 2 for a, b in zip(*(rank[name, kind]["losses"] for rank in two), strict=True)]
-        assert both == pytest.approx(expected["losses"], **EXACT)
-        for key, value in two[0][name, kind]["state"].items():
-            assert_close(value, expected["state"][key.replace("_orig_mod.", "")])
+def test_pipelines_of_unequal_mini_batches_equal_plain_lightning() -> None:
+    two, expected = harness.run(2, fit_uneven), plain(fit_alone)
+    both = [(a + b) / 2 for a, b in zip(*(rank["losses"] for rank in two), strict=True)]
+    assert both == pytest.approx(expected["losses"], **EXACT)
+    for key, value in two[0]["state"].items():
+        assert_close(value, expected["state"][key])
 
 
 def test_refused() -> None:

@@ -36,18 +36,21 @@ def steps(rank: int, options: dict[str, Any], stops: tuple[int, str, int]) -> in
 PIPELINES = {"stages": None, "num_pipelines": 2}
 
 
-@pytest.mark.parametrize(
-    ("options", "rank", "hook", "step", "last"),
-    [
-        pytest.param({}, 0, "on_train_batch_end", 3, 3, marks=pytest.mark.acceptance),
-        ({}, 1, "on_train_batch_end", 3, 5),
-        ({"weights": "stash"}, 1, "on_train_batch_end", 3, 5),
-        pytest.param(PIPELINES, 1, "on_train_batch_end", 3, 5, marks=pytest.mark.acceptance),
-        pytest.param({}, 1, "on_validation_end", 5, 5, marks=pytest.mark.acceptance),
-        ({}, 1, "on_train_epoch_end", 10, 10),
-    ],
-)
-def test_one_rank_stops_all(options: dict[str, Any], rank: int, hook: str, step: int, last: int) -> None:
+CASES: list[tuple[dict[str, Any], tuple[int, str, int], int]] = [
+    ({}, (1, "on_train_batch_end", 3), 5),
+    ({"weights": "stash"}, (1, "on_train_batch_end", 3), 5),
+    ({}, (1, "on_train_epoch_end", 10), 10),
+]
+"""Options, the rank that stops with its hook and step, and the last step."""
+MORE: list[tuple[dict[str, Any], tuple[int, str, int], int]] = [
+    ({}, (0, "on_train_batch_end", 3), 3),
+    (PIPELINES, (1, "on_train_batch_end", 3), 5),
+    ({}, (1, "on_validation_end", 5), 5),
+]
+
+
+@pytest.mark.parametrize("cases", [CASES, pytest.param(MORE, marks=pytest.mark.acceptance)], ids=["few", "more"])
+def test_one_rank_stops_all(cases: Any) -> None:
     """At once if rank 0 says so, or if all have nothing under way; otherwise after the next validation."""
-    first, second = harness.run(2, steps, options, (rank, hook, step))
-    assert first == second == last
+    found = harness.run_each(2, steps, [case[:2] for case in cases])
+    assert found == [[last] * 2 for *_, last in cases]

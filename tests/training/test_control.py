@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 from torch import Tensor
 
 from lightning_gpp.runtime.mesh import Mesh
 from lightning_gpp.training.control import Control
-from tests.distributed import run_distributed
+from tests.distributed import run_each
 
 
 def shared(rank: int, size: int) -> tuple[int, int]:
@@ -22,6 +21,7 @@ def shared(rank: int, size: int) -> tuple[int, int]:
     return len(received), len(messages)
 
 
-@pytest.mark.parametrize(("size", "messages"), [(0, 1), (7, 1), (8, 2), (1000, 2)])
-def test_objects_are_shared_in_as_few_messages_as_they_need(size: int, messages: int) -> None:
-    assert run_distributed(2, shared, size) == [(256 * size, messages)] * 2
+def test_objects_are_shared_in_as_few_messages_as_they_need() -> None:
+    expected = {0: 1, 7: 1, 8: 2, 1000: 2}
+    found = run_each(2, shared, [(size,) for size in expected])
+    assert found == [[(256 * size, messages)] * 2 for size, messages in expected.items()]
