@@ -12,6 +12,7 @@ become source only as identifiers in ASCII or as string literals; everything els
 
 from __future__ import annotations
 
+import ast
 import functools
 import re
 from collections.abc import Callable, Iterable, Set
@@ -323,7 +324,7 @@ class StageCode:
         return f"out_{self.temporaries}"
 
 
-def compiled(source: str, names: dict[str, Any]) -> FunctionType:
+def compiled(source: str | ast.Module, names: dict[str, Any]) -> FunctionType:
     """The function of a stage's source, which takes its inputs by name and the number of samples."""
     exec(compile(source, "<stage>", "exec"), names)
     # Were it among its own globals, this cycle would keep the parameters until Python looks for cycles.

@@ -7,12 +7,14 @@ same; one of a third length is the first with other numbers.
 
 from __future__ import annotations
 
+import ast
 import functools
-import re
-from collections.abc import Callable, Iterable, Mapping
+import sys
+from collections.abc import Callable, Container, Iterable, Mapping
 from copy import copy
 from dataclasses import dataclass, replace
 from itertools import chain
+from types import CodeType, FunctionType
 from typing import Any, Final
 
 import torch
@@ -24,11 +26,11 @@ from lightning_gpp.stages.build import CapturedStage, Pipeline
 from lightning_gpp.stages.code import Shaped, compiled
 from lightning_gpp.stages.user_step import UserStep, is_frozen
 
-_LITERAL: Final = re.compile(r"(?<![\w.'\"])\d+(?![\w.'\"])")
-"""A whole number in the source of a stage; those in names and texts are none."""
+_NAME: Final = "_size_{}"
 
 Change = Callable[[float], float]
 """Another number for a number."""
+_Source = tuple[str, dict[int, int]]
 
 
 def may_be_resized(pipeline: Pipeline) -> bool:
@@ -80,23 +82,19 @@ class _Numbered:
     """The parts of a pipeline that have numbers.
 
     `slots`: the tensors of each edge. `specs`: what the step passes to modules and gets from them. `values`: what these
-    calls have besides tensors, where something compares it with the capture. `sources`, `shaped`: of each stage.
+    calls have besides tensors, where something compares it with the capture. `sources`: of each stage, what is around
+    its whole numbers, and those that change, by their places. `shaped`: of each stage.
     """
 
     slots: tuple[tuple[Slot, ...], ...]
     specs: Mapping[str | Ref, TensorSpec]
     values: list[list[Any]]
-    sources: list[str]
+    sources: list[_Source]
     shaped: list[dict[str, TensorSpec]]
 
     @classmethod
     def of(cls, pipeline: Pipeline, change: Change) -> _Numbered:
         """These parts with other numbers."""
-
-        def literal(found: re.Match[str]) -> str:
-            """The same text for the same number, because it may stand in a text."""
-            number = int(change(int(found[0])))
-            return found[0] if int(found[0]) == number else str(number)
 
         def spec(known: TensorSpec) -> TensorSpec:
             return replace(known, shape=tuple(Affine(change(s.per_sample), change(s.fixed)) for s in known.shape))
@@ -106,9 +104,42 @@ class _Numbered:
             slots=tuple(tuple(replace(slot, spec=spec(slot.spec)) for slot in row) for row in pipeline.slots),
             specs={key: spec(known) for key, known in _specs_of_step(_step(pipeline)).items()},
             values=[[change(each) if type(each) is int else each for each in row] for row in _values(_step(pipeline))],
-            sources=[_LITERAL.sub(literal, stage.source) for stage in stages],
+            sources=[_changed(stage.source, change) for stage in stages],
             shaped=[{name: spec(each.spec) for name, each in _shaped(stage).items()} for stage in stages],
         )
+
+
+def _changed(source: str, change: Change) -> _Source:
+    rest, numbers = _parted(source)
+    changed = {place: int(change(number)) for place, number in enumerate(numbers)}
+    return rest, {place: number for place, number in changed.items() if number != numbers[place]}
+
+
+@functools.lru_cache(maxsize=256)
+def _parted(source: str) -> tuple[str, tuple[int, ...]]:
+    """A source with names for its whole numbers, and these."""
+    tree, named = ast.parse(source), _Named()
+    return ast.unparse(named.visit(tree)), tuple(named.numbers)
+
+
+@functools.lru_cache(maxsize=64)
+def _template(source: str, places: tuple[int, ...]) -> CodeType:
+    """The code of a source for all sizes, with names for the numbers that depend on them."""
+    return compiled(ast.fix_missing_locations(_Named(frozenset(places)).visit(ast.parse(source))), {}).__code__
+
+
+class _Named(ast.NodeTransformer):
+    """Puts names in the place of whole numbers: of all, or of those at some places."""
+
+    def __init__(self, places: Container[int] = range(sys.maxsize)) -> None:
+        self.places, self.numbers = places, list[int]()
+
+    def visit_Constant(self, node: ast.Constant) -> ast.expr:
+        if type(node.value) is not int:
+            return node
+        place = len(self.numbers)
+        self.numbers.append(node.value)
+        return ast.Name(_NAME.format(place), ast.Load()) if place in self.places else node
 
 
 def _step(pipeline: Pipeline) -> UserStep:
@@ -151,12 +182,14 @@ def _resized_step(step: UserStep, made: _Numbered) -> UserStep:
     return step.resized(specs, inputs, arguments, answers)
 
 
-def _resized_stage(stage: CapturedStage, step: UserStep, source: str, shaped: Mapping[str, TensorSpec]) -> Any:
-    other = copy(stage)
+def _resized_stage(stage: CapturedStage, step: UserStep, source: _Source, shaped: Mapping[str, TensorSpec]) -> Any:
+    other, (_, numbers) = copy(stage), source
     other.step = None if stage.step is None else step
-    if source != stage.source or shaped:
+    if numbers or shaped:
         made = {name: Shaped(spec) for name, spec in shaped.items()}
-        other.source, other.code = source, compiled(source, {**stage.code.__globals__, **made})
+        named = {_NAME.format(place): number for place, number in numbers.items()}
+        function = _template(stage.source, tuple(numbers))
+        other.code = FunctionType(function, {**stage.code.__globals__, **made, **named})
     return other
 
 

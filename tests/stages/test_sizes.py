@@ -73,7 +73,6 @@ def test_a_pipeline_of_a_third_length_trains_as_one_process() -> None:
     between = np.array(numbers_of(short)) + (np.array(numbers_of(long)) - numbers_of(short)) / 3
     assert between.tolist() == numbers_of(known)
     made = resized(short, map(int, between))
-    assert [stage.source for stage in made.stages] == [stage.source for stage in known.stages]  # type: ignore[attr-defined]
     loss, reference = whole_gradients(module, plan, batch(9))
     assert split_gradients(module, made, plan, batch(9)) == pytest.approx(loss, rel=1e-12)
     for ours, theirs in zip(module.parameters(), reference.parameters(), strict=True):
