@@ -353,7 +353,7 @@ TASKS: dict[str, Task] = {
         options={"loss_reduction": "labels"},
     ),
     "graph_network": Task(
-        module=_graph_network, batches=graphs, options={"micro_batch_by": some_graphs, "loss_reduction": "y"}
+        module=_graph_network, batches=graphs, options={"micro_batch_by": some_graphs, "batch_dims": {"y": 0}}
     ),
     "dpo": Task(module=model("Llama", preference, **SIZES), batches=pairs),
     "dpo_packed": Task(
