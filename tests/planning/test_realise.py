@@ -6,10 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_gpp.cluster import Cluster, Link
-from lightning_gpp.graph import OperatorGraph
 from lightning_gpp.plan import SOURCE, STEP
-from lightning_gpp.planning import Draft, DraftStage, Problem, Request
 from lightning_gpp.planning.problem.draft import (
     copies,
     in_topological_order,
@@ -20,26 +17,7 @@ from lightning_gpp.planning.problem.draft import (
 )
 from lightning_gpp.schedules import compile_program, verify
 from tests.planning import graphs
-from tests.planning.drafts import DEVICE
-
-
-def _problem(graph: OperatorGraph, num_devices: int, **options: object) -> Problem:
-    settings: dict[str, object] = {
-        "cluster": Cluster.uniform(DEVICE, num_devices, Link()),
-        "batch_size": 24,
-        "micro_batch_size": 4,
-        **options,
-    }
-    return Request(**settings).problem(graph)  # type: ignore[arg-type]
-
-
-def _draft(groups: list[tuple[int, ...]], devices: list[tuple[int, ...]], size: int = 4, **options: object) -> Draft:
-    stages = (
-        DraftStage(units=units, devices=where, micro_batch_size=size)
-        for units, where in zip(groups, devices, strict=True)
-    )
-    return Draft(stages=tuple(stages), **options)  # type: ignore[arg-type]
-
+from tests.planning.drafts import draft_of, problem_of
 
 HALVES = [(0, 1, 2, 3), (4, 5, 6, 7)]
 
@@ -53,8 +31,8 @@ def test_layouts() -> None:
 
 
 def test_a_plain_draft() -> None:
-    problem = _problem(graphs.chain(8), 2)
-    plan, num_pipelines = realise(problem, _draft(HALVES, [(1,), (0,)]), "fingerprint")
+    problem = problem_of(graphs.chain(8), 2, micro_batch_size=4)
+    plan, num_pipelines = realise(problem, draft_of(HALVES, 4), "fingerprint")
     assert num_pipelines == 1
     assert [stage.modules for stage in plan.stages] == [
         tuple(f"blocks.{index}" for index in range(4)),
@@ -67,9 +45,9 @@ def test_a_plain_draft() -> None:
 
 
 def test_stages_come_in_topological_order() -> None:
-    problem = _problem(graphs.two_towers(2), 3)
+    problem = problem_of(graphs.two_towers(2), 3, micro_batch_size=4)
     groups = [(8,), (4, 5, 6, 7), (0, 1, 2, 3)]
-    draft = _draft(groups, [(0,), (1,), (2,)])
+    draft = draft_of(groups, 4, [(0,), (1,), (2,)])
     plan, _ = realise(problem, draft)
     assert [stage.modules for stage in plan.stages] == [("text_tower",), ("image_tower",), ("head", STEP)]
     assert [stage.devices for stage in plan.stages] == [(1,), (2,), (0,)]
@@ -77,8 +55,8 @@ def test_stages_come_in_topological_order() -> None:
 
 
 def test_equal_replicas_one_pipeline_apart_are_copies() -> None:
-    problem = _problem(graphs.chain(8), 4)
-    plan, num_pipelines = realise(problem, _draft(HALVES, copies(2, 2)))
+    problem = problem_of(graphs.chain(8), 4, micro_batch_size=4)
+    plan, num_pipelines = realise(problem, draft_of(HALVES, 4, copies(2, 2)))
     assert num_pipelines == 2
     assert [stage.devices for stage in plan.stages] == [(1,), (0,)]
     assert [stage.micro_batch_size for stage in plan.stages] == [2, 2]
@@ -90,16 +68,16 @@ def test_equal_replicas_one_pipeline_apart_are_copies() -> None:
     ("options", "size"), [({"num_pipelines": 1}, 4), ({"micro_batch_size": 3}, 3), ({"batch_size": 25}, 4)]
 )
 def test_no_copies_where_they_are_not_wanted_or_do_not_divide(options: dict[str, object], size: int) -> None:
-    problem = _problem(graphs.chain(8), 4, **options)
-    draft = _draft(HALVES, copies(2, 2), size)
+    problem = problem_of(graphs.chain(8), 4, **{"micro_batch_size": 4, **options})
+    draft = draft_of(HALVES, size, copies(2, 2))
     plan, num_pipelines = realise(problem, draft)
     assert (num_pipelines, plan.num_devices) == (1, 4)
     assert (unreplicated(problem, draft) == (draft, 1)) == problem.replicable
 
 
 def test_the_step_of_a_replicated_stage_is_a_stage_of_its_own() -> None:
-    problem = _problem(graphs.chain(8), 3)
-    plan, _ = realise(problem, _draft(HALVES, [(2,), (0, 1)]))
+    problem = problem_of(graphs.chain(8), 3, micro_batch_size=4)
+    plan, _ = realise(problem, draft_of(HALVES, 4, [(2,), (0, 1)]))
     assert [(stage.name, stage.devices) for stage in plan.stages][-1] == ("step", (0,))
     assert plan.stages[-1].modules == (STEP,)
     assert STEP not in plan.stages[1].modules
@@ -108,8 +86,8 @@ def test_the_step_of_a_replicated_stage_is_a_stage_of_its_own() -> None:
 
 
 def test_the_step_is_never_recomputed() -> None:
-    problem = _problem(graphs.chain(8), 3)
-    draft = _draft(HALVES, [(2,), (0, 1)])
+    problem = problem_of(graphs.chain(8), 3, micro_batch_size=4)
+    draft = draft_of(HALVES, 4, [(2,), (0, 1)])
     draft = replace(draft, stages=tuple(replace(stage, recompute=True) for stage in draft.stages))
     plan, _ = realise(problem, draft)
     assert [stage.recompute for stage in plan.stages] == [True, False, False]
@@ -118,8 +96,8 @@ def test_the_step_is_never_recomputed() -> None:
 
 
 def test_chained_drafts_become_chains() -> None:
-    problem = _problem(graphs.two_towers(2), 3)
-    draft = _draft([(0, 1, 2, 3), (4, 5, 6, 7), (8,)], [(2,), (1,), (0,)])
+    problem = problem_of(graphs.two_towers(2), 3, micro_batch_size=4)
+    draft = draft_of([(0, 1, 2, 3), (4, 5, 6, 7), (8,)], 4)
     free, chain = realise(problem, draft)[0], realise(problem, replace(draft, chained=True))[0]
     assert (free.depth, chain.depth) == (2, 3)
     assert [(edge.src, edge.dst) for edge in chain.edges if edge.artificial] == [(0, 1)]
