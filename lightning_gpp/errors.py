@@ -109,7 +109,9 @@ class SelfCheckError(GPPError):
 
 
 class IndivisibleError(SelfCheckError):
-    """The training step fails on a part of its mini-batch, in one process, too."""
+    """The training step fails on a part of its mini-batch, in one process, too; `undivided`: on all of it as well."""
+
+    undivided = False
 
     family = "part-fails"
 

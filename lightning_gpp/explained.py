@@ -24,7 +24,7 @@ FAMILIES: Final = {
     "no-script": "more processes, each of which runs your script from its beginning",
     "no-batch": "has no tensor with a batch dimension",
     "no-mini-batch": "The mini-batch is None",
-    "part-fails": "The training step fails on a micro-batch",
+    "part-fails": "The training step fails on",
     "other-numbers": "The split model does not compute the same as the unsplit model",
     "no-mean": "So training in micro-batches is not training on one device",
     "mean-logged": "which the training step logs",

@@ -7,6 +7,7 @@ typed key of the configuration with a comment, a line of the commands' help, and
 from __future__ import annotations
 
 import inspect
+import re
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -15,7 +16,7 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, get_args, get
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from lightning_gpp.errors import ConfigError, did_you_mean
+from lightning_gpp.errors import ConfigError, close_to, did_you_mean
 from lightning_gpp.validation import in_words, shown
 
 Given = TypeVar("Given", contravariant=True)
@@ -90,6 +91,7 @@ def refuse_beside(beside: str, options: Any, problems: Problems) -> None:
     for name, (given, reason) in problems.items():
         if given:
             value = shown(getattr(options, name))
+            reason = re.sub(r"Use (\w+)(?=,|$)", rf"Use strategy.{name}=\1", reason)
             raise ConfigError(f"strategy.{name}={value} does not go together with {beside}: it {reason}.")
 
 
@@ -162,7 +164,8 @@ def _check_names(
     known = [parameter.name for parameter in parameters]
     for name in kwargs:
         if name not in known:
-            raise ConfigError(f"{owner} has no option {name!r}.{did_you_mean(name, known)}")
+            guess = did_you_mean(name, known) if close_to(name, known) else " Leave it out (docs/reference/options.md)."
+            raise ConfigError(f"{owner} has no option {name!r}.{guess}")
 
 
 def _parameters(made: Any) -> list[inspect.Parameter]:

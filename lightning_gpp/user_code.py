@@ -43,13 +43,27 @@ def user_line() -> str:
 
 def line_of(error: BaseException) -> str:
     """The innermost line of user code in the error's traceback."""
-    line, traceback = UNKNOWN, error.__traceback__
-    while traceback is not None:
-        name = traceback.tb_frame.f_code.co_filename
-        if is_user_code(name):
-            line = f"{name}:{traceback.tb_lineno}"
-        traceback = traceback.tb_next
-    return line
+    entries = _user_entries(error)
+    return f"{entries[-1].tb_frame.f_code.co_filename}:{entries[-1].tb_lineno}" if entries else UNKNOWN
+
+
+def with_user_lines(error: BaseException) -> BaseException:
+    """The error, with the user's lines alone in its traceback and in that of its cause, which is kept if it has any."""
+    kept, cause = None, error.__cause__
+    for entry in reversed(_user_entries(error)):
+        kept = types.TracebackType(kept, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
+    error.__cause__ = None if cause is None or line_of(cause) == UNKNOWN else with_user_lines(cause)
+    return error.with_traceback(kept)
+
+
+def _user_entries(error: BaseException) -> Sequence[types.TracebackType]:
+    """The entries of the error's traceback that are lines of the user."""
+    entry, found = error.__traceback__, []
+    while entry is not None:
+        if is_user_code(entry.tb_frame.f_code.co_filename):
+            found.append(entry)
+        entry = entry.tb_next
+    return found
 
 
 def own_attributes(value: object) -> dict[str, Any] | None:

@@ -52,7 +52,7 @@ def validated(
     except ValidationError as failure:
         problem = _problem(kind, content, key, failure)
     except GPPError as failure:  # of a dataclass that checks itself
-        raise type(failure)(": ".join(filter(None, (place, key, str(failure))))) from failure
+        raise type(failure)(": ".join(filter(None, (place, key, str(failure))))) from None
     raise error(" ".join(filter(None, (place and f"{place}:", problem, remedy))))
 
 

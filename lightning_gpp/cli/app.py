@@ -25,6 +25,7 @@ from lightning_gpp.cli.help import ASKED, VERSION, help_text
 from lightning_gpp.cli.told import place_of_traceback, told
 from lightning_gpp.config_files import config_folder
 from lightning_gpp.errors import GPPError, is_shown_elsewhere
+from lightning_gpp.user_code import with_user_lines
 from lightning_gpp.wording import WORDS
 
 log = logging.getLogger(__name__)
@@ -119,9 +120,11 @@ class _Job:
             if not is_shown_elsewhere(error):
                 self.command.tell(told(error))
         except Exception as error:  # the user's code, in the middle of a run
-            if HydraConfig.get().mode is RunMode.MULTIRUN or not is_shown_elsewhere(error):
+            if HydraConfig.get().mode is RunMode.MULTIRUN:
                 raise
             log.info("the job's end", exc_info=error)
+            if not is_shown_elsewhere(error):
+                sys.excepthook(type(error), with_user_lines(error), error.__traceback__)
             self.command.tell(place_of_traceback())
         self.failed = True
 

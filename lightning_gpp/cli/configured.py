@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from hydra.errors import InstantiationException
@@ -43,6 +44,10 @@ def refusal(settings: str, error: BaseException) -> ConfigError:
 
 def _mistake(node: DictConfig, error: BaseException) -> ConfigError:
     """The error of a constructor, or of an import, as a mistake in the node."""
-    values = ", ".join(f"{name}={node[name]}" for name in map(str, node) if not name.startswith("_"))
+    values = {name: str(node[name]) for name in map(str, node) if not name.startswith("_")}
+    event = " ".join(event_of(error).split()).rstrip(".!")
+    words = re.findall(r"[\w.-]+", event)
+    named = {name: value for name, value in values.items() if name in words or (len(value) > 1 and value in words)}
+    settings = ", ".join(f"{name}={value}" for name, value in (named or values).items())
     what = f"{key_of(node) or 'configuration'} ({node._target_}) cannot be built"
-    return ConfigError(f"{what}: {' '.join(event_of(error).split()).rstrip('.')}. Its settings are {values or 'none'}.")
+    return ConfigError(f"{what}: {event}. Its settings are {settings or 'none'}.")

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 
 from hydra.core.hydra_config import HydraConfig
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from lightning_gpp.errors import ConfigError, GPPError
+from lightning_gpp.errors import ConfigError, GPPError, close_to
 from lightning_gpp.explained import named_at_end
+from lightning_gpp.option import options_of
+from lightning_gpp.training.options import Options
 
 
 def told(error: BaseException) -> str:
@@ -18,6 +21,8 @@ def told(error: BaseException) -> str:
         return str(error)
     if isinstance(error, YAMLError):
         text = f"A configuration file is not YAML: {' '.join(str(error).split())}."
+    elif (wrong := re.match(r"Could not override '([\w.]+)'", str(error))) and (meant := _meant(wrong[1])):
+        text = f"{wrong[0]}: there is no such key. Did you mean {' or '.join(meant)}?"
     else:
         text = "\n".join(dict.fromkeys(line for cause in _causes(error) for line in _lines(cause)))
     return named_at_end(text, ConfigError.family)
@@ -35,7 +40,17 @@ def _lines(error: BaseException) -> list[str]:
     if isinstance(error, OmegaConfBaseException):
         key = getattr(error, "full_key", None)
         message = f"{key}: {message.splitlines()[0]}" if key else message
+        if "Environment variable" in message:
+            message += ": a launcher sets it (torchrun, or srun in a job with --ntasks-per-node). Start by that one."
     return [line for line in message.splitlines() if line.strip()]
+
+
+def _meant(wrong: str) -> Sequence[str]:
+    """The options of the strategy that a wrong key may stand for: of its name, or of a close one."""
+    options = [option.name for option in options_of(Options)]
+    group, _, name = wrong.rpartition(".")
+    close = close_to(name, options) if group == "strategy" else []
+    return [f"strategy.{each}" for each in ([name] if name in options else close)]
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:

@@ -65,7 +65,8 @@ class Chair:
         if len(raised) == self._world_size and len({cause.point for cause in raised}) == 1:
             if first.code != EXIT_CODE:
                 self._announce(first)
-            self.board |= {"round": self.board["round"] + 1, "first": asdict(first)}
+            shown = next((cause for cause in raised if cause.rank == 0 and cause.event == first.event), first)
+            self.board |= {"round": self.board["round"] + 1, "first": asdict(shown)}
             self.first = None
         elif len(raised) == self._world_size or now >= since + PATIENCE:
             self._propose(first)

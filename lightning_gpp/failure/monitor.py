@@ -22,7 +22,6 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 from datetime import timedelta
-from functools import partial
 from types import TracebackType
 from typing import Any, ClassVar, Final
 
@@ -35,6 +34,7 @@ from lightning_gpp.failure.chair import PATIENCE
 from lightning_gpp.failure.processes import exit_now, say, show_crashes
 from lightning_gpp.failure.report import EXIT_CODE, Cause, is_consequence, point_of, record, short_trace, told
 from lightning_gpp.failure.watch import ANSWER, SUSPICION, Watch
+from lightning_gpp.user_code import with_user_lines
 
 INTERRUPTED: Final = 130
 """The exit code after Ctrl-C."""
@@ -123,6 +123,8 @@ class FailureMonitor(Watch):
         if not self._is_watching or os.getpid() != self._process.pid:
             return False
         if self._reported is None or self._reported[0] is not error:
+            if isinstance(error, GPPError) or is_consequence(error):  # a sentence, here or of the cause, says all
+                self._show_as(error, lambda usual: usual(type(error), with_user_lines(error), error.__traceback__))
             self._reported = error, self._is_of_all(error)
         together = self._reported[1]
         if not together:
@@ -159,10 +161,11 @@ class FailureMonitor(Watch):
         self._judged.wait(PATIENCE + self.limits.exit_grace)
         if (first := self._first) is None:
             return False
-        words = f"Rank {first.rank} raised this one first." if first.event == event else f"First cause: {first}"
-        add_note(error, f"All ranks have raised exceptions. {words}")  # shown only if nobody catches it
-        if self.rank and first.event == event and isinstance(error, GPPError):
-            self._excepthook = partial(self._show_repeated, error, self._excepthook)
+        if first.event != event:
+            add_note(error, f"All ranks have raised exceptions. First cause: {first}")  # shown if nobody catches it
+        elif first.rank != self.rank:
+            repeated = f"[rank {self.rank}] {type(error).__name__}, as on rank {first.rank}, which shows it."
+            self._show_as(error, lambda usual: say(repeated))
         return True
 
     def _say_raised(self, cause: Cause) -> None:
@@ -170,12 +173,10 @@ class FailureMonitor(Watch):
         self._judged.clear()
         self._say(raised=asdict(cause))
 
-    def _show_repeated(self, repeated: GPPError, usual: Callable[..., Any], *uncaught: Any) -> None:
-        """Show an error that nobody catches: in a line, if rank 0 shows its traceback."""
-        if uncaught[1] is repeated:
-            say(f"[rank {self.rank}] {type(repeated).__name__}, as on rank 0, which shows it.")
-        else:
-            usual(*uncaught)
+    def _show_as(self, error: BaseException, show: Callable[[Callable[..., Any]], None]) -> None:
+        """Show an error that nobody catches in another way than `usual`, which shows all others."""
+        usual = self._excepthook
+        self._excepthook = lambda *uncaught: show(usual) if uncaught[1] is error else usual(*uncaught)
 
     def _cause(self, event: str, trace: str = "", point: str = "", code: int = EXIT_CODE) -> Cause:
         return Cause(

@@ -27,8 +27,7 @@ def advice(problem: Problem, draft: Draft | None) -> str:
         draft: the one that comes closest; None searches for one briefly.
     """
     draft = draft or partitioner_of("auto")(problem, SearchControl(seconds=SECONDS)).draft
-    draft = None if draft is None else Evaluator(problem).fitted(draft)
-    evaluation = None if draft is None else Evaluator(problem)(draft)
+    evaluation = Evaluator(problem)(draft) if draft is not None else None
     if draft is None or evaluation is None or not isfinite(evaluation.seconds):
         return (
             f"No stages were found that fill all {problem.num_devices} devices with {problem.num_units} pieces of the "
@@ -47,10 +46,7 @@ def _described(problem: Problem, draft: Draft, evaluation: Evaluation) -> str:
     lacks = [peak - problem.memory_bytes[device] for peak, device in zip(evaluation.peak_bytes, limits, strict=True)]
     worst = max(range(len(lacks)), key=lacks.__getitem__)
     stage, device, peak = draft.stages[worst], limits[worst], evaluation.peak_bytes[worst]
-    static, number = (
-        static_bytes(problem, stage, Evaluator(problem).fitted(draft).sharding or "none"),
-        evaluation.in_flight[worst],
-    )
+    static, number = static_bytes(problem, stage, evaluation.sharding), evaluation.in_flight[worst]
     modules = [[path for unit in stage.units for path in problem.units.units[unit].modules] for stage in draft.stages]
     return (
         f"The model does not fit the devices: stage {stage_names(compress(problem.graph, modules))[worst]!r} needs "

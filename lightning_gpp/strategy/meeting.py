@@ -17,6 +17,7 @@ from typing import Final
 
 import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # they have no types
 from torch.distributed.rendezvous import rendezvous
 
@@ -40,11 +41,17 @@ def meeting_point(environment: ClusterEnvironment, patience: timedelta) -> Store
     Likewise each process group, if user code destroys one between two runs.
 
     Raises:
-        ConfigError: the port is another job's, or another process is this rank.
+        ConfigError: the port is another job's, another process is this rank, or SLURM has not started this process.
         PeerFailure: rank 0 cannot be reached.
     """
     if dist.is_initialized():
         return None
+    size, by_slurm = environment.world_size(), isinstance(environment, SLURMEnvironment)
+    if size > 1 and by_slurm and "SLURM_STEP_ID" not in os.environ:
+        raise ConfigError(
+            f"SLURM has {size} tasks for this job (SLURM_NTASKS), but srun has not started this process (there is no "
+            "SLURM_STEP_ID), so that the others would not come. Write srun before the command."
+        )
     attempt = f"gpp/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{next(_meetings)}"
     address, port, rank = environment.main_address, environment.main_port, environment.global_rank()
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":

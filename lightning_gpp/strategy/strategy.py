@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from lightning_gpp._compat.lightning_module import set_device
 from lightning_gpp.checkpoints.layout import entry_of
 from lightning_gpp.checkpoints.stored import StoredValues
-from lightning_gpp.errors import ConfigError, PlanError, show_elsewhere
+from lightning_gpp.errors import CheckpointError, ConfigError, PlanError, show_elsewhere
 from lightning_gpp.failure.monitor import INTERRUPTED
 from lightning_gpp.option import documents, takes_fields_of
 from lightning_gpp.plan import Plan
@@ -330,6 +330,9 @@ class GPPStrategy(RanksStrategy):
         self._checkpoints.wait()
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
         self._end_phase()
+        if "state_dict" not in checkpoint:
+            remedy = "If it has weights alone, load them before training: model.load_state_dict(torch.load(path))."
+            raise CheckpointError(f"{checkpoint_path} (ckpt_path) is no checkpoint: it has no 'state_dict'. {remedy}")
         self._resumed = {
             **entry_of(checkpoint, checkpoint_path),
             "fit_loop": checkpoint.get("loops", {}).get("fit_loop"),

@@ -97,7 +97,7 @@ def set_up(job: Job, incoming: Incoming, batch: Any, *, step: str = TRAINING, **
         if step == TRAINING or plan is None or not made_for_whole(plan):
             raise
         refused, may_run_whole = error, may_evaluate_whole(job.options, plan)
-    if not may_run_whole:
+    if not may_run_whole or (isinstance(refused, IndivisibleError) and refused.undivided):
         raise refused  # outside of the handler, whose error would be its context, of which it is the cause
     return _set_up_whole(refused, job, incoming, batch, step=step, **given)
 
@@ -123,7 +123,8 @@ def _set_up_whole(refused: GPPError, job: Job, *arguments: Any, step: str, **giv
     try:
         engine = _set_up(replace(job, whole=True, evaluates_whole=True), *arguments, step=step, **given)
     except (UncapturedError, ConfigError, PlanError, SelfCheckError) as error:
-        why = "for the same reason." if str(error) == str(refused) else f"too: {error}"
+        same = str(error) == str(refused) or type(error) is type(refused) is IndivisibleError
+        why = "for the same reason." if same else f"too: {error}"
         refused.args = (f"{refused} The step was tried as a whole (strategy.step=whole), and refused, {why}",)
         raise refused from None
     job.control.warn(why_whole(refused, step, alone=job.control.num_devices == 1))
@@ -160,6 +161,8 @@ def _set_up(
         GPPError: the ranks do not agree on what they captured, or on what they train with.
     """
     set_device(job.module, job.device)  # before the step runs for the first time, which may read it
+    if step == TRAINING:
+        _check_recorder(job)
     if step == TRAINING and job.control.num_processes > 1:
         check_alike({**facts_of_optimizers(optimizers), **job.host.facts()}, job.control.everyone)
     policy = _weight_policy(job.options, optimizers) if step == TRAINING else None
@@ -242,22 +245,22 @@ def _set_up(
     )
 
 
-def _recording(job: Job, plan: Plan, replicas: Replicas | None) -> Recording | None:
-    """The recording of stages on this rank; None if nothing is recorded.
-
-    Raises:
-        ConfigError: it is demanded without a GPU.
-    """
-    wanted = job.options.cuda_graphs
-    if not wanted:
-        return None
-    recorder = recorder_of(job.device)
-    if recorder is None and wanted is True:
+def _check_recorder(job: Job) -> None:
+    """Raise ConfigError if a recording of stages is demanded without a GPU."""
+    if job.options.cuda_graphs is True and recorder_of(job.device) is None:
         raise ConfigError(
             "strategy.cuda_graphs=True records what stages launch on GPUs, in memory of torch's native allocator (not "
             f"cudaMallocAsync), and this job computes on {job.device.type}. Use strategy.cuda_graphs=auto, or leave it "
             "out."
         )
+
+
+def _recording(job: Job, plan: Plan, replicas: Replicas | None) -> Recording | None:
+    """The recording of stages on this rank; None if nothing is recorded."""
+    wanted = job.options.cuda_graphs
+    if not wanted:
+        return None
+    recorder = recorder_of(job.device)
     if reasons := _unrecorded(job, plan, replicas):
         if wanted is True:
             job.control.warn(f"strategy.cuda_graphs=True records nothing, because {' and '.join(reasons)}.")

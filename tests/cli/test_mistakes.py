@@ -52,6 +52,13 @@ MISTAKES: dict[str, tuple[str, ...]] = {
     r"no\.yaml \(strategy\.plan\): cannot be read: No": ("plan", TWO_TOWER, "strategy.plan=no.yaml"),
     r"own\.py:\d+.*: RuntimeError: my step is broken": (*("plan", TWO_TOWER, "model._target_=own.Model"),),
     r"strategy\.num_pipelines is 0; it must be greater": ("plan", TWO_TOWER, "strategy.num_pipelines=0"),
+    r"override 'cluster': .*Did you mean strategy\.cluster\?": ("train", TWO_TOWER, "cluster=dgx_h100"),
+    r"Did you mean strategy\.num_micro_batches\? \(gpp": ("train", TWO_TOWER, "num_micro_batches=4"),
+    r"trainer\.devices: .*'SLURM_NTASKS_PER_NODE' not found.*srun": ("plan", TWO_TOWER, "trainer=slurm"),
+    r"'fp16' is invalid.*Its settings are precision=fp16\.": ("train", TWO_TOWER, "trainer.precision=fp16"),
+    r"sharding='fsdp' does not .*Use strategy\.sharding=zero1\.": (
+        *("plan", TWO_TOWER, "strategy.cuda_graphs=true", "strategy.sharding=fsdp"),
+    ),
 }
 """What is said, by the command line."""
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from lightning.fabric.plugins.environments import SLURMEnvironment
 
 from lightning_gpp.errors import ConfigError
 from lightning_gpp.strategy import meeting
@@ -78,6 +79,13 @@ def test_a_port_of_another_program_is_not_waited_for(rank: int, monkeypatch: pyt
         port = server.getsockname()[1]
         with pytest.raises(Exception, match="another program"):
             meeting._store("127.0.0.1", port, rank, timedelta(seconds=1))
+
+
+def test_a_job_of_slurm_without_srun(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("SLURM_NTASKS", "SLURM_NTASKS_PER_NODE"):
+        monkeypatch.setenv(name, "2")
+    with pytest.raises(ConfigError, match="has 2 tasks .*SLURM_STEP_ID.*Write srun"):
+        meeting.meeting_point(SLURMEnvironment(), timedelta(seconds=1))
 
 
 def test_a_rank_that_is_there_is_named() -> None:

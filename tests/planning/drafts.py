@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from random import Random
-from typing import Any
 
 from lightning_gpp.cluster import Cluster, Device, Link
 from lightning_gpp.graph import OperatorGraph
@@ -15,24 +13,6 @@ DEVICE = Device(
     name="test", memory_bytes=1e9, peak_flops={"float32": 1e9}, peak_bytes_per_second=1e9, seconds_per_operator=1e-4
 )
 LINKS = (Link(), Link(latency=1e-3, bytes_per_second=1e5), Link(latency=1e-4, bytes_per_second=1e6))
-
-
-def problem_of(graph: OperatorGraph, num_devices: int, link: Link = LINKS[0], **options: Any) -> Problem:
-    """The problem of 24 samples on equal devices."""
-    settings = {"cluster": Cluster.uniform(DEVICE, num_devices, link), "batch_size": 24, **options}
-    return Request(**settings).problem(graph)
-
-
-def draft_of(
-    groups: Sequence[Iterable[int]], size: int, devices: Sequence[tuple[int, ...]] | None = None, **options: Any
-) -> Draft:
-    """Stages of these units; by default each on one device, the last on device 0."""
-    devices = devices or [(number,) for number in reversed(range(len(groups)))]
-    stages = zip(map(tuple, groups), devices, strict=True)
-    return Draft(
-        stages=tuple(DraftStage(units=units, devices=where, micro_batch_size=size) for units, where in stages),
-        **options,
-    )
 
 
 def random_case(graph: OperatorGraph, seed: int, *, replicated: bool) -> tuple[Problem, Draft]:

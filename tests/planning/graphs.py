@@ -147,8 +147,3 @@ def shared_block(num_calls: int = 3) -> OperatorGraph:
     for index in range(num_calls):
         x = build.linear("shared", build.linear(f"layers.{index}", x))
     return build.step(build.linear("head", x))
-
-
-FAMILIES = {
-    family.__name__: family for family in (chain, two_towers, feature_towers, encoder_decoder, unet, gpt, shared_block)
-}

@@ -9,15 +9,21 @@ from math import inf
 import pytest
 
 from benchmarks.planners.common import simulated
-from lightning_gpp.cluster import Link
+from lightning_gpp.cluster import Cluster, Link
 from lightning_gpp.graph import OperatorGraph
-from lightning_gpp.planning import Evaluator
+from lightning_gpp.planning import Draft, DraftStage, Evaluator, Problem, Request
 from lightning_gpp.planning.problem import pipeline_clock
 from lightning_gpp.planning.problem.pipeline_clock import ClockedStages, end_times
 from tests.planning import graphs
-from tests.planning.drafts import draft_of, problem_of, random_case
+from tests.planning.drafts import DEVICE, random_case
 
-FAMILIES = {name: family for name, family in graphs.FAMILIES.items() if name not in ("gpt", "shared_block")}
+FAMILIES = {
+    "chain": graphs.chain,
+    "two_towers": graphs.two_towers,
+    "feature_towers": graphs.feature_towers,
+    "encoder_decoder": graphs.encoder_decoder,
+    "unet": graphs.unet,
+}
 SLOW = Link(latency=1e-3, bytes_per_second=1e5)
 families = pytest.mark.parametrize("family", list(FAMILIES.values()), ids=list(FAMILIES))
 
@@ -55,29 +61,53 @@ def test_replicated_stages_take_as_long_as_their_program(family: Callable[[], Op
     assert seen == {(True, False), (False, True), (False, False)}
 
 
-LINK = Link(latency=1e-3, bytes_per_second=1e6)
+def _problem(graph: OperatorGraph, num_devices: int, **options: object) -> Problem:
+    cluster = Cluster.uniform(DEVICE, num_devices, Link(latency=1e-3, bytes_per_second=1e6))
+    settings: dict[str, object] = {"cluster": cluster, "batch_size": 24, "micro_batch_size": 2, **options}
+    return Request(**settings).problem(graph)  # type: ignore[arg-type]
+
+
+def _draft(problem: Problem, *groups: tuple[int, ...], schedule: str = "1f1b", recompute: bool = False) -> Draft:
+    """One device per stage, the last stage on device 0."""
+    return Draft(
+        stages=tuple(
+            DraftStage(
+                units=units,
+                devices=(len(groups) - 1 - index,),
+                micro_batch_size=problem.sizes[0],
+                recompute=recompute and index < len(groups) - 1,
+            )
+            for index, units in enumerate(groups)
+        ),
+        schedule=schedule,
+    )
 
 
 @pytest.mark.parametrize(("schedule", "counts"), [("1f1b", (3, 2, 3, 2, 1)), ("gpipe", (12, 12, 12, 12, 12))])
 def test_in_flight_follows_depth(schedule: str, counts: tuple[int, ...]) -> None:
-    problem = problem_of(graphs.two_towers(2), 5, LINK, micro_batch_size=2)
-    draft = draft_of([(0, 1), (2, 3), (4, 5), (6, 7), (8,)], 2, schedule=schedule)
+    problem = _problem(graphs.two_towers(2), 5)
+    draft = _draft(problem, (0, 1), (2, 3), (4, 5), (6, 7), (8,), schedule=schedule)
     assert Evaluator(problem)(draft).in_flight == counts
     assert Evaluator(problem)(replace(draft, chained=True)).in_flight == (
         (5, 4, 3, 2, 1) if schedule == "1f1b" else counts
     )
 
 
+def _replicated(problem: Problem, *replicas: tuple[int, ...]) -> Draft:
+    draft = _draft(problem, (0, 1), (2, 3))
+    stages = (replace(stage, devices=devices) for stage, devices in zip(draft.stages, replicas, strict=True))
+    return replace(draft, stages=tuple(stages))
+
+
 def test_values_that_cannot_be_cut_go_only_between_equal_shares() -> None:
     """The value between units 0 and 1, and 1 and 2, stays inside of a stage or crosses to as many replicas."""
-    problem = problem_of(graphs.chain(4), 4, LINK, micro_batch_size=2)
+    problem = _problem(graphs.chain(4), 4)
     crossing = problem.on(
         replace(problem.units, values=tuple(replace(v, sliceable=v.src != 1) for v in problem.units.values))
     )
-    unequal, equal = (draft_of([(0, 1), (2, 3)], 2, [(2, 3), last]) for last in ((0,), (0, 1)))
-    assert Evaluator(problem)(unequal).seconds < inf
-    assert Evaluator(crossing)(unequal).seconds == inf
-    assert Evaluator(crossing)(equal).seconds < inf
+    assert Evaluator(problem)(_replicated(problem, (2, 3), (0,))).seconds < inf
+    assert Evaluator(crossing)(_replicated(crossing, (2, 3), (0,))).seconds == inf
+    assert Evaluator(crossing)(_replicated(crossing, (2, 3), (0, 1))).seconds < inf
 
 
 @pytest.mark.parametrize("first", ["1f1b", "gpipe"])

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 from lightning_gpp.cluster import Cluster, Device, Link
-from lightning_gpp.planning import Draft, Evaluator, Problem, Request
+from lightning_gpp.planning import Draft, DraftStage, Evaluator, Problem, Request
 from lightning_gpp.planning.partitioners.auto.moves import spread
 from lightning_gpp.planning.partitioners.auto.seeds import seed, variants
 from lightning_gpp.planning.problem.draft import copies
 from tests.planning import graphs
-from tests.planning.drafts import draft_of
 
 LINK = Link(latency=1e-5, bytes_per_second=1e9)
 
@@ -26,7 +23,9 @@ def _equal(problem: Problem, num_stages: int, size: int) -> Draft:
     """Stages of as many units each, in their order."""
     number, replicas = problem.num_units, problem.num_devices // num_stages
     borders = [number * stage // num_stages for stage in range(num_stages + 1)]
-    return draft_of([range(a, b) for a, b in pairwise(borders)], size, copies(num_stages, replicas))
+    groups = (tuple(range(a, b)) for a, b in zip(borders, borders[1:], strict=False))
+    stages = zip(groups, copies(num_stages, replicas), strict=True)
+    return Draft(stages=tuple(DraftStage(units=a, devices=b, micro_batch_size=size) for a, b in stages))
 
 
 def test_the_first_ways_to_cut_are_as_fast_as_equal_pipelines() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
 from random import Random
 
 import pytest
@@ -11,9 +10,8 @@ import pytest
 from benchmarks.planners.common import simulated
 from lightning_gpp.cluster import Cluster
 from lightning_gpp.graph import OperatorGraph
-from lightning_gpp.planning import Draft, Problem, Request, best_plan
+from lightning_gpp.planning import Draft, DraftStage, Problem, Request, best_plan
 from lightning_gpp.planning.problem.evaluate import Evaluator
-from tests.planning.drafts import draft_of
 from tests.planning.problems import DEVICE
 from tests.planning.test_recomputation import LINK, layered
 
@@ -37,8 +35,13 @@ def problem_of(memory: float, link: float, **changes: object) -> Problem:
 
 
 def equal_stages(problem: Problem, schedule: str = "1f1b") -> Draft:
-    cuts = [round(problem.num_units * stage / NUM_STAGES) for stage in range(NUM_STAGES + 1)]
-    return draft_of([range(*pair) for pair in pairwise(cuts)], problem.sizes[0], schedule=schedule)
+    units = list(range(problem.num_units))
+    cuts = [round(len(units) * stage / NUM_STAGES) for stage in range(NUM_STAGES + 1)]
+    stages = [
+        DraftStage(units=tuple(units[first:last]), devices=(NUM_STAGES - 1 - index,), micro_batch_size=problem.sizes[0])
+        for index, (first, last) in enumerate(zip(cuts, cuts[1:], strict=False))
+    ]
+    return Draft(stages=tuple(stages), schedule=schedule)
 
 
 def tight() -> float:

@@ -11,9 +11,8 @@ import pytest
 from benchmarks.planners.common import simulated
 from lightning_gpp.cluster import Cluster, Link
 from lightning_gpp.graph import OperatorGraph
-from lightning_gpp.planning import Draft, Problem, Request, best_plan
+from lightning_gpp.planning import Draft, DraftStage, Problem, Request, best_plan
 from lightning_gpp.planning.problem.evaluate import Evaluator
-from tests.planning.drafts import draft_of
 from tests.planning.graphs import Builder
 from tests.planning.problems import DEVICE
 
@@ -36,9 +35,14 @@ def problem_of(graph: OperatorGraph, num_devices: int, memory: float, **changes:
     return Request(cluster=cluster, batch_size=16, **settings).problem(graph)  # type: ignore[arg-type]
 
 
-def two_stages(problem: Problem, last: int) -> Draft:
-    border = problem.num_units - last
-    return draft_of([range(border), range(border, problem.num_units)], problem.sizes[0])
+def two_stages(problem: Problem, last: int, **changes: object) -> Draft:
+    units = tuple(range(problem.num_units))
+    groups = units[: len(units) - last], units[len(units) - last :]
+    size = problem.sizes[0]
+    stages = [
+        DraftStage(units=group, devices=(1 - index,), micro_batch_size=size) for index, group in enumerate(groups)
+    ]
+    return Draft(stages=tuple(stages), **changes)  # type: ignore[arg-type]
 
 
 def least_by_trying(problem: Problem, draft: Draft) -> float:

@@ -12,8 +12,7 @@ from lightning_gpp.cluster import Cluster, Device, Link
 from lightning_gpp.cluster.groups import grouped
 from lightning_gpp.graph import OperatorGraph
 from lightning_gpp.graph.parts import part_of
-from lightning_gpp.planning import Evaluator, Request
-from tests.planning.drafts import draft_of
+from lightning_gpp.planning import Draft, DraftStage, Evaluator, Request
 from tests.planning.graphs import Builder
 
 DEVICE = Device(name="test", memory_bytes=1e9, peak_flops={"float32": 1e9}, peak_bytes_per_second=1e10)
@@ -39,7 +38,8 @@ def request(num_devices: int, memory_bytes: float = 1e9, **settings: Any) -> Req
 def test_estimates_of_seconds_and_memory_are_those_of_programs(sharding: str) -> None:
     graph, question = part_of(chain(4, 10, 2), 2), request(8, micro_batch_size=2, sharding=sharding, recompute=False)
     problem = replace(question, cluster=grouped(question.cluster, 2)).problem(graph)
-    draft = draft_of([(0,), (1,), (2,)], 2, [(2, 3), (1,), (0,)])
+    stages = zip(((0,), (1,), (2,)), ((2, 3), (1,), (0,)), strict=True)
+    draft = Draft(stages=tuple(DraftStage(units=units, devices=where, micro_batch_size=2) for units, where in stages))
     found, program = Evaluator(problem)(draft), simulated(problem, draft)
     assert program.plan.num_processes == 8
     assert program.seconds == pytest.approx(found.seconds, rel=0.02)

@@ -7,10 +7,10 @@ from functools import partial
 
 from benchmarks.planners.common import simulated
 from lightning_gpp.cluster import Cluster, Link
-from lightning_gpp.planning import Answer, Draft, Prediction, Problem, Request, SearchControl
+from lightning_gpp.planning import Answer, Draft, DraftStage, Prediction, Problem, Request, SearchControl
 from lightning_gpp.planning.problem.prediction import best_trial
 from tests.planning import graphs
-from tests.planning.drafts import DEVICE, draft_of
+from tests.planning.drafts import DEVICE
 
 
 def problem_of() -> Problem:
@@ -19,7 +19,13 @@ def problem_of() -> Problem:
 
 
 def cut(position: int, slack: int = 0) -> Draft:
-    return draft_of([range(position), range(position, 4)], 1).with_stages(slack=(slack, 0))
+    groups = (tuple(range(position)), tuple(range(position, 4)))
+    stages = zip(groups, ((1,), (0,)), (slack, 0), strict=True)
+    return Draft(
+        stages=tuple(
+            DraftStage(units=units, devices=devices, micro_batch_size=1, slack=more) for units, devices, more in stages
+        )
+    )
 
 
 def neighbours(draft: Draft) -> Iterator[Draft]:

@@ -10,7 +10,15 @@ from lightning_gpp.planning.problem.units import UnitGraph, find_units
 from tests.planning import graphs
 
 DEVICE = Device(name="test", memory_bytes=1e9, peak_flops={"float32": 1e9}, peak_bytes_per_second=1e9)
-FAMILIES = graphs.FAMILIES
+FAMILIES = {
+    "chain": graphs.chain,
+    "two_towers": graphs.two_towers,
+    "feature_towers": graphs.feature_towers,
+    "encoder_decoder": graphs.encoder_decoder,
+    "unet": graphs.unet,
+    "gpt": graphs.gpt,
+    "shared_block": graphs.shared_block,
+}
 
 
 def units_of(graph: OperatorGraph, num_pieces: float) -> UnitGraph:

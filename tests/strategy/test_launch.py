@@ -54,7 +54,7 @@ def by_torchrun(folder: Path) -> str:
 
 def by_slurm(folder: Path) -> str:
     common = {"SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2", "SLURM_NNODES": "1", "SLURM_JOB_ID": "4711"}
-    common |= {"SLURM_JOB_NAME": "train", "SLURM_NODEID": "0", "SLURM_NODELIST": "127.0.0.1"}
+    common |= {"SLURM_STEP_ID": "0", "SLURM_JOB_NAME": "train", "SLURM_NODEID": "0", "SLURM_NODELIST": "127.0.0.1"}
     common |= {"MASTER_PORT": str(free_port())}
     ranks = [{**common, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} for rank in range(2)]
     processes = [start([SCRIPT, str(folder), "default", "0"], **variables) for variables in ranks]

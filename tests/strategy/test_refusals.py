@@ -135,6 +135,11 @@ class Scalarless(TwoTowers):
         return loss
 
 
+class Labelled(TwoTowers):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step((*batch[:2], batch[2] + 3), batch_idx)
+
+
 class Repeating(torch.optim.SGD):
     def step(self, closure: Any = None) -> Any:
         closure()
@@ -226,6 +231,11 @@ CASES: dict[str, Case] = {
     "a layer that a hook appends": (Longer, {}, {}, "Longer got parameters that no stage has: left.3.weight, left.3.b"),
     "a layer that a hook trains": (Later, {}, {}, "no stage has: late.bias, late.weight.*__init__ or configure_model"),
     "a layer that a hook replaces": (Replaced, {}, {}, "'head' is another module than when the step was captured"),
+    "labels without a class": (Labelled, {}, {}, "fails on a mini-batch, in one process, too: IndexError: Target"),
+    "an option of DDP": (
+        *(TwoTowers, {"find_unused_parameters": True}, {}),
+        "has no option 'find_unused_parameters'. Leave it out",
+    ),
     "uneven pipelines": (TwoTowers, {"num_pipelines": 2}, {}, "num_pipelines=2 does not divide the 1 devices"),
 }
 

@@ -167,6 +167,8 @@ def test_states_of_an_optimizer_by_name() -> None:
     full["state"][99] = {}
     with pytest.raises(CheckpointError, match=r"entries \[99\] for only 10 parameters"):
         index.load(full)
+    with pytest.raises(CheckpointError, match=r"is not one of AdamW: KeyError: 'step'"):
+        index.load({**full, "state": {0: {"momentum_buffer": torch.zeros(())}}})
 
 
 class Recurrent(nn.LSTM):

@@ -11,8 +11,8 @@ from lightning_gpp.errors import ConfigError, MicroBatchesError
 from lightning_gpp.graph import OperatorGraph
 from lightning_gpp.plan import STEP, Plan, Stage, shared_parameter
 from lightning_gpp.planning.assignment.assign import Assignment, assign, make_plan
-from lightning_gpp.planning.assignment.estimate import shared_parameters, with_figures_of
-from lightning_gpp.planning.assignment.modules import operators_of, recomputed_blocks
+from lightning_gpp.planning.assignment.estimate import with_figures_of
+from lightning_gpp.planning.assignment.modules import recomputed_blocks
 from lightning_gpp.planning.assignment.slices import Slicing, sequence_length, sliced
 from lightning_gpp.slices import unsliced
 from lightning_gpp.wording import counted
@@ -44,7 +44,7 @@ def slice_plan(plan: Plan, graph: OperatorGraph, slicing: Slicing) -> Plan:
     last = plan.stages[plan.step_stage]
     rest = tuple(module for module in last.modules if module != STEP)
     if rest:
-        apart = sliced(rebuilt(plan, graph, plan.batch_size, separated(unsliced(plan).plan.stages)), graph, slicing)
+        apart = sliced(with_own_step_stage(plan, graph), graph, slicing)
         if any(stage.modules == rest and stage.tokens is not None for stage in apart.stages):
             return apart
     return sliced(plan, graph, slicing)
@@ -123,9 +123,14 @@ def check_sharding(plan: Plan, graph: OperatorGraph) -> None:
     if plan.sharding != "fsdp":
         return
     check_sharded_slices(plan.sharding, plan.is_sliced)
-    operators = operators_of(graph, assign(graph, [stage.modules for stage in plan.stages]), len(plan.stages))
-    for name, stages in shared_parameters(operators).items():
-        raise shared_parameter(name, [repr(plan.stages[stage].name) for stage in stages])
+    users: dict[str, set[int]] = {}
+    assignment = assign(graph, [stage.modules for stage in plan.stages])
+    for operator in graph:
+        for name in operator.parameters:
+            users.setdefault(name, set()).update(assignment[operator.name])
+    for name, stages in users.items():
+        if len(stages) > 1:
+            raise shared_parameter(name, [repr(plan.stages[stage].name) for stage in sorted(stages)])
 
 
 def check_sharded_slices(sharding: str, is_sliced: bool) -> None:
@@ -246,6 +251,11 @@ def rebuilt(plan: Plan, graph: OperatorGraph, batch_size: int, stages: Sequence[
     made = make_plan(graph, stages, batch_size=batch_size, schedule=plan.schedule, model=plan.model, unused=plan.unused)
     fresh = replace(with_figures_of(plan, made), notes=plan.notes)
     return fresh.chained() if any(edge.artificial for edge in plan.edges) else fresh
+
+
+def with_own_step_stage(plan: Plan, graph: OperatorGraph) -> Plan:
+    """The plan with the user's step as a stage of its own, after the stage that it was part of."""
+    return rebuilt(plan, graph, plan.batch_size, separated(unsliced(plan).plan.stages))
 
 
 def separated(stages: Sequence[Stage], micro_batch_size: int | None = None) -> list[Stage]:

@@ -164,18 +164,13 @@ def estimate(
     )
 
 
-def shared_parameters(operators: Sequence[Sequence[Operator]]) -> dict[str, tuple[int, ...]]:
-    """The stages that use each parameter, of those that several use; `operators` are those of every stage."""
+def _tied(plan: Plan, operators: Sequence[Sequence[Operator]]) -> tuple[tuple[int, ...], ...]:
+    """Groups of stages that share parameters, and are on several devices."""
     users: dict[str, dict[int, None]] = {}
     for stage, listed in enumerate(operators):
         for name in (name for operator in listed for name in operator.parameters):
             users.setdefault(name, {})[stage] = None
-    return {name: tuple(stages) for name, stages in users.items() if len(stages) > 1}
-
-
-def _tied(plan: Plan, operators: Sequence[Sequence[Operator]]) -> tuple[tuple[int, ...], ...]:
-    """Groups of stages that share parameters, and are on several devices."""
-    groups = dict.fromkeys(shared_parameters(operators).values())
+    groups = dict.fromkeys(tuple(stages) for stages in users.values() if len(stages) > 1)
     return tuple(group for group in groups if len({plan.devices_of(stage) for stage in group}) > 1)
 
 

@@ -31,8 +31,7 @@ from lightning_gpp.planning.partitioners.piper import downsets
 from lightning_gpp.planning.problem.draft import Draft, DraftStage
 from lightning_gpp.planning.problem.partitioner import Answer, SearchControl, register_partitioner
 from lightning_gpp.planning.problem.problem import Problem
-from lightning_gpp.planning.problem.stage_figures import input_bytes, read_by, stage_figures
-from lightning_gpp.planning.problem.units import Value, numbers_of
+from lightning_gpp.planning.problem.units import Value
 
 BUFFERS: Final = 2
 """Copies of what a stage receives, and of what it sends: one is computed with while the next is on its way."""
@@ -80,58 +79,70 @@ def _alike(problem: Problem, one: int, other: int) -> bool:
     )
 
 
-Units = frozenset[int]
-
-
 @dataclass(slots=True)
 class StageCosting:
-    """Costs of sets of units for one micro-batch size."""
+    """Costs of sets of units (bits) for one micro-batch size."""
 
     problem: Problem
     size: int
-    _known: dict[tuple[Units, int], tuple[float, float]] = field(default_factory=dict)
+    _known: dict[tuple[int, int], tuple[float, float]] = field(default_factory=dict)
 
-    def stage(self, units: Units, device: int, recompute: bool) -> DraftStage:
-        """The stage of these units."""
-        return DraftStage(
-            units=tuple(sorted(units)), devices=(device,), micro_batch_size=self.size, recompute=recompute
-        )
-
-    def cost(self, units: Units, device: int) -> tuple[float, float]:
+    def cost(self, units: int, device: int) -> tuple[float, float]:
         """Seconds per micro-batch, and the most micro-batches in flight that the device's memory has room for.
 
         Data come from device 0.
         """
-        key = units, self.problem.cluster.kind(device)
-        if key not in self._known:
-            self._known[key] = self._cost(self.stage(units, device, self.problem.recompute is True), device)
-        seconds, most = self._known[key]
-        data = self._bytes(value for value in self.problem.units.data if read_by(value, units))
+        kind = self.problem.cluster.kind(device)
+        if (units, kind) not in self._known:
+            self._known[units, kind] = self._cost(units, kind)
+        seconds, most = self._known[units, kind]
+        data = self._bytes(value for value in self.problem.units.data if _reads(units, value))
         sent = self.problem.cluster.link(0, device).seconds(data) if device and data else 0.0
         return max(seconds, sent), most
 
-    def _cost(self, stage: DraftStage, device: int) -> tuple[float, float]:
-        problem, figures, units = self.problem, stage_figures(self.problem, stage), set(stage.units)
-        leaving = (v for v in problem.units.values if v.src in units and not units.issuperset(v.dsts))
-        buffers = BUFFERS * (input_bytes(problem, stage) + self._bytes(leaving))
-        room = float(problem.memory_bytes[device]) - figures.static_bytes - figures.working_bytes - buffers
-        most = -1.0 if room < 0 else room // figures.kept_bytes if figures.kept_bytes else inf
-        seconds = figures.forward + figures.again + figures.backward
+    def _cost(self, units: int, kind: int) -> tuple[float, float]:
+        members, problem = members_of(units), self.problem
+        values, table, again = problem.units.values, problem.seconds(self.size, kind), problem.recompute is True
+        entering = [value for value in (*values, *problem.units.data) if _enters(units, value)]
+        leaving = [v for v in values if _holds(units, v.src) and not all(_holds(units, dst) for dst in v.dsts)]
+        received, saved = self._bytes(entering), float(problem.saved_bytes(self.size)[members].sum())
+        kept, working = (received, saved) if again else (saved, 0.0)
+        held = float(problem.static_bytes[members].sum()) + working + BUFFERS * (received + self._bytes(leaving))
+        room = problem.cluster.kinds[kind].memory_bytes - held
+        most = -1.0 if room < 0 else inf if not kept else room // kept
+        seconds = float(table.total[members].sum() + (table.forward[members].sum() if again else 0.0))
         return seconds, inf if most >= -(-problem.batch_size // self.size) else most
 
-    def crossing(self, behind: Units) -> tuple[float, float]:
+    def crossing(self, behind: int) -> tuple[float, float]:
         """Bytes per micro-batch that cross the cut in front of some units, and those that come back."""
-        values = [v for v in self.problem.units.values if v.src not in behind and read_by(v, behind)]
+        values = [value for value in self.problem.units.values if _enters(behind, value)]
         return self._bytes(values), self._bytes(value for value in values if value.num_directions == 2)
 
     def _bytes(self, values: Iterable[Value]) -> float:
         return sum(value.bytes.at(self.size) for value in values)
 
 
+def members_of(units: int) -> list[int]:
+    """The numbers of the units in a set of bits."""
+    return [unit for unit in range(units.bit_length()) if _holds(units, unit)]
+
+
+def _holds(units: int, unit: int) -> bool:
+    return unit >= 0 and bool(units >> unit & 1)
+
+
+def _reads(units: int, value: Value) -> bool:
+    return any(_holds(units, dst) for dst in value.dsts)
+
+
+def _enters(units: int, value: Value) -> bool:
+    return not _holds(units, value.src) and _reads(units, value)
+
+
 Chain = tuple[tuple[int, ...], int]
 """The devices of a chain of stages: their number for each class but the first, and the class of the first stage."""
 
-Origin = tuple[Units, Chain] | None
+Origin = tuple[int, Chain] | None
 """The units and devices behind the first stage of a chain."""
 
 
@@ -142,9 +153,9 @@ class _StageTable:
         self.problem, self.size, self.costs = problem, size, StageCosting(problem, size)
         self.classes = device_classes(problem)
         found, count = downsets(problem.order, MAX_SETS + 1), problem.num_units
-        in_order = [range(start, count) for start in reversed(range(count + 1))]
-        self.sets = [*map(frozenset, map(numbers_of, found) if len(found) <= MAX_SETS else in_order)]
-        self.best: dict[Units, dict[Chain, tuple[float, Origin]]] = {units: {} for units in self.sets}
+        in_order = [((1 << count) - 1) ^ ((1 << start) - 1) for start in reversed(range(count + 1))]
+        self.sets = found if len(found) <= MAX_SETS else in_order
+        self.best: dict[int, dict[Chain, tuple[float, Origin]]] = {units: {} for units in self.sets}
 
     def solve(self, control: SearchControl) -> tuple[float, list[DraftStage]]:
         """The least period, and its stages from the source to the sink; infinite where nothing fits."""
@@ -154,7 +165,7 @@ class _StageTable:
             self._end(units)
             sent = self._sent(units)
             for more in self.sets[index + 1 :]:
-                if units < more:
+                if not units & ~more:
                     self._grow(units, more, sent)
         ends = self.best[self.sets[-1]]
         if not ends:
@@ -162,16 +173,16 @@ class _StageTable:
         chain = min(ends, key=lambda chain: ends[chain][0])
         return ends[chain][0], list(self._stages(chain))
 
-    def _end(self, units: Units) -> None:
+    def _end(self, units: int) -> None:
         """The last stage, on device 0."""
         seconds, most = self.costs.cost(units, 0)
-        if self.problem.num_units - 1 in units and most >= 1:
+        if _holds(units, self.problem.num_units - 1) and most >= 1:
             self._keep(units, ((0,) * (len(self.classes) - 1), 0), seconds, None)
 
-    def _grow(self, behind: Units, units: Units, sent: dict[tuple[int, int], float]) -> None:
+    def _grow(self, behind: int, units: int, sent: dict[tuple[int, int], float]) -> None:
         """A stage in front of all chains that have the units `behind`, so that together they have `units`."""
         for group in range(1, len(self.classes)):
-            own, most = self.costs.cost(units - behind, self.classes[group][0])
+            own, most = self.costs.cost(units & ~behind, self.classes[group][0])
             for chain, (seconds, _) in self.best[behind].items():
                 used, following = chain
                 if used[group - 1] < len(self.classes[group]) and sum(used) + 2 <= most and (group, following) in sent:
@@ -179,11 +190,11 @@ class _StageTable:
                     longest = max(seconds, own, sent[group, following])
                     self._keep(units, (more, group), longest, (behind, chain))
 
-    def _keep(self, units: Units, chain: Chain, seconds: float, origin: Origin) -> None:
+    def _keep(self, units: int, chain: Chain, seconds: float, origin: Origin) -> None:
         if seconds < self.best[units].get(chain, (inf, None))[0]:
             self.best[units][chain] = seconds, origin
 
-    def _sent(self, behind: Units) -> dict[tuple[int, int], float]:
+    def _sent(self, behind: int) -> dict[tuple[int, int], float]:
         """Seconds in which what crosses a cut is sent, and comes back, for the classes on both sides of it. The only
         device of a class cannot follow itself."""
         there, back = self.costs.crossing(behind)
@@ -202,6 +213,9 @@ class _StageTable:
         while origin is not None:
             units, (_, group) = origin
             origin = self.best[units][origin[1]][1]
-            own = units if origin is None else units - origin[0]
-            again = self.problem.recompute is True and self.problem.num_units - 1 not in own
-            yield self.costs.stage(own, free[group].pop(), again)
+            own = units if origin is None else units & ~origin[0]
+            again = self.problem.recompute is True and not _holds(own, self.problem.num_units - 1)
+            device = free[group].pop()
+            yield DraftStage(
+                units=tuple(members_of(own)), devices=(device,), micro_batch_size=self.size, recompute=again
+            )

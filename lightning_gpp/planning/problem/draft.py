@@ -110,9 +110,8 @@ def stage_of_units(num_units: int, stages: Sequence[Iterable[int]]) -> list[int]
     return owner
 
 
-def flows(problem: Problem, groups: Sequence[Iterable[int]]) -> dict[tuple[int, int], Flow]:
-    """The edges of the graph of stages with these units. A value travels once to each stage that reads it."""
-    owner = stage_of_units(problem.num_units, groups)
+def flows(problem: Problem, owner: Sequence[int]) -> dict[tuple[int, int], Flow]:
+    """The edges of the stage graph. A value travels once to each stage that reads it."""
     sums: dict[tuple[int, int], list[float]] = {}
     for src_unit, readers, sizes in problem.flow_table:
         src = owner[src_unit]
@@ -138,7 +137,7 @@ def in_topological_order(problem: Problem, draft: Draft) -> Draft:
     Raises:
         PlanError: the stages form a cycle.
     """
-    pairs = list(flows(problem, draft.groups))
+    pairs = list(flows(problem, stage_of_units(problem.num_units, [stage.units for stage in draft.stages])))
     order = topological(pairs, len(draft.stages))
     if not order:
         cycle = " -> ".join(str(src) for src, _ in nx.find_cycle(nx.DiGraph(pairs)))

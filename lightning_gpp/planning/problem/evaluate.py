@@ -50,12 +50,18 @@ class Evaluation:
         excess_bytes: the most bytes by which a device exceeds its memory; 0 if all fit.
         peak_bytes: peak memory of a device of each stage.
         in_flight: micro-batches in flight on each stage.
+        recompute: what each stage recomputes.
+        offload: whether each stage keeps activations in host memory.
+        sharding: what replicas split.
     """
 
     seconds: float
     excess_bytes: float = 0.0
     peak_bytes: tuple[float, ...] = ()
     in_flight: tuple[int, ...] = ()
+    recompute: tuple[Recompute, ...] = ()
+    offload: tuple[bool, ...] = ()
+    sharding: str = "none"
 
     @property
     def fits(self) -> bool:
@@ -67,40 +73,14 @@ class Evaluation:
         return (max(0.0, self.excess_bytes), self.seconds) if self.seconds < inf else (inf, inf)
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
+@dataclass(slots=True, eq=False)
 class _Fitted:
-    """The stages of a draft in topological order, with the measures with which they fit their devices, or come closest
-    to it.
+    """Stages with the measures with which they fit their devices, or come closest to it."""
 
-    Args:
-        position: the place of each of the draft's stages in this order.
-        stages: the stages.
-        edges: the data flow between them.
-        copies: pipeline replicas that they are.
-        number: number of micro-batches.
-        counts: micro-batches in flight on each stage.
-        limits: memory of each stage's smallest device.
-        besides: bytes on each stage for the data, and for weights that are not computed with.
-        sharding: what replicas split.
-        figures: of each stage.
-        peaks: bytes on each stage for the rest.
-    """
-
-    position: list[int]
     stages: list[DraftStage]
-    edges: Mapping[tuple[int, int], Flow]
-    copies: int
-    number: int
-    counts: list[int]
-    limits: list[float]
-    besides: list[float] = field(default_factory=list)
-    sharding: str = "none"
-    figures: list[StageFigures] = field(default_factory=list)
-    peaks: list[float] = field(default_factory=list)
-
-    def excess(self, stage: int) -> float:
-        """Bytes that a stage needs beyond its memory; negative if some are left."""
-        return self.peaks[stage] + self.besides[stage] - self.limits[stage]
+    figures: list[StageFigures]
+    peaks: list[float]
+    sharding: str
 
 
 @dataclass(slots=True, eq=False)
@@ -133,26 +113,28 @@ class Evaluator:
     def __call__(self, draft: Draft) -> Evaluation:
         """Evaluate a draft; all stages must have the same micro-batch size."""
         self.evaluations += 1
-        found = self._fitted(draft) if self._divisible(draft) else None
-        if found is None:
-            return Evaluation(seconds=inf)
-        pipeline, busiest = self._pipeline(found)
-        peaks = [peak + more for peak, more in zip(found.peaks, found.besides, strict=True)]
-        return Evaluation(
-            seconds=max(found.number * busiest, self._seconds(pipeline, found)),
-            excess_bytes=float(max(0.0, *(peak - room for peak, room in zip(peaks, found.limits, strict=True)))),
-            peak_bytes=tuple(peaks[index] for index in found.position),
-            in_flight=tuple(found.counts[index] for index in found.position),
-        )
+        return self._of(draft, simulated=True)
 
     def fitted(self, draft: Draft) -> Draft:
         """The draft with what it leaves open: what its stages recompute or offload, and what replicas split."""
-        found = self._fitted(draft)
-        if found is None:
-            return replace(draft, sharding="none")
-        stages = (found.stages[index] for index in found.position)
-        closed = tuple(replace(stage, recompute=stage.recompute or False) for stage in stages)
-        return replace(draft, stages=closed, sharding=found.sharding)
+        found = self._of(draft, simulated=False)
+        stages = draft.stages
+        if found.recompute:
+            measures = zip(stages, found.recompute, found.offload, strict=True)
+            stages = tuple(replace(stage, recompute=again, offload=moved) for stage, again, moved in measures)
+        return replace(draft, stages=stages, sharding=found.sharding)
+
+    def _of(self, draft: Draft, *, simulated: bool) -> Evaluation:
+        edges = self.edges(draft)
+        order = topological(edges, len(draft.stages))
+        if not order or (simulated and not self._divisible(draft)):
+            return Evaluation(seconds=inf)
+        position = {stage: index for index, stage in enumerate(order)}
+        stages = [draft.stages[index] for index in order]
+        edges = {(position[a], position[b]): flow for (a, b), flow in edges.items()}
+        if draft.chained:
+            edges = with_chain(edges, len(stages))
+        return self._evaluate(stages, edges, draft, order, simulated, self._num_pipelines(draft))
 
     def _num_pipelines(self, draft: Draft) -> int:
         return unreplicated(self.problem, draft)[1] if self.problem.replicable else 1
@@ -161,7 +143,7 @@ class Evaluator:
         """True if every value that has to be cut into shares can be; pipeline replicas cut none."""
         if (not self._rigid_values and not self._rigid_units) or self._num_pipelines(draft) > 1:
             return True
-        owner = stage_of_units(self.problem.num_units, draft.groups)
+        owner = stage_of_units(self.problem.num_units, [stage.units for stage in draft.stages])
         replicas = [len(stage.devices) for stage in draft.stages]
         return all(replicas[owner[unit]] == 1 for unit in self._rigid_units) and all(
             replicas[owner[value.src]] == replicas[owner[dst]] for value in self._rigid_values for dst in value.dsts
@@ -171,71 +153,79 @@ class Evaluator:
         """Data flow between the stages of a draft, on any devices. Cached for the most recent set of stages."""
         units = [stage.units for stage in draft.stages]
         if units != self._edges[0]:
-            self._edges = units, flows(self.problem, units)
+            self._edges = units, flows(self.problem, stage_of_units(self.problem.num_units, units))
         return self._edges[1]
 
-    def _fitted(self, draft: Draft) -> _Fitted | None:
-        """The stages with the cheapest measures; None if they form a cycle, or are too far ahead for their weights.
+    def _evaluate(
+        self,
+        stages: Sequence[DraftStage],
+        edges: Mapping[tuple[int, int], Flow],
+        draft: Draft,
+        order: Sequence[int],
+        simulated: bool,
+        num_pipelines: int,
+    ) -> Evaluation:
+        """Evaluate stages of `num_pipelines` pipeline replicas.
 
-        A last stage with replicas gives the user's step to a stage of its own, unless these are pipeline replicas. That
-        adds one to the depth; what the stage sends there takes no time here.
+        If there is one, a last stage with replicas gives the user's step to a stage of its own, which adds one to the
+        depth; what it sends there takes no time here.
         """
-        edges = self.edges(draft)
-        order = topological(edges, len(draft.stages))
-        if not order:
-            return None
-        position = sorted(range(len(order)), key=order.__getitem__)
-        stages = [draft.stages[index] for index in order]
-        edges = {(position[a], position[b]): flow for (a, b), flow in edges.items()}
-        if draft.chained:
-            edges = with_chain(edges, len(stages))
-        copies, number = self._num_pipelines(draft), -(-self.problem.batch_size // stages[0].micro_batch_size)
-        apart = self.problem.single_step and len(stages[-1].devices) > 1 and copies == 1
+        apart = self.problem.single_step and len(stages[-1].devices) > 1 and num_pipelines == 1
+        size = stages[0].micro_batch_size
+        number = -(-self.problem.batch_size // size)
         counts = self._in_flight([stage.slack for stage in stages], edges, draft.schedule, number, apart)
-        limits = [min(self._memory[device] for device in stage.devices) for stage in stages]
-        found = _Fitted(
-            position=position, stages=stages, edges=edges, copies=copies, number=number, counts=counts, limits=limits
-        )
         try:
-            found.besides = [self._besides(*entry, found) for entry in zip(stages, counts, strict=True)]
+            copied = [self._copied_bytes(stage, count, number) for stage, count in zip(stages, counts, strict=True)]
         except ScheduleError:
-            return None
-        self._fit(found, draft.sharding or self.problem.sharding)
+            return Evaluation(seconds=inf)
+        loaded = [loaded_bytes(self.problem, stage, num_pipelines) for stage in stages]
+        besides = [sum(entry) for entry in zip(copied, loaded, strict=True)]
+        limits = [min(self._memory[device] for device in stage.devices) for stage in stages]
+        fitted = self._fit(stages, counts, [room - more for room, more in zip(limits, besides, strict=True)], draft)
+        pipeline, busiest = self._pipeline(stages, fitted.figures, edges, num_pipelines > 1)
+        peaks = [peak + more for peak, more in zip(fitted.peaks, besides, strict=True)]
+        place = sorted(range(len(order)), key=order.__getitem__)
+        return Evaluation(
+            seconds=max(number * busiest, self._seconds(pipeline, counts, number, fitted.figures))
+            if simulated
+            else 0.0,
+            excess_bytes=float(max(0.0, *(peak - room for peak, room in zip(peaks, limits, strict=True)))),
+            peak_bytes=tuple(peaks[index] for index in place),
+            in_flight=tuple(counts[index] for index in place),
+            recompute=tuple(fitted.stages[index].recompute or False for index in place),
+            offload=tuple(fitted.stages[index].offload for index in place),
+            sharding=fitted.sharding,
+        )
+
+    def _fit(
+        self, stages: Sequence[DraftStage], counts: Sequence[int], rooms: Sequence[float], draft: Draft
+    ) -> _Fitted:
+        """The cheapest measures. `rooms`: bytes for the weights that are computed with, and for micro-batches."""
+        wanted = draft.sharding or self.problem.sharding
+        found = self._sharded(stages, counts, "none" if wanted == "auto" else wanted)
+        excess = [peak > room for peak, room in zip(found.peaks, rooms, strict=True)]
+        if wanted == "auto" and any(excess):
+            found = self._sharded(stages, counts, "zero1")
+            excess = [peak > room for peak, room in zip(found.peaks, rooms, strict=True)]
+        if any(excess) and None in (self.problem.recompute, self.problem.offload):
+            for index, room in enumerate(rooms):
+                if excess[index] and found.stages[index].recompute is None:
+                    self._reduce(found, index, counts[index], room)
         return found
 
-    def _besides(self, stage: DraftStage, in_flight: int, found: _Fitted) -> float:
-        """Bytes of the data, and of the weights that a stage keeps besides the newest.
-
-        Its delay follows from the micro-batches by which its forwards are ahead of its backwards.
-        """
-        loaded = loaded_bytes(self.problem, stage, found.copies)
-        if self.problem.weight_copies is None:
-            return loaded
-        delay = -(-(in_flight - 1) // found.number)
-        return self.problem.weight_copies(delay) * weight_bytes(self.problem, stage) + loaded
-
-    def _fit(self, found: _Fitted, sharding: str) -> None:
-        """Choose the cheapest measures."""
-        self._close(found, "none" if sharding == "auto" else sharding)
-        stages = range(len(found.stages))
-        if sharding == "auto" and any(found.excess(stage) > 0 for stage in stages):
-            self._close(found, "zero1")
-        if None in (self.problem.recompute, self.problem.offload):
-            for stage in stages:
-                if found.excess(stage) > 0 and found.stages[stage].recompute is None:
-                    self._reduce(found, stage)
-
-    def _close(self, found: _Fitted, sharding: str) -> None:
-        """Let stages recompute and offload only what drafts or the problem demand."""
-        last, stages = self.problem.num_units - 1, found.stages
+    def _sharded(self, stages: Sequence[DraftStage], counts: Sequence[int], sharding: str) -> _Fitted:
+        """Stages that recompute and offload only what drafts or the problem demand."""
         if self.problem.recompute is True:
-            again = (last not in stage.units if stage.recompute is None else stage.recompute for stage in stages)
-            stages = [replace(stage, recompute=value) for stage, value in zip(stages, again, strict=True)]
+            last = self.problem.num_units - 1
+            stages = [
+                replace(stage, recompute=last not in stage.units) if stage.recompute is None else stage
+                for stage in stages
+            ]
         if self.problem.offload is True:
             stages = [replace(stage, offload=True) if self._may_offload(stage) else stage for stage in stages]
-        found.stages, found.sharding = stages, sharding
-        found.figures = [self.figures(stage, sharding) for stage in stages]
-        found.peaks = [entry.peak(count) for entry, count in zip(found.figures, found.counts, strict=True)]
+        figures = [self.figures(stage, sharding) for stage in stages]
+        peaks = [entry.peak(count) for entry, count in zip(figures, counts, strict=True)]
+        return _Fitted([*stages], figures, peaks, sharding)
 
     def _may_offload(self, stage: DraftStage) -> bool:
         """True if a stage neither runs the user's step nor runs again, and the links to its hosts are known."""
@@ -243,25 +233,26 @@ class Evaluator:
         known = self.problem.offload is True or all(device.host_bytes_per_second for device in devices)
         return known and not stage.recompute and self.problem.num_units - 1 not in stage.units
 
-    def _reduce(self, found: _Fitted, index: int) -> None:
+    def _reduce(self, fitted: _Fitted, index: int, in_flight: int, room: float) -> None:
         """Let a stage that does not fit recompute or offload, whichever makes it fit in less time."""
-        stage, in_flight, room = found.stages[index], found.counts[index], found.limits[index] - found.besides[index]
+        stage = fitted.stages[index]
         ways = []
         if self.problem.recompute is None and not stage.offload:
-            ways.append(self._recomputing(stage, found.figures[index], in_flight, room))
+            ways.append(self._recomputing(fitted, index, in_flight, room))
         if self.problem.offload is None and self._may_offload(stage):
             ways.append(replace(stage, recompute=False, offload=True))
 
         def rank(way: DraftStage) -> tuple[float, float]:
-            figures = self.figures(way, found.sharding)
+            figures = self.figures(way, fitted.sharding)
             return max(0.0, figures.peak(in_flight) - room), figures.again + figures.backward
 
-        stage = found.stages[index] = min(ways, key=rank, default=stage)
-        figures = found.figures[index] = self.figures(stage, found.sharding)
-        found.peaks[index] = figures.peak(in_flight)
+        stage = fitted.stages[index] = min(ways, key=rank, default=stage)
+        figures = fitted.figures[index] = self.figures(stage, fitted.sharding)
+        fitted.peaks[index] = figures.peak(in_flight)
 
-    def _recomputing(self, stage: DraftStage, figures: StageFigures, in_flight: int, room: float) -> DraftStage:
+    def _recomputing(self, fitted: _Fitted, index: int, in_flight: int, room: float) -> DraftStage:
         """The stage with as little recomputation as makes it fit."""
+        stage, figures = fitted.stages[index], fitted.figures[index]
         saved, room = figures.kept_bytes, room - figures.static_bytes
         may_rerun = self.problem.num_units - 1 not in stage.units
         rerun = in_flight * input_bytes(self.problem, stage) + saved - room if may_rerun else inf
@@ -287,19 +278,45 @@ class Evaluator:
         samples = samples_in_flight([1] * len(slack), successors, slack=slack)
         return [min(most, count + apart) for count in samples]
 
-    def _seconds(self, pipeline: ClockedStages, found: _Fitted) -> float:
-        """Seconds of a mini-batch: without a flush those of the busiest stage or link, else of the whole step."""
-        all_reduce = [entry.all_reduce for entry in found.figures]
-        if self.problem.continuous:
-            return period_seconds(pipeline, found.number, all_reduce)
-        return step_seconds(pipeline, found.counts, found.number, all_reduce)
+    def _copied_bytes(self, stage: DraftStage, in_flight: int, number: int) -> float:
+        """Bytes of the weights that a stage keeps besides the newest.
 
-    def _pipeline(self, found: _Fitted) -> tuple[ClockedStages, float]:
+        Its delay follows from the micro-batches by which its forwards are ahead of its backwards.
+        """
+        if self.problem.weight_copies is None:
+            return 0.0
+        delay = -(-(in_flight - 1) // number)
+        return self.problem.weight_copies(delay) * weight_bytes(self.problem, stage)
+
+    def _seconds(
+        self,
+        pipeline: ClockedStages,
+        counts: Sequence[int],
+        number: int,
+        figures: Sequence[StageFigures],
+    ) -> float:
+        """Seconds of a mini-batch: without a flush those of the busiest stage or link, else of the whole step."""
+        all_reduce = [entry.all_reduce for entry in figures]
+        if self.problem.continuous:
+            return period_seconds(pipeline, number, all_reduce)
+        return step_seconds(pipeline, counts, number, all_reduce)
+
+    def _pipeline(
+        self,
+        stages: Sequence[DraftStage],
+        figures: Sequence[StageFigures],
+        edges: Mapping[tuple[int, int], Flow],
+        copies: bool,
+    ) -> tuple[ClockedStages, float]:
         """The pipeline to simulate, and the seconds per micro-batch for which the busiest port is occupied."""
-        stages, figures, between = found.stages, found.figures, self._transfers.between
-        forwards = {(a, b): between(stages[a], stages[b], flow.forward) for (a, b), flow in found.edges.items()}
-        differentiable = ((pair, flow) for pair, flow in found.edges.items() if flow.differentiable)
-        backwards = {(a, b): between(stages[b], stages[a], flow.backward) for (a, b), flow in differentiable}
+        forwards = {
+            (a, b): self._transfers.between(stages[a], stages[b], flow.forward) for (a, b), flow in edges.items()
+        }
+        backwards = {
+            (a, b): self._transfers.between(stages[b], stages[a], flow.backward)
+            for (a, b), flow in edges.items()
+            if flow.differentiable
+        }
         sent, returned = ({pair: entry.seconds for pair, entry in way.items()} for way in (forwards, backwards))
         busiest = 0.0
         if self.problem.cluster.contended:
@@ -308,7 +325,7 @@ class Evaluator:
             forward=[entry.forward for entry in figures],
             again=[entry.again for entry in figures],
             backward=[entry.backward for entry in figures],
-            data=[self._transfers.of_data(stage, found.copies > 1) for stage in stages],
+            data=[self._transfers.of_data(stage, copies) for stage in stages],
             sent=sent,
             returned=returned,
         )

@@ -13,7 +13,7 @@ import networkx as nx
 
 from lightning_gpp.graph import Affine, Operator, OperatorGraph, TensorSpec
 from lightning_gpp.plan import SOURCE, STEP, topological
-from lightning_gpp.planning.assignment.assign import assign, crossing, forced, owner_of, owners_of, step_owner
+from lightning_gpp.planning.assignment.assign import assign, crossing, forced, owner_of, step_owner
 from lightning_gpp.planning.assignment.modules import ModuleNode, module_tree, operators_of
 
 Modules = tuple[str, ...]
@@ -132,7 +132,7 @@ def _cycles(pairs: set[tuple[int, int]]) -> list[list[int]]:
 
 
 def _shared_clusters(graph: OperatorGraph, modules: Sequence[Modules]) -> list[list[int]]:
-    owners = owners_of(modules)
+    owners = _owners(modules)
     members: dict[str, set[int]] = {}
     for operator in graph:
         owner = owner_of(operator.module, owners) if operator.cluster else None
@@ -142,6 +142,10 @@ def _shared_clusters(graph: OperatorGraph, modules: Sequence[Modules]) -> list[l
     for group in members.values():
         nx.add_path(ties, sorted(group))
     return [sorted(component) for component in nx.connected_components(ties) if len(component) > 1]
+
+
+def _owners(modules: Sequence[Modules]) -> dict[str, int]:
+    return {path: index for index, paths in enumerate(modules) for path in paths}
 
 
 def _merge(modules: list[Modules], groups: Iterable[Sequence[int]]) -> list[Modules]:
@@ -160,7 +164,7 @@ def _with_stateless(graph: OperatorGraph, modules: list[Modules]) -> list[Module
 
     All paths into such a module pass through that unit, so this makes no cycle. The others count as glue.
     """
-    owners = owners_of(modules)
+    owners = _owners(modules)
     for node in _stateless(module_tree(graph), owners):
         producers = _producers(graph, node, owners)
         if len(producers) == 1 and None not in producers:
@@ -237,12 +241,3 @@ def _value(src: int, dsts: Sequence[int], spec: TensorSpec) -> Value:
         num_directions=2 if spec.requires_grad else 1,
         sliceable=spec.divisible,
     )
-
-
-def numbers_of(bits: int) -> tuple[int, ...]:
-    """The numbers of the units in a set that is given as bits."""
-    found: list[int] = []
-    while bits:
-        found.append((bits & -bits).bit_length() - 1)
-        bits &= bits - 1
-    return tuple(found)

@@ -54,8 +54,9 @@ from lightning_gpp.training.session import DATA_STREAM, Session
 from lightning_gpp.training.tensors.parameters import Placement, bytes_of, place, tensors_of
 from lightning_gpp.training.tensors.replicas import Layout, Site
 from lightning_gpp.training.whole.whole_step import capture_whole, check_whole
-from lightning_gpp.user_code import line_of
+from lightning_gpp.user_code import UNKNOWN, line_of
 from lightning_gpp.wording import counted as counted_in
+from lightning_gpp.wording import described
 
 log = logging.getLogger(__name__)
 
@@ -162,25 +163,26 @@ def self_check(job: Job, captured: Capture, plan: Plan, batch: Any, transport: T
         part = job.division.parts(batch)[0]
     elif control.runs_step:
         part = slice_batch(batch, 0, samples, captured.batch_size, captured.dims)
-    expected, warning, failure = Expected(), "", ""
+    expected, warning = Expected(), ""
+    failure: IndivisibleError | None = None
     combined: Mapping[str, str] = {}
     told: list[str] = []
     # torch.compile does not work under a dispatch mode, and remembers that for functions compiled there
     with torch.compiler.set_stance("force_eager"), Neutral():  # type: ignore[no-untyped-call]
         if control.runs_step:
             whole = silent_copy(job.module, job.device)
-            expected, failure = _unsplit_or_failure(job, whole, captured, plan, part, samples)
-            if not failure:
+            expected, failure = _unsplit_or_failure(job, whole, captured, plan, part, batch)
+            if failure is None:
                 step = build(captured, plan, whole).step
                 if (comparison := _comparison(job, step, captured, plan, batch, expected.dtype)) is not None:
                     warning = difference(comparison, told.append)
                     combined = comparison.combined
                 rows = loose_rows(batch, captured.dims) if warning and not job.whole and job.division is None else {}
                 if rows:
-                    failure = _rows_of_others(rows, captured.batch_size, warning)
+                    failure = IndivisibleError(_rows_of_others(rows, captured.batch_size, warning))
             del whole
         if failure := _anywhere(control, failure):
-            raise IndivisibleError(failure)
+            raise failure
         actual, stages = _split(job, captured, plan, transport, part, samples)
     found = _compare(job, stages, expected, actual, TOLERANCES[least_precise(job, captured, expected.dtype)])
     works = partial(_whole_works, job, batch)
@@ -203,10 +205,10 @@ def _rows_of_others(rows: Mapping[str, int], samples: int, difference: str) -> s
     )
 
 
-def _anywhere(control: Control, found: str) -> str:
-    """A difference that a rank which runs the step found, on all ranks of the pipeline; empty if there is none."""
-    shared: str = control.share_object(found if control.runs_step else None)
-    return next(filter(None, control.gather_in_device(shared)), "")
+def _anywhere(control: Control, found: Any) -> Any:
+    """The finding of a rank which runs the step, on all ranks of the pipeline; None if there is none."""
+    shared = control.share_object(found if control.runs_step else None)
+    return next(filter(None, control.gather_in_device(shared)), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,18 +228,28 @@ def _invocation(job: Job, captured: Capture, module: nn.Module) -> Invocation:
 
 
 def _unsplit_or_failure(
-    job: Job, whole: nn.Module, captured: Capture, plan: Plan, part: Any, samples: int
-) -> tuple[Expected, str]:
+    job: Job, whole: nn.Module, captured: Capture, plan: Plan, part: Any, batch: Any
+) -> tuple[Expected, IndivisibleError | None]:
+    samples, total = samples_of(plan, captured.batch_size), captured.batch_size
     try:
-        return _unsplit(job, whole, captured, plan, part, samples), ""
+        return _unsplit(job, whole, captured, plan, part, samples), None
     except GPPError:
         raise
     except Exception as error:  # user code, which may fail on fewer samples than it is written for
-        cut = "" if captured.dims == UNCOUNTED else cut_note(part, captured.dims)
-        return Expected(), (
-            f"The training step fails on a micro-batch, the first {samples} of {captured.batch_size} samples, in one "
-            f"process, too: {type(error).__name__}: {error} ({line_of(error)}). {cut} If that is wrong, say it by "
-            "strategy.batch_dims; a step that needs all samples gets them by strategy.num_micro_batches=1."
+        told, line = f"in one process, too: {described(error)}", line_of(error)
+        if job.division is None and line != UNKNOWN:
+            try:
+                _unsplit(job, whole, captured, plan, batch, total)
+            except Exception as again:
+                if line_of(again) == line:
+                    failure = IndivisibleError(f"The training step fails on a mini-batch, {told} ({line}).")
+                    failure.undivided = True
+                    return Expected(), failure
+        cut = "" if captured.dims == UNCOUNTED else f" {cut_note(part, captured.dims)}"
+        return Expected(), IndivisibleError(
+            f"The training step fails on a micro-batch, the first {samples} of {total} samples, {told} ({line}).{cut} "
+            "If that is wrong, say it by strategy.batch_dims; a step that needs all samples gets them by "
+            "strategy.num_micro_batches=1."
         )
 
 

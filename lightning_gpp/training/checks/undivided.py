@@ -63,7 +63,7 @@ _DEPENDENT: Final = (
 _NORMALISES: Final = (
     "BatchNorm normalises each micro-batch by itself, whatever sync_batchnorm says: use larger micro-batches "
     "(strategy.micro_batch_size), or a norm within samples. This compares the module before hooks of training run: "
-    "what one of them puts into eval() will not differ, nor what setup() puts into it. Otherwise:"
+    "what one of them puts into eval() will not differ, nor what setup() puts into it."
 )
 MIXED_DRAWS: Final = (
     "The training step draws random numbers that mix its samples (a permutation, as for mixup), so its loss in "
@@ -207,7 +207,13 @@ class CutComparison:
             return f"This loss is a {kind} over samples: set strategy.loss_reduction={kind}."
         if found := [str(by) for by in self._counting()]:
             return _is_mean_over(found)
-        return f"{_NORMALISES} {_DEPENDENT}" if normalises(self.module) else _DEPENDENT
+        if not normalises(self.module):
+            return _DEPENDENT
+        for part in self.module.modules():
+            if isinstance(part, BatchNorm):
+                part.eval()
+        others = self._both()  # differ by something else than BatchNorm, if they do
+        return _NORMALISES if self._same(*others) else f"{_NORMALISES} {self._cause(*others)}"
 
     def _counting(self) -> list[Counted]:
         """The entries over which the loss may be a mean: with them micro-batches have the gradient of all samples."""

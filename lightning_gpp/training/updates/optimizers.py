@@ -13,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_gpp.errors import CheckpointError, ConfigError
 from lightning_gpp.training.tensors.shards import local_parts
+from lightning_gpp.wording import described
 
 NOTHING: Final[dict[str, Any]] = {"state": {}, "param_groups": []}
 """The state dict of an optimizer without parameters; that of Lightning for modules without an optimizer is empty."""
@@ -243,7 +244,14 @@ class OptimizerIndex:
         kept = enumerate(name for group in self._kept for name in group)
         found = {i: (name, full["state"][places[name]]) for i, name in kept if places[name] in full["state"]}
         state = {i: local_parts(values, (shards or {}).get(name)) for i, (name, values) in found.items()}
-        self.optimizer.load_state_dict({"state": state, "param_groups": self._local_groups(full)})
+        try:
+            self.optimizer.load_state_dict({"state": state, "param_groups": self._local_groups(full)})
+        except (KeyError, ValueError) as error:
+            raise CheckpointError(
+                f"The optimizer's state in the checkpoint (ckpt_path) is not one of {type(self.optimizer).__name__}: "
+                f"{described(error)}. Resume with the optimizer that wrote it, or load the weights alone, before "
+                "training: model.load_state_dict(torch.load(path)['state_dict'])."
+            ) from error
 
     def _local_groups(self, full: Mapping[str, Any]) -> list[dict[str, Any]]:
         groups, start = [], 0
@@ -288,8 +296,8 @@ def _with_lists(groups: Sequence[dict[str, Any]], lists: Sequence[list[Tensor]])
 def _name(parameter: Tensor, names: Mapping[int, str]) -> str:
     if id(parameter) not in names:
         raise ConfigError(
-            f"configure_optimizers gave an optimizer a parameter of shape {tuple(parameter.shape)} that is not one of "
-            "the module's. Register it on the module, so that a stage can own it."
+            f"An optimizer has a parameter of shape {tuple(parameter.shape)} that is not one of the module's. Make the "
+            "optimizer of this module's parameters; what is outside belongs on the module, so that a stage can own it."
         )
     return names[id(parameter)]
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
+from lightning_gpp.graph import Affine
+from lightning_gpp.plan import SOURCE
 from lightning_gpp.planning.partitioners.auto.seeds import orders
 from lightning_gpp.planning.problem.draft import Draft
 from lightning_gpp.planning.problem.problem import Problem
-from lightning_gpp.planning.problem.units import described
+from lightning_gpp.planning.problem.units import Unit, UnitGraph
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +39,27 @@ def coarse(problem: Problem, num_pieces: int) -> Coarse:
             weight = 0.0
         members[-1].append(unit)
         weight += float(weights[unit])
-    units = problem.units.units
-    modules = [tuple(path for unit in group for path in units[unit].modules) for group in members]
-    return Coarse(problem.on(described(problem.graph, modules)), tuple(map(tuple, members)))
+    return Coarse(problem.on(_units(problem.units, members)), tuple(map(tuple, members)))
+
+
+def _units(units: UnitGraph, members: Sequence[Sequence[int]]) -> UnitGraph:
+    piece = {unit: index for index, group in enumerate(members) for unit in group}
+    piece[SOURCE] = SOURCE
+    values = []
+    for value in (*units.values, *units.data):
+        readers = tuple(sorted({piece[unit] for unit in value.dsts} - {piece[value.src]}))
+        if readers:
+            values.append(replace(value, src=piece[value.src], dsts=readers))
+    joined = tuple(_joined([units.units[unit] for unit in group]) for group in members)
+    data = tuple(value for value in values if value.src == SOURCE)
+    return UnitGraph(units=joined, values=tuple(value for value in values if value.src != SOURCE), data=data)
+
+
+def _joined(units: Sequence[Unit]) -> Unit:
+    return Unit(
+        modules=tuple(path for unit in units for path in unit.modules),
+        operators=tuple(name for unit in units for name in unit.operators),
+        saved_bytes=sum((unit.saved_bytes for unit in units), Affine()),
+        parameter_bytes=sum(unit.parameter_bytes for unit in units),
+        divisible=all(unit.divisible for unit in units),
+    )

@@ -24,7 +24,6 @@ from lightning_gpp.planning.problem.draft import (
     stage_of_units,
 )
 from lightning_gpp.planning.problem.problem import Problem
-from lightning_gpp.planning.problem.units import numbers_of
 
 SLACKENED: Final = "1f1b"
 """The schedule under which slack counts."""
@@ -57,8 +56,8 @@ def moves(problem: Problem, draft: Draft, loads: list[float]) -> Iterator[Draft]
 
 # -- stages and devices -----------------------------------------------------------------------------------------------
 
-Row = tuple[tuple[int, ...], int, int]
-"""Units, number of replicas and slack of a stage."""
+Parts = tuple[list[tuple[int, ...]], list[int], list[int]]
+"""Units, numbers of replicas and slack of all stages."""
 
 
 def arranged(draft: Draft) -> Draft:
@@ -72,15 +71,16 @@ def spread(draft: Draft) -> Draft:
     return draft.with_stages(devices=copies(len(draft.stages), draft.replicas[0]))
 
 
-def _rows(draft: Draft) -> list[Row]:
-    return [(stage.units, len(stage.devices), stage.slack) for stage in draft.stages]
+def _parts(draft: Draft) -> Parts:
+    return list(draft.groups), list(draft.replicas), list(draft.slack)
 
 
-def _changed(draft: Draft, rows: Sequence[Row]) -> Draft:
+def _changed(draft: Draft, parts: Parts) -> Draft:
     """The draft with other stages, on devices that are placed like its own. Those no longer needed are the last."""
+    devices = _placed(draft, parts[1])
     stages = (
         DraftStage(units=units, devices=where, micro_batch_size=draft.size, slack=slack)
-        for (units, _, slack), where in zip(rows, _placed(draft, [row[1] for row in rows]), strict=True)
+        for units, where, slack in zip(parts[0], devices, parts[2], strict=True)
     )
     return replace(draft, stages=tuple(stages))
 
@@ -111,8 +111,8 @@ def _at(places: Sequence[int], replicas: Sequence[int]) -> Devices:
 
 
 def _with_replicas(draft: Draft, changes: dict[int, int]) -> Draft:
-    rows = enumerate(_rows(draft))
-    return _changed(draft, [(units, changes.get(stage, number), slack) for stage, (units, number, slack) in rows])
+    groups, replicas, slack = _parts(draft)
+    return _changed(draft, (groups, [changes.get(stage, number) for stage, number in enumerate(replicas)], slack))
 
 
 def _moved(draft: Draft, units: Sequence[int], src: int, dst: int) -> Draft:
@@ -126,27 +126,29 @@ def _moved(draft: Draft, units: Sequence[int], src: int, dst: int) -> Draft:
 
 def _merged(draft: Draft, first: int, second: int, num_replicas: int | None = None) -> Draft:
     """Merge two stages, at the position of the second, on the devices of both or on fewer."""
-    rows = _rows(draft)
-    (units, number, _), (others, more, slack) = rows[first], rows[second]
-    rows[second] = tuple(sorted((*units, *others))), num_replicas or number + more, slack
-    del rows[first]
-    return _changed(draft, rows)
+    groups, replicas, slack = _parts(draft)
+    groups[second] = tuple(sorted((*groups[first], *groups[second])))
+    replicas[second] = num_replicas or replicas[first] + replicas[second]
+    del groups[first], replicas[first], slack[first]
+    return _changed(draft, (groups, replicas, slack))
 
 
 def _divided(draft: Draft, stage: int, upper: Sequence[int], num_upper: int, num_lower: int) -> Draft:
     """Divide a stage: the units `upper` on `num_upper` devices, in front of the rest on `num_lower`."""
-    rows = _rows(draft)
-    units, _, slack = rows[stage]
-    rest = tuple(unit for unit in units if unit not in set(upper))
-    rows[stage : stage + 1] = [(tuple(sorted(upper)), num_upper, slack), (rest, num_lower, slack)]
-    return _changed(draft, rows)
+    groups, replicas, slack = _parts(draft)
+    rest = tuple(unit for unit in groups[stage] if unit not in set(upper))
+    groups[stage : stage + 1] = [tuple(sorted(upper)), rest]
+    replicas[stage : stage + 1] = [num_upper, num_lower]
+    slack[stage : stage + 1] = [slack[stage]] * 2
+    return _changed(draft, (groups, replicas, slack))
 
 
 def _swapped(draft: Draft, first: int, second: int) -> Draft:
     """Swap the positions of two stages on the devices."""
-    rows = _rows(draft)
-    rows[first], rows[second] = rows[second], rows[first]
-    return _changed(draft, rows)
+    order = list(range(len(draft.stages)))
+    order[first], order[second] = second, first
+    groups, replicas, slack = _parts(draft)
+    return _changed(draft, ([groups[i] for i in order], [replicas[i] for i in order], [slack[i] for i in order]))
 
 
 # -- the changes ------------------------------------------------------------------------------------------------------
@@ -185,9 +187,9 @@ def _bundles(
 ) -> Iterator[tuple[tuple[int, ...], list[int]]]:
     """Sets of units to move together, and the stages next to them."""
     for bundle, around in _sets(problem, group):
-        targets = sorted({owner[other] for other in numbers_of(around)} - {stage})
+        targets = sorted({owner[other] for other in _numbers(around)} - {stage})
         if targets:
-            yield numbers_of(bundle), targets
+            yield _numbers(bundle), targets
 
 
 def _sets(problem: Problem, group: tuple[int, ...]) -> Iterator[tuple[int, int]]:
@@ -212,11 +214,19 @@ def _closures(units: Iterable[int], steps: Sequence[int], around: dict[int, int]
     found: dict[int, tuple[int, int]] = {}
     for unit in units:
         bundle, others = 1 << unit, around[unit]
-        for other in numbers_of(steps[unit]):
+        for other in _numbers(steps[unit]):
             if other in around:
                 bundle, others = bundle | found[other][0], others | found[other][1]
         found[unit] = bundle, others
     return found
+
+
+def _numbers(bits: int) -> tuple[int, ...]:
+    found: list[int] = []
+    while bits:
+        found.append((bits & -bits).bit_length() - 1)
+        bits &= bits - 1
+    return tuple(found)
 
 
 def _device_moves(problem: Problem, draft: Draft, stage: int, fast: list[int]) -> Iterator[Draft]:
@@ -357,7 +367,7 @@ def _with_entry(entries: tuple[int, ...], index: int, value: int) -> tuple[int, 
 
 def slack_of_chain(problem: Problem, groups: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
     """The slack with which every stage holds as many micro-batches as in a chain of the stages in topological order."""
-    pairs = list(flows(problem, groups))
+    pairs = list(flows(problem, stage_of_units(problem.num_units, groups)))
     order = topological(pairs, len(groups))
     wanted = [0] * len(groups)
     for number, stage in enumerate(reversed(order), start=1):
@@ -374,7 +384,7 @@ def waits_filled(problem: Problem, draft: Draft) -> Iterator[tuple[int, ...]]:
 
     Stages that get lighter towards the sink are busy all the time only if those in front have so many forwards.
     """
-    pairs = list(flows(problem, draft.groups))
+    pairs = list(flows(problem, stage_of_units(problem.num_units, draft.groups)))
     order = topological(pairs, len(draft.groups))
     forward, behind = _forwards_and_waits(problem, draft, pairs, order)
     for share in FILLED:

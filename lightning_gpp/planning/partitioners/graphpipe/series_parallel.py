@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import networkx as nx
 
@@ -65,8 +65,13 @@ Part: TypeAlias = tuple[int, ...]
 """Units of a part, ascending."""
 
 
-_Cut: TypeAlias = tuple[float, float, int, Part]
-"""A lower bound of the critical path, the share of pairs across the border that are new, its position in an order."""
+class _Cut(NamedTuple):
+    """A border: a lower bound of the critical path, the share of pairs across it that are new, and both halves."""
+
+    bound: float
+    share: float
+    first: Part
+    second: Part
 
 
 class _Divided:
@@ -91,9 +96,8 @@ class _Divided:
             return Line((Fork(tuple(self.line(piece) for piece in pieces)),))
         pieces = self._consecutive(part)
         if len(pieces) == 1:
-            cuts = [*self._cuts(part)]
-            lowest = min(cuts)[:2]
-            pieces = min([tuple(sorted(o[:n])), tuple(sorted(o[n:]))] for *cost, n, o in cuts if (*cost,) == lowest)
+            cut = min(self._cuts(part))
+            pieces = [cut.first, cut.second]
         return _joined([self.line(piece) for piece in pieces])
 
     def _components(self, part: Part) -> list[Part]:
@@ -137,7 +141,8 @@ class _Divided:
             after = [*accumulate((tails[unit] for unit in reversed(ordered)), max)][::-1]
             for size, pairs in enumerate(self._pairs_across(ordered), start=1):
                 if size < len(part) and (number := size * (len(part) - size)) > pairs:
-                    yield until[size - 1] + after[size], 1 - pairs / number, size, tuple(ordered)
+                    halves = tuple(sorted(ordered[:size])), tuple(sorted(ordered[size:]))
+                    yield _Cut(until[size - 1] + after[size], 1 - pairs / number, *halves)
 
 
 def _joined(lines: Sequence[Line]) -> Line:
