@@ -172,15 +172,26 @@ class _WorldOfThread(_c10d._World):
         self._default_pg = value
 
 
-@contextmanager
-def default_group(group: Any) -> Iterator[None]:
-    """Inside, `torch.distributed` uses this group where none is given; other threads go on as before."""
-    _c10d._world.__class__ = _WorldOfThread
-    token = _default_group.set(group)
-    try:
-        yield
-    finally:
-        _default_group.reset(token)
+class DefaultGroup(AbstractContextManager[None]):
+    """Inside, `torch.distributed` uses a group where none is given; other threads go on as before.
+
+    Args:
+        group: the group.
+        entered: the groups of contexts that are entered, the innermost last, of all threads.
+    """
+
+    def __init__(self, group: Any, entered: list[Any] | None = None) -> None:
+        self._group, self._entered = group, [] if entered is None else entered
+        self._tokens: list[Any] = []
+
+    def __enter__(self) -> None:
+        _c10d._world.__class__ = _WorldOfThread
+        self._tokens.append(_default_group.set(self._group))
+        self._entered.append(self._group)
+
+    def __exit__(self, *raised: object) -> None:
+        self._entered.pop()
+        _default_group.reset(self._tokens.pop())
 
 
 # --- autograd
@@ -206,6 +217,12 @@ def run_backward(
     _engine_run_backward(
         tuple(roots), tuple(gradients), False, False, tuple(inputs), allow_unreachable=True, accumulate_grad=True
     )
+
+
+as_result: Final = torch.ops.aten._unsafe_view.default
+"""`as_result(leaf, leaf.shape)` is the same memory as the result of an operator, which may be changed in place, unlike
+a leaf and views of it.
+"""
 
 
 def accumulator_of(leaf: Tensor) -> Node:

@@ -10,20 +10,22 @@ from typing import Any, Final
 
 from lightning_gpp.errors import ScheduleError
 from lightning_gpp.plan import SOURCE
-from lightning_gpp.runtime.boundary import EdgeTensors, borders, carried, hand_out_zeros, promises
+from lightning_gpp.runtime.boundary import carried
 from lightning_gpp.runtime.offload import HostLink, Offloaded, offloading
 from lightning_gpp.runtime.operations import (
+    Compute,
     ComputeBackward,
     ComputeForward,
     ComputeInput,
+    EdgeTensors,
     Operation,
     ReadData,
     Saved,
     State,
     after,
+    borders,
     drawing,
     nothing,
-    with_weights,
 )
 from lightning_gpp.runtime.random import RandomStreams
 from lightning_gpp.runtime.receipts import receipts
@@ -42,7 +44,7 @@ from lightning_gpp.runtime.stage import (
 )
 from lightning_gpp.runtime.transport import Receive, Send, TransferLink, releasing
 from lightning_gpp.runtime.weights.derived import Derived, Derives
-from lightning_gpp.runtime.weights.policy import WeightPolicy
+from lightning_gpp.runtime.weights.policy import WeightPolicy, with_weights
 from lightning_gpp.schedules.actions import COLLECTIVES, COMPUTING, RELEASES, Action, Kind
 from lightning_gpp.schedules.continuous import delays_of
 from lightning_gpp.schedules.program import Instruction, Message, Op, Program
@@ -134,7 +136,7 @@ class Compiler:
         self._lane = self._lane_of(phase, self._program.ahead_of(self._device)[position])
         if instruction.op is Op.COMPUTE:
             action = action_of(self._program, instruction)
-            return self._zeros(action) if hollow else self._compute(action)
+            return self._hollow(action) if hollow else self._compute(action)
         message = message_of(self._program, instruction)
         if instruction.op is Op.SEND:
             return self._send(self._lane, message).run
@@ -179,9 +181,6 @@ class Compiler:
         return operation
 
     def _share(self, action: Action) -> Operation:
-        start, stop = self._interval(action)
-        if start == stop:
-            return nothing
         make = {
             Kind.DATA: self._data,
             Kind.FORWARD: self._forward,
@@ -192,18 +191,22 @@ class Compiler:
             Kind.OFFLOAD: self._offload,
             Kind.LOAD: self._load,
         }[action.kind]
-        if self._binding is not None:
-            return make(action, self._binding.micro_batch(action.micro_batch))
-        return make(action, MicroBatch(action.micro_batch, start, stop, self._program.batch_size, self._lane.number))
+        micro_batch = self._micro_batch(action)
+        return make(action, micro_batch) if micro_batch.num_samples else nothing
 
-    def _zeros(self, action: Action) -> Operation:
-        start, stop = self._interval(action) if action.kind not in COLLECTIVES else (0, 0)
-        outgoing = self._program.outputs.get((self._device, action), ())
-        if start == stop or not outgoing:
+    def _hollow(self, action: Action) -> Operation:
+        """Zeros for devices that wait for a result."""
+        if action.kind in COLLECTIVES or not self._program.outputs.get((self._device, action)):
             return nothing
-        made = borders(self._program, outgoing, self._slots, (start, stop))
-        state = self._lane.state
-        return partial(hand_out_zeros, made, stop - start, state.values, state.device.token.device)
+        micro_batch = self._micro_batch(action)
+        return Compute(**self._common(action, micro_batch)).hand_out_zeros if micro_batch.num_samples else nothing
+
+    def _micro_batch(self, action: Action) -> MicroBatch:
+        """This device's share of a micro-batch."""
+        start, stop = self._interval(action)
+        if self._binding is not None and start < stop:
+            return self._binding.micro_batch(action.micro_batch)
+        return MicroBatch(action.micro_batch, start, stop, self._program.batch_size, self._lane.number)
 
     def _interval(self, action: Action) -> tuple[int, int]:
         stage = SOURCE if action.kind is Kind.DATA else action.stage
@@ -217,7 +220,6 @@ class Compiler:
         return {
             "state": self._lane.state,
             "owner": f"Stage {self._plan.stages[action.stage].name!r} (micro-batch {action.micro_batch})",
-            "stage": action.stage,
             "micro_batch": micro_batch,
             "incoming": incoming,
             "outgoing": outgoing,
@@ -228,8 +230,7 @@ class Compiler:
             raise ScheduleError(f"Action {action} on device {self._device} needs the data source, but none was given.")
         common = self._common(action, micro_batch)
         common["owner"] = f"The step's call of the network (micro-batch {action.micro_batch})"
-        promised = promises(common["outgoing"], micro_batch.num_samples)
-        return ReadData(**common, source=self._source, promised=promised).run
+        return ReadData(**common, source=self._source).run
 
     def _forward(self, action: Action, micro_batch: MicroBatch) -> Operation:
         if self._program.training and self._plan.stages[action.stage].reruns:
@@ -241,7 +242,6 @@ class Compiler:
         training = self._program.training
         return common | {
             "forward": self._noting(action, self._offloading(action, self._with_stream(action, common))),
-            "promised": promises(common["outgoing"], micro_batch.num_samples),
             "saved": self._saved(action) if training else None,
             "differentiable": _differentiable(common["outgoing"]),
             "losses": _losses(common["outgoing"], training and action.stage == self._plan.step_stage),

@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Final
 
@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_gpp._compat.torch import default_group, without_splits
+from lightning_gpp._compat.torch import DefaultGroup, without_splits
 from lightning_gpp.errors import ConfigError
 from lightning_gpp.wording import warn
 
@@ -46,9 +46,6 @@ class Mesh:
         members: number of processes of every device.
         timeout: timeout of the process groups; None keeps the backend's default.
 
-    Attributes:
-        stand_in: inside of `peers`, the group that stands for all processes; else None.
-
     Raises:
         ConfigError: the number of processes is another one.
     """
@@ -72,7 +69,7 @@ class Mesh:
         self.everyone = dist.group.WORLD
         self._timeout = timeout
         self._alone: dist.ProcessGroup | None = None
-        self.stand_in: dist.ProcessGroup | None = None
+        self._inside: list[dist.ProcessGroup] = []
         self._device_meshes: dict[str, DeviceMesh] = {}
         self._tags = itertools.count(1)
         self._groups: dict[tuple[str, tuple[int, ...], str | None], dist.ProcessGroup] = {}
@@ -174,7 +171,7 @@ class Mesh:
 
     def _new(self, processes: Sequence[int], backend: str | None) -> dist.ProcessGroup:
         kind = self.backend if backend is None else backend
-        with without_splits() if kind == CONTROL_BACKEND else nullcontext(), default_group(self.everyone):
+        with without_splits() if kind == CONTROL_BACKEND else nullcontext(), DefaultGroup(self.everyone):
             group: dist.ProcessGroup = dist.new_group(list(processes), timeout=self._timeout, backend=backend)
         return group
 
@@ -192,8 +189,7 @@ class Mesh:
             self._device_meshes[kind] = DeviceMesh.from_group(groups, kind, mesh=[self.members], mesh_dim_names=names)
         return self._device_meshes[kind]
 
-    @contextmanager
-    def peers(self, *, alone: bool = False) -> Iterator[None]:
+    def peers(self, *, alone: bool = False) -> AbstractContextManager[None]:
         """Inside, users' code runs that knows data parallelism only: all of `torch.distributed` means the pipelines.
 
         So what a step sums over all ranks, and divides by their number, is a mean over mini-batches; with one pipeline
@@ -201,22 +197,23 @@ class Mesh:
 
         Args:
             alone: the other pipelines do not run this code, so this process stands for all.
+
+        Returns:
+            A context for one thread, which it may enter any number of times.
         """
         if self.num_members > 1:  # code that divides its work among members knows that there are other processes
-            yield
-            return
-        before, group = self.stand_in, self._only_this() if alone and self.num_pipelines > 1 else self.replica_group
-        self.stand_in = group
-        try:
-            with default_group(group):
-                yield
-        finally:
-            self.stand_in = before
+            return nullcontext()
+        return DefaultGroup(self._only_this() if alone and self.num_pipelines > 1 else self.replica_group, self._inside)
+
+    @property
+    def stand_in(self) -> dist.ProcessGroup | None:
+        """Inside of `peers`, the group that stands for all processes; else None."""
+        return self._inside[-1] if self._inside else None
 
     def _only_this(self) -> dist.ProcessGroup:
         """A group of this process, which the others need not know."""
         if self._alone is None:
-            with without_splits(), default_group(self.everyone):
+            with without_splits(), DefaultGroup(self.everyone):
                 self._alone = dist.new_group([self.own_process], timeout=self._timeout, use_local_synchronization=True)
         return self._alone
 

@@ -1,25 +1,29 @@
 """Operations: the executable form of a program's actions on a device. Everything that does not change from one
 mini-batch to the next is looked up when they are made; `run()` only moves tensors.
+
+An action works on an interval of samples. On every edge, the messages that it reads (or produces) tile this interval. A
+tensor that grows with the samples is cut and joined along its batch dimension. A tensor that does not depend on the
+samples is carried by every message: a reader takes the first copy, so its gradient goes back on the first message,
+zeros on the others. A tensor that combines samples (a loss) never occurs here: its edge is not `sliceable`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Final
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from lightning_gpp._compat.torch import FakeTensor
-from lightning_gpp.errors import GPPError
-from lightning_gpp.runtime.boundary import DeviceState, EdgeTensors, MessageTensors, Promise, check_promises, hand_out
+from lightning_gpp._compat.torch import FakeTensor, as_result
+from lightning_gpp.errors import GPPError, ScheduleError, ShapeError
+from lightning_gpp.runtime.boundary import DTYPES, DeviceState, MessageTensors, Tensors, carried
 from lightning_gpp.runtime.random import RandomStreams
 from lightning_gpp.runtime.split import SplitBackward
-from lightning_gpp.runtime.stage import DataSource, MicroBatch, StageForward, StageModule, as_result
-from lightning_gpp.runtime.weights.policy import Use, WeightPolicy
-from lightning_gpp.schedules.actions import Action, Kind
+from lightning_gpp.runtime.stage import DataSource, MicroBatch, Slot, StageForward, StageModule
+from lightning_gpp.schedules.program import Message, Program
 
 
 class State:
@@ -61,16 +65,132 @@ class Saved:
         self.losses: list[tuple[GradientEdge, Tensor]] = []
 
 
+@dataclass(frozen=True, slots=True)
+class _MessageInterval:
+    message: int
+    offset: int
+    length: int
+
+
+class EdgeTensors:
+    """The messages of one edge that one action reads or produces, in the order of their samples, which they tile.
+
+    Args:
+        program: the program that they belong to.
+        messages: all messages of the edge that the action reads, or all that it produces.
+        slots: the edge's slots.
+        interval: the action's samples.
+    """
+
+    def __init__(
+        self, program: Program, messages: Sequence[Message], slots: Sequence[Slot], interval: tuple[int, int]
+    ) -> None:
+        messages = sorted(messages, key=lambda message: message.start)
+        self.edge_index = messages[0].edge
+        self.edge = program.plan.edges[self.edge_index]
+        self.gradient, self.of_slices = messages[0].gradient, program.plan.is_sliced
+        self.slots = carried(self.edge, slots, self.gradient)
+        self._pieces = [_MessageInterval(m.id, m.start - interval[0], m.stop - m.start) for m in messages]
+        self._only = messages[0].id if len(messages) == 1 else None
+
+    def take(self, values: MessageTensors) -> Tensors:
+        """Join the tensors of the action, one per slot; the messages are dropped."""
+        if self._only is not None:
+            return _pop(values, self._only)
+        parts = [_pop(values, piece.message) for piece in self._pieces]
+        return [self._join(slot, [part[i] for part in parts]) for i, slot in enumerate(self.slots)]
+
+    def give(self, tensors: Tensors, values: MessageTensors) -> None:
+        """Cut the tensors of the action into messages."""
+        if self._only is not None:
+            values[self._only] = tensors
+            return
+        for number, piece in enumerate(self._pieces):
+            pairs = zip(self.slots, tensors, strict=True)
+            values[piece.message] = [self._cut(slot, tensor, piece, number) for slot, tensor in pairs]
+
+    def _join(self, slot: Slot, parts: Sequence[Tensor | None]) -> Tensor | None:
+        present = [part for part in parts if part is not None]
+        if not present:
+            return None
+        if slot.spec.varies:
+            return torch.cat(present, dim=slot.spec.batch_dim or 0)
+        return sum(present[1:], present[0]) if self.gradient else present[0]
+
+    def _cut(self, slot: Slot, tensor: Tensor | None, piece: _MessageInterval, number: int) -> Tensor | None:
+        if tensor is None:
+            return None
+        if slot.spec.varies:
+            return tensor.narrow(slot.spec.batch_dim or 0, piece.offset, piece.length)
+        return torch.zeros_like(tensor) if self.gradient and number else tensor
+
+
+def _pop(values: MessageTensors, message: int) -> Tensors:
+    tensors, values[message] = values[message], None
+    if tensors is None:
+        raise ScheduleError(f"Message {message} is read before it has arrived, or twice: the program was not verified.")
+    return tensors
+
+
+def borders(
+    program: Program, ids: Iterable[int], slots: Sequence[Sequence[Slot]], interval: tuple[int, int]
+) -> list[EdgeTensors]:
+    """One border per edge for the messages `ids` of an action, edges in the order of the plan."""
+    by_edge: dict[int, list[Message]] = {}
+    for message in (program.messages[i] for i in ids):
+        by_edge.setdefault(message.edge, []).append(message)
+    return [EdgeTensors(program, by_edge[edge], slots[edge], interval) for edge in sorted(by_edge)]
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class Compute:
     """Base class of actions on a share of a micro-batch, with messages in and out. `owner` names it in errors."""
 
     state: State
     owner: str
-    stage: int
     micro_batch: MicroBatch
     incoming: list[EdgeTensors]
     outgoing: list[EdgeTensors]
+
+    def hand_out(self, made: Mapping[str, Tensor | None]) -> None:
+        """Cut what was made into messages: results by name, or gradients of inputs."""
+        values, token = self.state.values, self.state.device.token
+        for border in self.outgoing:
+            border.give([token] if border.edge.artificial else [made.get(slot.name) for slot in border.slots], values)
+
+    def hand_out_zeros(self) -> None:
+        """Make messages with which nobody will compute."""
+        number, device = self.micro_batch.num_samples, self.state.device.token.device
+        slots = (slot for border in self.outgoing for slot in border.slots)
+        forms = {slot.name: (slot.spec.sizes(number), DTYPES[slot.spec.dtype]) for slot in slots}
+        self.hand_out({name: torch.zeros(sizes, dtype=dtype, device=device) for name, (sizes, dtype) in forms.items()})
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Makes(Compute):
+    """Base class of actions whose results have the shapes and dtypes that the slots of their edges promise."""
+
+    promised: dict[str, tuple[tuple[int, ...], torch.dtype]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        slots = {
+            slot.name: slot.spec for border in self.outgoing if not border.edge.artificial for slot in border.slots
+        }
+        number = self.micro_batch.num_samples
+        self.promised = {name: (spec.sizes(number), DTYPES[spec.dtype]) for name, spec in slots.items()}
+
+    def check(self, outputs: Mapping[str, Tensor], owner: str) -> None:
+        """Raise ShapeError if a result is missing or not as promised: a transport would truncate it silently."""
+        for name, (shape, dtype) in self.promised.items():
+            tensor = outputs.get(name)
+            if tensor is None:
+                raise ShapeError(f"{owner} did not return {name!r}; it returned {sorted(outputs)}.")
+            if tensor.shape != shape or tensor.dtype is not dtype:
+                raise ShapeError(
+                    f"{owner} returned {name!r} with shape {tuple(tensor.shape)} and dtype {tensor.dtype}; "
+                    f"expected are {shape} and {dtype}. Only the number of samples may change between batches: pad the "
+                    "batch to the captured sizes."
+                )
 
 
 _NO_VALUES: Final = (
@@ -82,22 +202,21 @@ _NO_VALUES: Final = (
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class ReadData(Compute):
+class ReadData(_Makes):
     """Run the user's step up to the inputs of the network, and send these."""
 
     source: DataSource
-    promised: list[Promise]
 
     def run(self) -> None:
         outputs = self.source.inputs(self.micro_batch)
         if any(isinstance(value, FakeTensor) for value in outputs.values()):
             raise GPPError(_NO_VALUES)
-        check_promises(outputs, self.promised, self.owner)
-        hand_out(outputs, self.outgoing, self.state.values, self.state.device.token)
+        self.check(outputs, self.owner)
+        self.hand_out(outputs)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class ComputeForward(Compute):
+class ComputeForward(_Makes):
     """Run a stage; in training, keep the state for the backward.
 
     `differentiable` names the outputs that will get gradients, `losses` those at which the backward starts; `saved` is
@@ -105,7 +224,6 @@ class ComputeForward(Compute):
     """
 
     forward: StageForward
-    promised: list[Promise]
     saved: Saved | None
     differentiable: tuple[str, ...]
     losses: tuple[str, ...]
@@ -113,8 +231,8 @@ class ComputeForward(Compute):
     def run(self) -> None:
         saved = self.saved
         outputs = self.forward(self._inputs(saved), self.micro_batch)
-        check_promises(outputs, self.promised, self.owner)
-        hand_out(outputs, self.outgoing, self.state.values, self.state.device.token)
+        self.check(outputs, self.owner)
+        self.hand_out(outputs)
         if saved is not None:
             self._save(saved, outputs)
 
@@ -130,7 +248,7 @@ class ComputeForward(Compute):
                 leaf = inputs[slot.name] = _as_received(tensor, border)
                 if saved is not None and slot.spec.requires_grad:
                     saved.leaves[slot.name] = leaf.requires_grad_()
-                    inputs[slot.name] = as_result(leaf)
+                    inputs[slot.name] = as_result(leaf, leaf.shape)
         return inputs
 
     def _save(self, saved: Saved, outputs: Mapping[str, Tensor]) -> None:
@@ -201,6 +319,11 @@ class ComputeGradients(Compute):
                     gradients[name] = gradients[name] + tensor if name in gradients else tensor
         return gradients
 
+    def _end(self) -> None:
+        """Hand out the gradients of the inputs; a leaf on which nothing depends has gradient zero."""
+        self.hand_out({name: _gradient(leaf) for name, leaf in self.saved.leaves.items()})
+        self.saved.clear()
+
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class ComputeBackward(ComputeGradients):
@@ -210,8 +333,7 @@ class ComputeBackward(ComputeGradients):
         roots, seeds = self._roots()
         if roots:
             torch.autograd.backward(roots, seeds, retain_graph=self.state.keeps_graphs)
-        _hand_out_gradients(self.saved.leaves, self.outgoing, self.state)
-        self.saved.clear()
+        self._end()
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -223,14 +345,7 @@ class ComputeInput(ComputeGradients):
     def run(self) -> None:
         roots, seeds = self._roots()
         self.split.input_gradients(roots, seeds, self.saved.leaves)
-        _hand_out_gradients(self.saved.leaves, self.outgoing, self.state)
-        self.saved.clear()
-
-
-def _hand_out_gradients(leaves: Mapping[str, Tensor], outgoing: Iterable[EdgeTensors], state: State) -> None:
-    """Cut the gradients of the inputs into messages; a leaf on which nothing depends has gradient zero."""
-    gradients = {name: _gradient(leaf) for name, leaf in leaves.items()}
-    hand_out(gradients, outgoing, state.values, state.device.token)
+        self._end()
 
 
 def _gradient(leaf: Tensor) -> Tensor:
@@ -250,24 +365,6 @@ def after(before: Operation, operation: Operation) -> Operation:
     def run() -> None:
         before()
         operation()
-
-    return run
-
-
-def with_weights(weights: WeightPolicy, action: Action, state: State, operation: Operation) -> Operation:
-    """An operation on the parameter values that the policy chooses."""
-    stage, number, final = action.stage, action.micro_batch, action.kind in (Kind.BACKWARD, Kind.INPUT)
-    enter, leave = (
-        (weights.enter_forward, weights.leave_forward)
-        if action.kind is Kind.FORWARD
-        else (weights.enter_backward, weights.leave_backward)
-    )
-
-    def run() -> None:
-        use = Use(stage, state.step, number, final)
-        enter(use)
-        operation()
-        leave(use)
 
     return run
 

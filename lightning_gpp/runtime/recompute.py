@@ -24,7 +24,6 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_gpp._compat.torch import buffers_of, version
 from lightning_gpp.errors import GPPError
-from lightning_gpp.runtime.boundary import check_promises, hand_out
 from lightning_gpp.runtime.operations import ComputeForward
 from lightning_gpp.runtime.weights.derived import unnoted
 
@@ -143,15 +142,15 @@ class RecomputedForward(ComputeForward):
         self.versions = {name: version(tensor) for name, tensor in self.inputs.items()}
         self.snapshot = self.modules.snapshot()
         outputs = self.forward(self.inputs, self.micro_batch)
-        check_promises(outputs, self.promised, self.owner)
-        hand_out(_without_graph(outputs), self.outgoing, self.state.values, self.state.device.token)
+        self.check(outputs, self.owner)
+        self.hand_out(_without_graph(outputs))
 
     def run_again(self) -> None:
         """Make the graph, with the random numbers, buffers and attributes of the first run, which stay untouched."""
         self._check_inputs()
         with self.modules.restored(self.snapshot):
             outputs = self.forward(self.inputs, self.micro_batch)
-        check_promises(outputs, self.promised, f"{self.owner}, recomputed,")
+        self.check(outputs, f"{self.owner}, recomputed,")
         self.clear()
         if self.saved is not None:
             self._save(self.saved, outputs)

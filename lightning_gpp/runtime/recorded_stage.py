@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from lightning_gpp._compat.torch import buffers_of, checkpoint_regions, parameters_of
+from lightning_gpp._compat.torch import as_result, buffers_of, checkpoint_regions, parameters_of
 from lightning_gpp.errors import GPPError
 from lightning_gpp.runtime.boundary import DTYPES
 from lightning_gpp.runtime.split import SplitBackward, Splitter
-from lightning_gpp.runtime.stage import MicroBatch, Recordable, Slot, StageWrapper, as_result
+from lightning_gpp.runtime.stage import MicroBatch, Recordable, Slot, StageWrapper
 from lightning_gpp.schedules.actions import Kind
 
 _PLAIN: Final = frozenset({bool, int, float, complex, str, bytes, type(None)})
@@ -134,13 +134,14 @@ class RecordedStage(StageWrapper):
     def _recorded_forward(self, recorder: Recorder) -> _Run:
         buffers: dict[str, Tensor] = {}
         leaves: dict[str, Tensor] = {}
+        values: dict[str, Tensor] = {}
         results: dict[str, Tensor] = {}
 
         def work() -> None:
             for name, slot in self._slots.items():
                 buffers[name] = recorder.buffer(slot.spec.sizes(self._num_samples), DTYPES[slot.spec.dtype])
-                leaves[name] = buffers[name].detach().requires_grad_(slot.spec.requires_grad)
-            values = {name: as_result(leaf) if leaf.requires_grad else leaf for name, leaf in leaves.items()}
+                leaf = leaves[name] = buffers[name].detach().requires_grad_(slot.spec.requires_grad)
+                values[name] = as_result(leaf, leaf.shape) if leaf.requires_grad else leaf
             with checkpoint_regions(_refuse_checkpoints, _leave):
                 results.update(self.stage.compute(values, self._num_samples))
 

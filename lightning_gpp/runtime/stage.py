@@ -6,9 +6,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Protocol, runtime_checkable
+from typing import Final, Protocol, runtime_checkable
 
-import torch
 from torch import Tensor, nn
 
 from lightning_gpp.graph import TensorSpec
@@ -94,22 +93,6 @@ class Recordable(StageModule, Protocol):
     ) -> dict[str, Tensor]:
         """The results of `compute` and of the user's step, on the step's stage."""
         ...
-
-
-def as_result(leaf: Tensor) -> Tensor:
-    """A received tensor as the result of a module, which may be changed in place, unlike a leaf and views of it."""
-    result: Tensor = _Result.apply(leaf)  # type: ignore[no-untyped-call]
-    return result
-
-
-class _Result(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, leaf: Tensor) -> Tensor:
-        return leaf.detach()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient
 
 
 @dataclass(slots=True, eq=False)

@@ -7,13 +7,10 @@ does. With several, an evaluation step can that calls no module with parameters.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from types import FunctionType
 from typing import Any
 
-import torch
 from torch import nn
 
 from lightning_gpp.capture.attributes import Attribute
@@ -24,83 +21,12 @@ from lightning_gpp.errors import PlanError
 from lightning_gpp.graph import Operator, OperatorGraph
 from lightning_gpp.plan import STEP, WHOLE, Plan, Stage
 from lightning_gpp.planning.assignment.assign import assign, crossing, make_plan
-from lightning_gpp.runtime.stage import DataSource, MicroBatch, Recordable, Slot, StageModule, StageWrapper
+from lightning_gpp.runtime.stage import DataSource, Slot, StageModule
 from lightning_gpp.slices import unsliced
 from lightning_gpp.stages.code import StageCode, variable
 from lightning_gpp.stages.slices import Slicer, repeated
-from lightning_gpp.stages.step import StepRunner
+from lightning_gpp.stages.step import CapturedStage, StepAlone, StepRunner
 from lightning_gpp.stages.user_step import UserStep, slots_of
-
-
-@dataclass(slots=True)
-class CapturedStage:
-    """Runs the source of a stage, followed by the user's step if the stage has it."""
-
-    code: FunctionType
-    source: str
-    uses_random: bool
-    parameters: tuple[str, ...]
-    buffers: tuple[str, ...]
-    parts: tuple[nn.Module, ...]
-    step: UserStep | None
-    frozen: Mapping[Attribute, Any]
-
-    @property
-    def states(self) -> tuple[str, ...]:
-        """The parameters and buffers that the stage uses."""
-        return (*self.parameters, *self.buffers)
-
-    def forward(self, values: Mapping[str, torch.Tensor], micro_batch: MicroBatch) -> dict[str, torch.Tensor]:
-        return self.with_step(micro_batch, values, self.compute(values, micro_batch.num_samples))
-
-    def compute(self, values: Mapping[str, torch.Tensor], num_samples: int) -> dict[str, torch.Tensor]:
-        """The results of the stage's modules."""
-        results: dict[str, torch.Tensor] = self.code(dict(values), num_samples)
-        return results
-
-    def with_step(
-        self, micro_batch: MicroBatch, values: Mapping[str, torch.Tensor], results: dict[str, torch.Tensor]
-    ) -> dict[str, torch.Tensor]:
-        """These results, and those of the user's step on the stage that has it."""
-        if self.step is None:
-            return results
-        return {**results, **self.step.run(micro_batch, {**values, **results})}
-
-
-@dataclass(slots=True, eq=False)
-class InContext(StageWrapper):
-    """A stage that computes inside a context, for example autocast; its backward runs outside, as torch recommends."""
-
-    context: Callable[[], AbstractContextManager[Any]]
-
-    def forward(self, values: Mapping[str, torch.Tensor], micro_batch: MicroBatch) -> dict[str, torch.Tensor]:
-        """The wrapped stage's results, computed inside the context."""
-        with self.context():
-            return self.stage.forward(values, micro_batch)
-
-
-@dataclass(slots=True, eq=False)
-class RecordableInContext(InContext):
-    """A recordable stage that computes inside a context."""
-
-    stage: Recordable
-
-    def compute(self, values: Mapping[str, torch.Tensor], num_samples: int) -> dict[str, torch.Tensor]:
-        """The results of the wrapped stage's modules, computed inside the context."""
-        with self.context():
-            return self.stage.compute(values, num_samples)
-
-    def with_step(
-        self, micro_batch: MicroBatch, values: Mapping[str, torch.Tensor], results: dict[str, torch.Tensor]
-    ) -> dict[str, torch.Tensor]:
-        """The wrapped stage's results with the user's step, which runs inside the context."""
-        with self.context():
-            return self.stage.with_step(micro_batch, values, results)
-
-
-def in_context(stage: StageModule, context: Callable[[], AbstractContextManager[Any]]) -> InContext:
-    """A stage that computes inside a context, recordable if it is."""
-    return RecordableInContext(stage, context) if isinstance(stage, Recordable) else InContext(stage, context)
 
 
 @dataclass(frozen=True, slots=True)
@@ -337,16 +263,3 @@ def _alone(captured: Undivided, module: nn.Module) -> Pipeline:
         step=step,
         source=step,
     )
-
-
-@dataclass(slots=True)
-class StepAlone:
-    """Runs the user's step with its modules."""
-
-    step: StepRunner
-    parts: tuple[nn.Module, ...]
-    uses_random: bool = True
-
-    def forward(self, values: Mapping[str, torch.Tensor], micro_batch: MicroBatch) -> dict[str, torch.Tensor]:
-        """The loss of a mini-batch, in training."""
-        return self.step.finish(micro_batch, self.step.whole(micro_batch))

@@ -1,23 +1,25 @@
-"""The user's step at run time, on micro-batches of open mini-batches."""
+"""What a built pipeline runs: the user's step on micro-batches of open mini-batches, and the stages around it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from types import FunctionType
 from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from lightning_gpp._compat.torch import pytree
+from lightning_gpp._compat.torch import COMPILED_IN_PLACE, pytree
+from lightning_gpp.capture.attributes import Attribute
 from lightning_gpp.capture.batch import UNCOUNTED, BatchDims, Samples, device_of, samples_in
 from lightning_gpp.capture.captured import loss_of
 from lightning_gpp.capture.items import are_plain
 from lightning_gpp.errors import CaptureError
 from lightning_gpp.runtime.random import seed_streams, undisturbed
-from lightning_gpp.runtime.stage import LOSS, MicroBatch
+from lightning_gpp.runtime.stage import LOSS, MicroBatch, Recordable, StageModule, StageWrapper
 from lightning_gpp.stages.counts import Counted, scaled, share
 
 
@@ -43,17 +45,9 @@ class Invocation:
         with self.around(num_samples, share):
             return self.function(samples, *self.rest)
 
-    def weighed(self, output: Any, num_samples: int, share: float) -> Any:
-        """A training step's output with the loss as a mean over samples."""
-        factor = 1 / num_samples if self.sums else share / num_samples
-        return output if factor == 1 else _scaled(output, factor)
-
-
-def _scaled(output: Any, factor: float) -> Any:
-    """A step's output with another loss."""
-    if isinstance(output, torch.Tensor):
-        return scaled(output, factor)
-    return {**output, "loss": scaled(output["loss"], factor)} if isinstance(output, Mapping) else output
+    def factor(self, num_samples: int, share: float) -> float:
+        """The factor that makes the loss of a training step a mean over samples."""
+        return 1 / num_samples if self.sums else share / num_samples
 
 
 @dataclass(slots=True, kw_only=True)
@@ -172,21 +166,25 @@ class StepRunner:
         """Drop one mini-batch; returns the outputs of the step on its micro-batches."""
         return self._open.pop(lane).outputs
 
-    def inputs(self, micro_batch: MicroBatch) -> dict[str, torch.Tensor]:
+    def inputs(self, micro_batch: MicroBatch) -> dict[str, Tensor]:
         """Run the step up to its network calls, and return their tensors by slot name."""
         raise TypeError(f"{type(self).__name__} does not compute the inputs of the network.")
 
+    def run(self, micro_batch: MicroBatch, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Run the step, with what other stages have computed for it. Returns `{LOSS: loss}` in training."""
+        return self.finish(micro_batch, self.call(micro_batch))
+
     def whole(self, micro_batch: MicroBatch) -> Any:
         """Run the unsplit step with its modules and return its result. Draws the same random numbers."""
-        self.start_streams(micro_batch)
-        return self.call(micro_batch, copied=self.changes_batch)
+        output = self.call(micro_batch, copied=self.changes_batch)
+        return self._weighed(micro_batch, output)[0] if self.returns_loss else output
 
     @property
     def changes_batch(self) -> bool:
         """True if the step changes tensors of its mini-batch in place."""
         return False
 
-    def finish(self, micro_batch: MicroBatch, output: Any) -> dict[str, torch.Tensor]:
+    def finish(self, micro_batch: MicroBatch, output: Any) -> dict[str, Tensor]:
         """Record what the step returned; returns `{LOSS: loss}` in training.
 
         In training without its graph, which even after its backward holds the inputs of the stage and their gradients.
@@ -195,30 +193,181 @@ class StepRunner:
         if not self.returns_loss:
             outputs.append((micro_batch, output))
             return {}
-        kept = dict(output) if isinstance(output, Mapping) else output
-        outputs.append((micro_batch, pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, kept)))
-        return {LOSS: loss_of(output)}
+        output, loss = self._weighed(micro_batch, output)
+        outputs.append((micro_batch, pytree.tree_map_only(Tensor, Tensor.detach, output)))
+        return {LOSS: loss}
+
+    def _weighed(self, micro_batch: MicroBatch, output: Any) -> tuple[Any, Tensor]:
+        """A training step's output with the loss as a mean over samples, and that loss."""
+        loss = output if isinstance(output, Tensor) and output.numel() == 1 else loss_of(output)
+        invocation, share = self._open[micro_batch.lane].invocation, self.share(micro_batch)
+        factor = invocation.factor(micro_batch.num_samples, share)
+        loss = loss if factor == 1 else scaled(loss, factor)
+        return ({**output, "loss": loss} if isinstance(output, Mapping) else loss), loss
 
     def call(self, micro_batch: MicroBatch, *, copied: bool = False) -> Any:
-        """Run the step, on copies of the samples if it may not change them."""
+        """Run the step, on copies of the samples if it may not change them, with random streams of its own.
+
+        They are the same in the source and in the step.
+        """
         if micro_batch.lane not in self._open:
             raise CaptureError("The user's step was asked to run without a batch; call begin() first.")
         entry = self._open[micro_batch.lane]
+        seed_streams((entry.seed * 1_000_003 + micro_batch.index) % (1 << 63))
         samples, lists = entry.samples.part(micro_batch.start, micro_batch.stop)
         self._lists = {id(items): items for items in lists if are_plain(items)}
         if copied:
-            samples = pytree.tree_map_only(torch.Tensor, _copy, samples)
-        number, counting = micro_batch.num_samples, self.share(micro_batch)
-        output = entry.invocation(samples, number, counting)
-        return entry.invocation.weighed(output, number, counting) if self.returns_loss else output
+            samples = pytree.tree_map_only(Tensor, _copy, samples)
+        return entry.invocation(samples, micro_batch.num_samples, self.share(micro_batch))
 
     def _is_list(self, value: Any) -> bool:
         return id(value) in self._lists
 
-    def start_streams(self, micro_batch: MicroBatch) -> None:
-        """Start the step's own random streams, the same for the source and the step."""
-        seed_streams((self._open[micro_batch.lane].seed * 1_000_003 + micro_batch.index) % (1 << 63))
 
-
-def _copy(tensor: torch.Tensor) -> torch.Tensor:
+def _copy(tensor: Tensor) -> Tensor:
     return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+
+Answer = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]
+
+
+class _Call:
+    """The call of a module that is answered. Copies and pickles of the module have none, so they call themselves."""
+
+    answer: Answer
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.answer(self.module, args, kwargs)
+
+    def __reduce__(self) -> Any:
+        return type(None), ()
+
+
+class Answers:
+    """Answers calls of modules, wherever they are called from."""
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._calls = [_Call(module) for module in modules]
+        self._own: list[Any] | None = None
+
+    @contextmanager
+    def given(self, answer: Answer) -> Iterator[None]:
+        """Inside, a call returns `answer(module, args, kwargs)`."""
+        for call in self._calls:
+            call.answer = answer
+        self._attach()
+        try:
+            yield
+        finally:
+            self._detach()
+            for call in self._calls:
+                del call.answer
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Inside `given`, modules are called as usual for a while; elsewhere, nothing changes."""
+        active = self._own is not None
+        self._detach()
+        try:
+            yield
+        finally:
+            if active:
+                self._attach()
+
+    def _attach(self) -> None:
+        self._own = [vars(call.module).get(COMPILED_IN_PLACE) for call in self._calls]
+        for call in self._calls:
+            vars(call.module)[COMPILED_IN_PLACE] = call
+
+    def _detach(self) -> None:
+        for call, own in zip(self._calls, self._own or (), strict=self._own is not None):
+            del vars(call.module)[COMPILED_IN_PLACE]
+            vars(call.module).update({} if own is None else {COMPILED_IN_PLACE: own})
+        self._own = None
+
+
+@dataclass(slots=True)
+class CapturedStage:
+    """Runs the source of a stage, followed by the user's step if the stage has it."""
+
+    code: FunctionType
+    source: str
+    uses_random: bool
+    parameters: tuple[str, ...]
+    buffers: tuple[str, ...]
+    parts: tuple[nn.Module, ...]
+    step: StepRunner | None
+    frozen: Mapping[Attribute, Any]
+
+    @property
+    def states(self) -> tuple[str, ...]:
+        """The parameters and buffers that the stage uses."""
+        return (*self.parameters, *self.buffers)
+
+    def forward(self, values: Mapping[str, Tensor], micro_batch: MicroBatch) -> dict[str, Tensor]:
+        return self.with_step(micro_batch, values, self.compute(values, micro_batch.num_samples))
+
+    def compute(self, values: Mapping[str, Tensor], num_samples: int) -> dict[str, Tensor]:
+        """The results of the stage's modules."""
+        results: dict[str, Tensor] = self.code(dict(values), num_samples)
+        return results
+
+    def with_step(
+        self, micro_batch: MicroBatch, values: Mapping[str, Tensor], results: dict[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """These results, and those of the user's step on the stage that has it."""
+        if self.step is None:
+            return results
+        return {**results, **self.step.run(micro_batch, {**values, **results})}
+
+
+@dataclass(slots=True, eq=False)
+class InContext(StageWrapper):
+    """A stage that computes inside a context, for example autocast; its backward runs outside, as torch recommends."""
+
+    context: Callable[[], AbstractContextManager[Any]]
+
+    def forward(self, values: Mapping[str, Tensor], micro_batch: MicroBatch) -> dict[str, Tensor]:
+        """The wrapped stage's results, computed inside the context."""
+        with self.context():
+            return self.stage.forward(values, micro_batch)
+
+
+@dataclass(slots=True, eq=False)
+class RecordableInContext(InContext):
+    """A recordable stage that computes inside a context."""
+
+    stage: Recordable
+
+    def compute(self, values: Mapping[str, Tensor], num_samples: int) -> dict[str, Tensor]:
+        """The results of the wrapped stage's modules, computed inside the context."""
+        with self.context():
+            return self.stage.compute(values, num_samples)
+
+    def with_step(
+        self, micro_batch: MicroBatch, values: Mapping[str, Tensor], results: dict[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """The wrapped stage's results with the user's step, which runs inside the context."""
+        with self.context():
+            return self.stage.with_step(micro_batch, values, results)
+
+
+def in_context(stage: StageModule, context: Callable[[], AbstractContextManager[Any]]) -> InContext:
+    """A stage that computes inside a context, recordable if it is."""
+    return RecordableInContext(stage, context) if isinstance(stage, Recordable) else InContext(stage, context)
+
+
+@dataclass(slots=True)
+class StepAlone:
+    """Runs the user's step with its modules."""
+
+    step: StepRunner
+    parts: tuple[nn.Module, ...]
+    uses_random: bool = True
+
+    def forward(self, values: Mapping[str, Tensor], micro_batch: MicroBatch) -> dict[str, Tensor]:
+        """The loss of a mini-batch, in training."""
+        return self.step.run(micro_batch, values)

@@ -21,9 +21,9 @@ from lightning_gpp.capture.refusal import refusal
 from lightning_gpp.errors import CaptureError, ShapeError
 from lightning_gpp.graph import TensorSpec
 from lightning_gpp.runtime.stage import MicroBatch
-from lightning_gpp.stages.answers import Holes, answered
 from lightning_gpp.stages.code import variable
-from lightning_gpp.stages.step import StepRunner
+from lightning_gpp.stages.holes import Holes
+from lightning_gpp.stages.step import Answers, StepRunner
 from lightning_gpp.wording import named
 
 _WHOLE: Final = "let the step run as a whole (strategy.step=whole), in which calls may differ from step to step"
@@ -49,6 +49,7 @@ class UserStep(StepRunner):
         self._calls = self.network.network_calls()
         self._modules = {call.path: self.module.get_submodule(call.path) for call in self._calls}
         self._paths = {id(module): path for path, module in self._modules.items()}
+        self._answers, self._called = Answers(self._modules.values()), 0
         self._mixes = len(self._calls) > 1
         changed = self.network.recording.changed_before_the_end()
         self._changed = [tensor_named(self.module, name) for name in changed]
@@ -111,18 +112,18 @@ class UserStep(StepRunner):
         found: dict[str, torch.Tensor] = {}
         holes = self._holes(micro_batch)
 
-        def answer(number: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            call = self._expect(number, module)
+        def answer(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            number, call = self._next(module)
             self._take(found, call, number, args, kwargs)
             if number == len(self._calls) - 1:
                 raise Stopped
             return self._result(call, lambda ref: self._hole(ref, micro_batch.num_samples, holes))
 
-        self.start_streams(micro_batch)
+        self._called = 0
         key = micro_batch.lane, micro_batch.index
         with (
             without_effects(self._of_step, self._changed, self._inside),
-            answered(self._modules, answer),
+            self._answers.given(answer),
             torch.set_grad_enabled(self.returns_loss),
         ):
             try:
@@ -162,8 +163,10 @@ class UserStep(StepRunner):
         """
         return refusal(call.line, reason, remedy if self.opened else f"{remedy}; or {_WHOLE}")
 
-    def _expect(self, number: int, module: nn.Module) -> ModuleCall:
-        path = self._paths[id(module)]
+    def _next(self, module: nn.Module) -> tuple[int, ModuleCall]:
+        """The number of a call of the step, and what it was when the step was captured."""
+        path, number = self._paths[id(module)], self._called
+        self._called += 1
         if number >= len(self._calls) or self._calls[number].path != path:
             wanted = self._calls[number].path if number < len(self._calls) else "nothing"
             raise self._other(
@@ -171,7 +174,7 @@ class UserStep(StepRunner):
                 f"the step calls {named(path)} where it called {wanted!r} when it was captured",
                 "let the step call the same modules in the same order for every batch",
             )
-        return self._calls[number]
+        return number, self._calls[number]
 
     def _take(
         self,
@@ -254,13 +257,13 @@ class UserStep(StepRunner):
         key = micro_batch.lane, micro_batch.index
         first = self._first.pop(key, {}) if self._first else {}
 
-        def answer(number: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            call = self._expect(number, module)
+        def answer(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            number, call = self._next(module)
             self._check_again(first, call, number, pytree.tree_leaves((args, kwargs)) if first else [])
             return self._result(call, value)
 
-        self.start_streams(micro_batch)
-        with answered(self._modules, answer), holes or nullcontext():
+        self._called = 0
+        with self._answers.given(answer), holes or nullcontext():
             output = self.call(micro_batch)
         return self.finish(micro_batch, output)
 

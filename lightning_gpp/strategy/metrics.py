@@ -45,7 +45,9 @@ class MetricStates:
         """Change how metrics synchronise. It stays so after the run, when ranks still have the same states."""
         for path, metric in self._metrics().items():
             own, gather = _own(metric.distributed_available_fn), _own(metric.dist_sync_fn)
-            metric.distributed_available_fn = _InRun.of(partial(self._is_available, path, metric, own), own)
+            several = own if self.control.num_pipelines > 1 else bool  # returns False: there is nobody else
+            behind = partial(self._is_available, path, metric, several)
+            metric.distributed_available_fn = _InRun.of(several if self.control.runs_step else behind, own)
             metric.dist_sync_fn = _InRun.of(partial(self._gather, gather or gather_all_tensors), gather)
 
     def _is_available(self, path: str, metric: Metric, own: Callable[[], bool]) -> bool:
@@ -61,7 +63,7 @@ class MetricStates:
                 "(self.log(name, metric)), or compute it in the step, at the end of the epoch, or under "
                 "`if trainer.is_global_zero`."
             )
-        return self.control.num_pipelines > 1 and own()
+        return own()
 
     def _gather(self, gather: Callable[..., Any], value: Tensor, group: object = None) -> Any:
         return gather(value, group=self.control.mesh.replica_group)

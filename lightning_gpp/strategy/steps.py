@@ -1,4 +1,4 @@
-"""Lightning's steps on an engine: their arguments, results and logs."""
+"""Lightning's steps on an engine: their arguments, results, logs and gradients."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.data import extract_batch_size
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
 from lightning_gpp.capture.attributes import Attribute, dotted
-from lightning_gpp.errors import GPPError
+from lightning_gpp.errors import ConfigError, GPPError
 from lightning_gpp.strategy.batch_readers import RESULT, BatchReaders, packed
 from lightning_gpp.strategy.checks import facts_of_trainer
 from lightning_gpp.strategy.data import Placeholder
 from lightning_gpp.strategy.logs import LogRecorder, exchange, replay
 from lightning_gpp.strategy.metrics import MetricStates
-from lightning_gpp.strategy.optimization import StepGradients, stand_ins
+from lightning_gpp.strategy.optimization import stand_ins
 from lightning_gpp.training.control import Control
 from lightning_gpp.training.data.incoming import Incoming
 from lightning_gpp.training.engine import Engine
@@ -111,6 +112,82 @@ class LightningHost(Host):
 
     def inform(self, text: str) -> None:
         rank_zero_info(spoken(text))
+
+
+def once(closure: Callable[[], Any]) -> Callable[[], Any]:
+    """The closure, which raises ConfigError when it is called again."""
+    calls = 0
+
+    def called() -> Any:
+        nonlocal calls
+        calls += 1
+        if calls > 1:
+            raise ConfigError(
+                "The optimizer called its closure more than once in one step. Optimizers that evaluate the model "
+                "repeatedly (L-BFGS, sharpness-aware minimisation) use norms over all parameters, of which every rank "
+                "has only its own. Use one that needs a single evaluation, or take these steps by hand, in manual "
+                "optimization, with self.trainer.strategy.grad_norm()."
+            )
+        return closure()
+
+    return called
+
+
+class StepGradients:
+    """Puts the gradients that a pipelined step computes aside until the backward that Lightning calls.
+
+    Between the two Lightning zeroes the gradients from before, and calls the hooks on them.
+
+    Args:
+        trainer: of the run.
+    """
+
+    def __init__(self, trainer: pl.Trainer) -> None:
+        self._trainer = trainer
+        self._seen: bool | None = None
+        self._aside: list[tuple[Tensor, Tensor | None]] = []
+
+    @contextmanager
+    def computed(self) -> Iterator[None]:
+        """Inside, a step computes gradients; those of several mini-batches of an optimizer step are summed."""
+        trainer = self._trainer
+        if trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches:
+            yield
+            return
+        parameters = [each for group in trainer.optimizers[0].param_groups for each in group["params"]]
+        self._seen = self._are_seen() if self._seen is None else self._seen
+        before = [parameter.grad if self._seen else None for parameter in parameters]
+        for parameter in parameters:
+            parameter.grad = None
+        yield
+        self._aside = [(parameter, parameter.grad) for parameter in parameters]
+        for parameter, gradient in zip(parameters, before, strict=True):
+            parameter.grad = gradient
+
+    def _are_seen(self) -> bool:
+        """True if a hook finds the gradients that are zeroed; otherwise those from before need no memory."""
+        module: Any = self._trainer.lightning_module
+        callbacks: Any = self._trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
+        by_callbacks = any(is_overridden("on_before_zero_grad", each, parent=pl.Callback) for each in callbacks)
+        hooks = "on_before_zero_grad", "optimizer_zero_grad"
+        return by_callbacks or any(is_overridden(name, module) for name in hooks)
+
+    def give_back(self) -> None:
+        """Let the parameters have the gradients of the step.
+
+        Raises:
+            ConfigError: a hook of the module has not zeroed the others.
+        """
+        for parameter, gradient in self._aside:
+            if parameter.grad is not None and not parameter.is_meta and bool(parameter.grad.any()):
+                raise ConfigError(
+                    f"{type(self._trainer.lightning_module).__name__}.optimizer_zero_grad has left gradients, to which "
+                    "those of the next mini-batch would be added. Zero all of them, and sum over mini-batches by "
+                    "trainer.accumulate_grad_batches."
+                )
+            if gradient is not None:
+                parameter.grad = gradient
+        self._aside = []
 
 
 class Steps:

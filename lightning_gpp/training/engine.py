@@ -78,6 +78,7 @@ class Engine(DividedStates):
         self.job, self._layout, self._incoming = sessions.job, sessions.layout, sessions.incoming
         self.module, self.control, self.device = self.job.module, self.job.control, self.job.device
         self.machine, self.num_steps = machine, num_steps
+        self._peers = self.control.mesh.peers()
         self._door = Door(self.job, self._layout)
         install(self._door)
         self._runner = Runner(sessions, lambda: [index.optimizer for index in self._indices])
@@ -277,7 +278,7 @@ class Engine(DividedStates):
         weight = scale / accumulated
         if not self._runner.sums:
             weight /= self._incoming.batch_size * self.control.num_pipelines
-        with self.control.mesh.peers():
+        with self._peers:
             outputs = self._runner.train(arguments, weight, accumulated, self.num_steps)
         if self._finite is not None:
             self._finite.note(losses_of(outputs))
@@ -315,7 +316,7 @@ class Engine(DividedStates):
 
     def run(self, step: str, arguments: Sequence[Any]) -> Any:
         """Run an evaluation step on the announced mini-batch. Returns its result where it ran."""
-        with self.control.mesh.peers():
+        with self._peers:
             return self.evaluation.run(step, arguments)
 
     @property

@@ -10,6 +10,7 @@ from __future__ import annotations
 import pickle
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
+from copy import copy
 from dataclasses import dataclass, is_dataclass
 from operator import is_
 from typing import Any, Final
@@ -186,7 +187,7 @@ def _mark(value: Any, depth: int = 0) -> Any:
         return copy_of(value)
     if len(value) > MOST_ITEMS:
         return len(value), None, []
-    return len(value), copy_of(value), [_mark(each, depth + 1) for each in _inside(value, depth)]
+    return len(value), copy(value), [_mark(each, depth + 1) for each in _inside(value, depth)]
 
 
 def _inside(container: Any, depth: int) -> list[Any]:
@@ -201,9 +202,16 @@ def _is_same(mark: Any, now: Any, depth: int = 0) -> bool:
     if isinstance(now, np.ndarray):
         return mark is None or same_contents(mark, now)
     length, copied, marks = mark
-    if length != len(now) or (copied is not None and not same_contents(copied, now)):
+    if length != len(now) or not (copied is None or _are_kept(copied, now) or same_contents(copied, now)):
         return False
     return all(_is_same(each, other, depth + 1) for each, other in zip(marks, _inside(now, depth), strict=False))
+
+
+def _are_kept(copied: Any, now: Any) -> bool:
+    """True if a container has the very items of its copy: in most steps nothing changes, and nothing is compared."""
+    if isinstance(copied, dict) and not all(map(is_, copied.values(), now.values())):
+        return False
+    return all(map(is_, copied, now))
 
 
 def _is_told(value: Any) -> bool:

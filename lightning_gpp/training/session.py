@@ -27,9 +27,9 @@ from lightning_gpp.schedules import Program, compile_program
 from lightning_gpp.schedules.actions import COLLECTIVES
 from lightning_gpp.schedules.continuous import streaming_program
 from lightning_gpp.stages import Pipeline, build
-from lightning_gpp.stages.build import Captured, InContext, in_context
+from lightning_gpp.stages.build import Captured
 from lightning_gpp.stages.counts import shares_of
-from lightning_gpp.stages.step import Invocation, StepRunner
+from lightning_gpp.stages.step import InContext, Invocation, StepRunner, in_context
 from lightning_gpp.training.data.batches import flushed_if_need_be
 from lightning_gpp.training.host import TRAINING
 from lightning_gpp.training.tensors.parameters import Placement

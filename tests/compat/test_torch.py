@@ -21,11 +21,11 @@ from lightning_gpp._compat.torch import (
     COMPILED_IN_PLACE,
     FLASH_ATTENTION_FOR_CPU,
     BatchNorm,
+    DefaultGroup,
     FakeTensor,
     FakeTensorMode,
     TorchDispatchMode,
     buffers_of,
-    default_group,
     default_store,
     fake_mode,
     forget_division,
@@ -340,11 +340,11 @@ def test_forget_division() -> None:
         parallelize_module(module, mesh, ColwiseParallel())
 
 
-def test_default_group(tmp_path: Path) -> None:
+def test_a_default_group_of_one_thread(tmp_path: Path) -> None:
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
         everyone, other, seen = dist.group.WORLD, dist.new_group([0]), list[Any]()
-        with default_group(other):
+        with DefaultGroup(other):
             thread = threading.Thread(target=lambda: seen.append(dist.group.WORLD))
             thread.start()
             thread.join()

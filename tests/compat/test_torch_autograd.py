@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_gpp._compat.torch import (
     accumulator_of,
+    as_result,
     autograd_function_calls,
     check_gradients_by,
     check_gradients_plainly,
@@ -57,6 +58,15 @@ def test_accumulator_of() -> None:
     leaf = torch.zeros(2, requires_grad=True)
     assert accumulator_of(leaf).name().endswith("AccumulateGrad")
     assert accumulator_of(leaf) is (leaf * 2).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+
+
+def test_as_result_may_change_in_place() -> None:
+    leaf = torch.ones(2, requires_grad=True)
+    result = as_result(leaf, leaf.shape)
+    assert result.data_ptr() == leaf.data_ptr()
+    result.mul_(3).sum().backward()
+    assert leaf.grad is not None
+    assert leaf.grad.tolist() == [3, 3]
 
 
 def test_will_run() -> None:

@@ -27,7 +27,7 @@ from lightning_gpp.runtime.sharding import ShardedStages
 from lightning_gpp.schedules import Program, compile_program, schedule_names
 from lightning_gpp.schedules.registry import method_of
 from lightning_gpp.stages import build
-from lightning_gpp.stages.build import InContext
+from lightning_gpp.stages.step import InContext
 from tests.parity.shapes import MODELS, data, made
 
 NUM_PROCESSES = 4

@@ -21,7 +21,7 @@ from lightning_gpp.runtime import LOSS, Executor, MicroBatch, RandomStreams
 from lightning_gpp.runtime.recompute import SMALL, ModuleState
 from lightning_gpp.schedules import compile_program
 from lightning_gpp.stages import build
-from lightning_gpp.stages.build import InContext
+from lightning_gpp.stages.step import InContext
 from tests.runtime.stages import Mixer
 from tests.runtime.test_executor import Altered, NoTransport, executor_of, one_device
 from tests.strategies import rerunning

@@ -22,7 +22,7 @@ from lightning_gpp.runtime.recorded import MOST, WARM, Recording
 from lightning_gpp.runtime.recorded_stage import Recorder
 from lightning_gpp.schedules import compile_program
 from lightning_gpp.stages import build
-from lightning_gpp.stages.build import in_context
+from lightning_gpp.stages.step import in_context
 from tests.runtime.tape import Tape
 from tests.runtime.test_executor import NoTransport
 

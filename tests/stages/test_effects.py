@@ -14,7 +14,7 @@ from lightning_gpp.capture.kept import kept_by, without_effects
 from lightning_gpp.errors import CaptureError
 from lightning_gpp.runtime.stage import MicroBatch
 from lightning_gpp.stages import build
-from lightning_gpp.stages.answers import answered
+from lightning_gpp.stages.step import Answers
 from tests.stages.inprocess import chain_of, split_gradients
 
 
@@ -114,7 +114,7 @@ def test_a_graph_that_has_saved_a_buffer_stays_valid() -> None:
 
 def test_parts_of_a_container_whose_calls_are_answered_are_called_themselves() -> None:
     net, x = nn.Sequential(nn.Linear(2, 2), nn.Tanh()), torch.ones(1, 2)
-    with answered({"net": net}, lambda *_: "answer"):
+    with Answers([net]).given(lambda *_: "answer"):
         assert net(x) == "answer"
         assert torch.equal(net[:1](x), net[0](x))
     assert torch.equal(net(x), net[0](x).tanh())

@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Final, NamedTuple, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple, TypeVar, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
@@ -20,9 +20,12 @@ from torch.optim import Optimizer
 from lightning_gpp._compat.torch import kept_version_counters
 from lightning_gpp.errors import ConfigError
 from lightning_gpp.registry import Registry
-from lightning_gpp.schedules.actions import Action
+from lightning_gpp.schedules.actions import Action, Kind
 from lightning_gpp.schedules.continuous import delays_of, forwards_ahead
 from lightning_gpp.schedules.program import Program
+
+if TYPE_CHECKING:
+    from lightning_gpp.runtime.operations import Operation, State
 
 
 class Use(NamedTuple):
@@ -250,6 +253,24 @@ def _entry(program: Program, ahead: Mapping[Action, int]) -> dict[tuple[int, int
         for stage in range(len(plan.stages))
         for number, (start, stop) in enumerate(plan.intervals(stage, program.batch_size))
     }
+
+
+def with_weights(weights: WeightPolicy, action: Action, state: State, operation: Operation) -> Operation:
+    """An operation on the parameter values that the policy chooses."""
+    stage, number, final = action.stage, action.micro_batch, action.kind in (Kind.BACKWARD, Kind.INPUT)
+    enter, leave = (
+        (weights.enter_forward, weights.leave_forward)
+        if action.kind is Kind.FORWARD
+        else (weights.enter_backward, weights.leave_backward)
+    )
+
+    def run() -> None:
+        use = Use(stage, state.step, number, final)
+        enter(use)
+        operation()
+        leave(use)
+
+    return run
 
 
 @contextmanager

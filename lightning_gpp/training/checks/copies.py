@@ -24,7 +24,7 @@ from lightning_gpp.capture.record import step_arguments
 from lightning_gpp.capture.recording import CallArguments
 from lightning_gpp.errors import CaptureError, ShapeError
 from lightning_gpp.runtime.random import Neutral, undisturbed
-from lightning_gpp.stages.answers import Answers
+from lightning_gpp.stages.step import Answers
 from lightning_gpp.training.host import TRAINING, Job
 from lightning_gpp.training.tensors.foreign import Whereabouts, foreign_like
 from lightning_gpp.training.tensors.parameters import flatten, tensors_of, with_values
@@ -98,8 +98,8 @@ def given_arguments(job: Job, found: StepCalls, batch: Any) -> dict[str, CallArg
         with answers.suspended():
             return module(*args, **kwargs)
 
-    answers, method = Answers(map(copied.get_submodule, found.arguments), answer), getattr(copied, TRAINING)
-    with unnoticed(job), torch.enable_grad(), answers.given(), job.host.context(TRAINING)():
+    answers, method = Answers(map(copied.get_submodule, found.arguments)), getattr(copied, TRAINING)
+    with unnoticed(job), torch.enable_grad(), answers.given(answer), job.host.context(TRAINING)():
         method(_kept(known_to_pytree(batch)), *step_arguments(method, 0))
     if missing := found.arguments.keys() - given.keys():
         raise CaptureError(f"the step does not call {sorted(missing)} for this mini-batch")

@@ -25,7 +25,7 @@ from lightning_gpp._compat.torch import HookTables, buffers_of, forget_division,
 from lightning_gpp.capture.isolate import private_copy
 from lightning_gpp.errors import ConfigError
 from lightning_gpp.runtime.stage import StageModule
-from lightning_gpp.stages.build import InContext
+from lightning_gpp.stages.step import InContext
 from lightning_gpp.training.control import Control
 from lightning_gpp.training.tensors.foreign import Foreign
 from lightning_gpp.training.tensors.parameters import (

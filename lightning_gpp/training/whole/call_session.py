@@ -26,8 +26,7 @@ from lightning_gpp.runtime.random import RandomStreams
 from lightning_gpp.schedules import compile_program
 from lightning_gpp.slices import unsliced
 from lightning_gpp.stages import build
-from lightning_gpp.stages.build import InContext
-from lightning_gpp.stages.step import Invocation
+from lightning_gpp.stages.step import InContext, Invocation
 from lightning_gpp.training.control import Mirror
 from lightning_gpp.training.host import TRAINING
 from lightning_gpp.training.session import check_placement

@@ -26,7 +26,7 @@ from lightning_gpp.capture.attributes import is_plain
 from lightning_gpp.capture.calls import call_batch, capture_calls, samples_of_call
 from lightning_gpp.errors import CaptureError, GPPError
 from lightning_gpp.runtime.random import RandomStreams, undisturbed
-from lightning_gpp.stages.answers import Answers
+from lightning_gpp.stages.step import Answers
 from lightning_gpp.training.control import Mirror
 from lightning_gpp.training.data.batches import SessionCache, outline, signature
 from lightning_gpp.training.data.incoming import FrozenAttributes
@@ -67,7 +67,7 @@ class NetworkCalls:
             self._accumulator = accumulator_of(self._token)
         self._paths = dict(self._divided())
         parts = [job.module.get_submodule(path) for path in self._paths.values()]
-        self._answers = Answers(parts, self._answer)
+        self._answers = Answers(parts)
         self._step = self._number = 0
         self._otherwise: Otherwise | None = None
 
@@ -84,7 +84,7 @@ class NetworkCalls:
     def answered(self, step: int, otherwise: Otherwise | None = None) -> Iterator[None]:
         """Inside, network calls are pipelined. `step` numbers the mini-batch; `otherwise` is for those with objects."""
         self._step, self._number, self._otherwise = step, 0, otherwise
-        with self._answers.given():
+        with self._answers.given(self._answer):
             yield
 
     def _answer(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -1,89 +1,17 @@
-"""The step gets this instead of what stages compute: answers to its calls of modules, and holes.
-
-Holes are tensors without memory, in place of values of other devices while the step looks for its stages' inputs.
-"""
+"""Holes: tensors without memory, in place of values of other devices while the step looks for its stages' inputs."""
 
 from __future__ import annotations
 
 import functools
-import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any, Final
 
 import torch
-from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from lightning_gpp._compat.torch import COMPILED_IN_PLACE, autograd_function_calls, pytree, version
+from lightning_gpp._compat.torch import autograd_function_calls, pytree, version
 from lightning_gpp.capture.recording import target_of, target_of_apply
-
-Answer = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]
-CallHandler = Callable[[int, nn.Module, tuple[Any, ...], dict[str, Any]], Any]
-
-
-class _Call:
-    """The call of a module that is answered. Copies and pickles of the module have none, so they call themselves."""
-
-    def __init__(self, module: nn.Module, answer: Answer) -> None:
-        self._module, self._answer = module, answer
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._answer(self._module, args, kwargs)
-
-    def __reduce__(self) -> Any:
-        return type(None), ()
-
-
-class Answers:
-    """Answers calls of modules, wherever they are called from.
-
-    Args:
-        modules: the modules.
-        answer: returns the result of a call from the module and its arguments.
-    """
-
-    def __init__(self, modules: Iterable[nn.Module], answer: Answer) -> None:
-        self._modules = list(modules)
-        self._calls = [_Call(module, answer) for module in self._modules]
-        self._own: list[Any] | None = None
-
-    @contextmanager
-    def given(self) -> Iterator[None]:
-        """Inside, calls are answered."""
-        self._attach()
-        try:
-            yield
-        finally:
-            self._detach()
-
-    @contextmanager
-    def suspended(self) -> Iterator[None]:
-        """Inside `given`, modules are called as usual for a while; elsewhere, nothing changes."""
-        active = self._own is not None
-        self._detach()
-        try:
-            yield
-        finally:
-            if active:
-                self._attach()
-
-    def _attach(self) -> None:
-        self._own = [vars(module).get(COMPILED_IN_PLACE) for module in self._modules]
-        for module, call in zip(self._modules, self._calls, strict=True):
-            vars(module)[COMPILED_IN_PLACE] = call
-
-    def _detach(self) -> None:
-        for module, own in zip(self._modules, self._own or (), strict=self._own is not None):
-            del vars(module)[COMPILED_IN_PLACE]
-            vars(module).update({} if own is None else {COMPILED_IN_PLACE: own})
-        self._own = None
-
-
-def answered(modules: Mapping[str, nn.Module], answer: CallHandler) -> AbstractContextManager[None]:
-    """A context in which a call of one of the modules returns `answer(call number, module, args, kwargs)`."""
-    numbers = itertools.count()
-    return Answers(modules.values(), lambda module, args, kwargs: answer(next(numbers), module, args, kwargs)).given()
 
 
 class Holes(TorchFunctionMode):
