@@ -65,13 +65,6 @@ class Saved:
         self.losses: list[tuple[GradientEdge, Tensor]] = []
 
 
-@dataclass(frozen=True, slots=True)
-class _MessageInterval:
-    message: int
-    offset: int
-    length: int
-
-
 class EdgeTensors:
     """The messages of one edge that one action reads or produces, in the order of their samples, which they tile.
 
@@ -90,14 +83,14 @@ class EdgeTensors:
         self.edge = program.plan.edges[self.edge_index]
         self.gradient, self.of_slices = messages[0].gradient, program.plan.is_sliced
         self.slots = carried(self.edge, slots, self.gradient)
-        self._pieces = [_MessageInterval(m.id, m.start - interval[0], m.stop - m.start) for m in messages]
+        self._parts = [(each.id, each.start - interval[0], each.stop - each.start) for each in messages]
         self._only = messages[0].id if len(messages) == 1 else None
 
     def take(self, values: MessageTensors) -> Tensors:
         """Join the tensors of the action, one per slot; the messages are dropped."""
         if self._only is not None:
             return _pop(values, self._only)
-        parts = [_pop(values, piece.message) for piece in self._pieces]
+        parts = [_pop(values, message) for message, _, _ in self._parts]
         return [self._join(slot, [part[i] for part in parts]) for i, slot in enumerate(self.slots)]
 
     def give(self, tensors: Tensors, values: MessageTensors) -> None:
@@ -105,9 +98,9 @@ class EdgeTensors:
         if self._only is not None:
             values[self._only] = tensors
             return
-        for number, piece in enumerate(self._pieces):
+        for message, offset, length in self._parts:
             pairs = zip(self.slots, tensors, strict=True)
-            values[piece.message] = [self._cut(slot, tensor, piece, number) for slot, tensor in pairs]
+            values[message] = [self._cut(slot, tensor, offset, length) for slot, tensor in pairs]
 
     def _join(self, slot: Slot, parts: Sequence[Tensor | None]) -> Tensor | None:
         present = [part for part in parts if part is not None]
@@ -117,12 +110,12 @@ class EdgeTensors:
             return torch.cat(present, dim=slot.spec.batch_dim or 0)
         return sum(present[1:], present[0]) if self.gradient else present[0]
 
-    def _cut(self, slot: Slot, tensor: Tensor | None, piece: _MessageInterval, number: int) -> Tensor | None:
+    def _cut(self, slot: Slot, tensor: Tensor | None, offset: int, length: int) -> Tensor | None:
         if tensor is None:
             return None
         if slot.spec.varies:
-            return tensor.narrow(slot.spec.batch_dim or 0, piece.offset, piece.length)
-        return torch.zeros_like(tensor) if self.gradient and number else tensor
+            return tensor.narrow(slot.spec.batch_dim or 0, offset, length)
+        return torch.zeros_like(tensor) if self.gradient and offset else tensor
 
 
 def _pop(values: MessageTensors, message: int) -> Tensors:

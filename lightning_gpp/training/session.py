@@ -160,11 +160,15 @@ class Session:
         size, _ = max(self._executors, default=(0, True))
         return self.lead(size) if self.streams and size else 0
 
-    def _agreed(self, batch_size: int) -> bool:
-        if self._replicas is None:
-            return True
-        known = self._numbers is not None
-        return self._replicas.agree(self._meetings_of(batch_size) if known else 0)
+    @contextmanager
+    def _agreed(self, batch_size: int) -> Iterator[Executor]:
+        """Inside, an executor runs for mini-batches of this size, with collectives if all pipelines issue the same."""
+        replicas = self._replicas
+        meetings = 0 if replicas is None or self._numbers is None else self._meetings_of(batch_size)
+        together = replicas is None or replicas.agree(meetings)
+        executor = self.latest = self.executor(batch_size, together)
+        with nullcontext() if together or replicas is None else replicas.gathered(self.training):
+            yield executor
 
     def _meetings_of(self, batch_size: int) -> int:
         if batch_size not in self._meetings:
@@ -179,11 +183,8 @@ class Session:
 
         `batch` and `invoke` are used only on the rank that runs the step.
         """
-        together = self._agreed(batch_size)
         first = not self._executors
-        executor = self.latest = self.executor(batch_size, together)
-        whole = nullcontext() if together or self._replicas is None else self._replicas.gathered(self.training)
-        with self._begun(batch, invoke, batch_size, step) as user_step, whole:
+        with self._agreed(batch_size) as executor, self._begun(batch, invoke, batch_size, step) as user_step:
             executor.run(loss_weight=loss_weight, step=step)
             if first:
                 self._tell_not_split(executor)
@@ -195,11 +196,8 @@ class Session:
         """Run all actions of this rank for a mini-batch whose micro-batches have sizes of their own, see `run`."""
         plan = self.plan
         size = plan.stages[plan.step_stage].micro_batch_size * len(parts)
-        together = self._agreed(size)
-        executor = self.latest = self.executor(size, together)
-        whole = nullcontext() if together or self._replicas is None else self._replicas.gathered(self.training)
         bindings = [part.session.binding(part.num_samples) for part in parts]
-        with self._opened(parts, invoke, step), whole:
+        with self._agreed(size) as executor, self._opened(parts, invoke, step):
             executor.run(loss_weight=loss_weight, step=step, bindings=bindings)
             if not self._control.runs_step:
                 return []
