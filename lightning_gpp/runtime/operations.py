@@ -79,8 +79,7 @@ class EdgeTensors:
         self, program: Program, messages: Sequence[Message], slots: Sequence[Slot], interval: tuple[int, int]
     ) -> None:
         messages = sorted(messages, key=lambda message: message.start)
-        self.edge_index = messages[0].edge
-        self.edge = program.plan.edges[self.edge_index]
+        self.edge = program.plan.edges[messages[0].edge]
         self.gradient, self.of_slices = messages[0].gradient, program.plan.is_sliced
         self.slots = carried(self.edge, slots, self.gradient)
         self._parts = [(each.id, each.start - interval[0], each.stop - each.start) for each in messages]

@@ -187,7 +187,8 @@ def _mark(value: Any, depth: int = 0) -> Any:
         return copy_of(value)
     if len(value) > MOST_ITEMS:
         return len(value), None, []
-    return len(value), copy(value), [_mark(each, depth + 1) for each in _inside(value, depth)]
+    copied = None if isinstance(value, tuple) else copy(value)
+    return len(value), copied, [_mark(each, depth + 1) for each in _inside(value, depth)]
 
 
 def _inside(container: Any, depth: int) -> list[Any]:
