@@ -22,8 +22,9 @@ import torch
 from lightning_gpp.capture.recording import Ref
 from lightning_gpp.graph import Affine, TensorSpec
 from lightning_gpp.runtime.stage import Slot, StageModule
-from lightning_gpp.stages.build import CapturedStage, Pipeline
+from lightning_gpp.stages.build import Pipeline
 from lightning_gpp.stages.code import Shaped, compiled
+from lightning_gpp.stages.step import CapturedStage
 from lightning_gpp.stages.user_step import UserStep, is_frozen
 
 _NAME: Final = "_size_{}"
