@@ -1,4 +1,4 @@
-"""What crosses the borders between actions: the tensors of messages, and the state that actions of a device share."""
+"""Messages between actions and the tensors that they carry; the state that actions of a device share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a built pipeline runs: the user's step on micro-batches of open mini-batches, and the stages around it."""
+"""Stages of a built pipeline, and the user's step, which they run on micro-batches of open mini-batches."""
 
 from __future__ import annotations
 

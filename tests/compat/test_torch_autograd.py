@@ -60,7 +60,7 @@ def test_accumulator_of() -> None:
     assert accumulator_of(leaf) is (leaf * 2).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
 
 
-def test_as_result_may_change_in_place() -> None:
+def test_as_result() -> None:
     leaf = torch.ones(2, requires_grad=True)
     result = as_result(leaf, leaf.shape)
     assert result.data_ptr() == leaf.data_ptr()
