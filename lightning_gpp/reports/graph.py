@@ -17,7 +17,7 @@ from lightning_gpp.reports import svg
 from lightning_gpp.reports.svg import stage_color, tint
 from lightning_gpp.reports.tables import measures
 from lightning_gpp.reports.terminal import together, wrapped
-from lightning_gpp.reports.units import count, size
+from lightning_gpp.reports.units import count, ranges, size
 
 MARGIN: Final = 16
 
@@ -31,11 +31,6 @@ STRONG: Final = 7.6
 """Width of a strong letter, on average, in the widest of usual fonts."""
 
 
-def levels(plan: Plan) -> list[list[int]]:
-    """Stages by the length of their longest path from the source; those of one level do not wait for each other."""
-    return [sorted(level) for level in nx.topological_generations(plan.graph())]
-
-
 def graph_text(plan: Plan, width: int | None = None) -> str:
     """One line per level of the stage graph, one arrow per edge: stages of one level can compute at the same time.
 
@@ -44,7 +39,7 @@ def graph_text(plan: Plan, width: int | None = None) -> str:
         width: characters of a line, longer ones are broken; None: any number.
     """
     lines = []
-    for number, level in enumerate(levels(plan)):
+    for number, level in enumerate(map(sorted, nx.topological_generations(plan.graph()))):
         line = f"level {number}: " + " | ".join(together(_title(plan, stage)) for stage in level)
         lines.append(wrapped(line, width or len(line), indent=9))
         lines += [f"    {_arrow(plan, edge)}" for edge in plan.edges if edge.dst in level and edge.src != SOURCE]
@@ -151,18 +146,7 @@ def _ports(pairs: Sequence[tuple[int, int]], end: int) -> dict[tuple[int, int], 
 def where(stage: Stage) -> str:
     """Devices as ranges, the number of replicas if there are several, and whether the stage recomputes or offloads."""
     shared = f", {len(stage.devices)} replicas" if len(stage.devices) > 1 else ""
-    return f"device {_ranges(stage.devices)}{shared}{f', {text}' if (text := measures(stage)) else ''}"
-
-
-def _ranges(devices: Sequence[int]) -> str:
-    """(0, 1, 2, 5) -> "0-2,5"."""
-    parts: list[list[int]] = []
-    for device in devices:
-        if parts and device == parts[-1][-1] + 1:
-            parts[-1].append(device)
-        else:
-            parts.append([device])
-    return ",".join(f"{part[0]}-{part[-1]}" if len(part) > 2 else ",".join(map(str, part)) for part in parts)
+    return f"device {ranges(stage.devices)}{shared}{f', {text}' if (text := measures(stage)) else ''}"
 
 
 def _clipped(name: str, most: int = 36) -> str:

@@ -29,11 +29,6 @@ def prediction_text(prediction: Prediction, width: int | None = None) -> str:
     return "\n\n".join(filter(None, [table, *drawn, *others]))
 
 
-def figures_text(prediction: Prediction) -> str:
-    """The same without what pictures show."""
-    return "\n\n".join(filter(None, _figures(prediction, None)))
-
-
 def _figures(prediction: Prediction, width: int | None) -> list[str]:
     period = prediction.period
     return [
@@ -125,7 +120,7 @@ def report_html(
         _section("Stages", graph_svg(prediction.plan)),
         _section("Timeline", timeline_svg(timelines)),
         *(_section("Simulated and measured", _text(text)) for text in compared),
-        _section("Figures", _text(figures_text(prediction))),
+        _section("Figures", *map(_text, filter(None, _figures(prediction, None)))),
         *([_section("Notes", *map(_text, notes))] if notes else ()),
     ]
     template = Template(files("lightning_gpp.reports").joinpath("report.html").read_text(encoding="utf-8"))

@@ -61,7 +61,7 @@ def _micro_batches(plan: Plan) -> str:
 
 def _row(plan: Plan, index: int, flight: int) -> list[str]:
     stage = plan.stages[index]
-    figures, samples = stage.figures, stage.micro_batch_size
+    figures, samples, text = stage.figures, stage.micro_batch_size, measures(stage)
     return [
         f"{index} {stage.name}",
         _extent(stage.modules),
@@ -69,7 +69,7 @@ def _row(plan: Plan, index: int, flight: int) -> list[str]:
         str(samples),
         count(figures.num_parameters),
         count(figures.flops.at(samples)),
-        size((figures.activation_bytes + figures.offloaded_bytes).at(samples)) + _in_brackets(measures(stage)),
+        size((figures.activation_bytes + figures.offloaded_bytes).at(samples)) + (f" ({text})" if text else ""),
         str(flight),
     ]
 
@@ -77,10 +77,6 @@ def _row(plan: Plan, index: int, flight: int) -> list[str]:
 def _extent(modules: Sequence[str]) -> str:
     shown = [module or "(whole model)" for module in modules]
     return ", ".join(shown) if len(shown) <= 3 else f"{shown[0]}, ..., {shown[-1]} ({len(shown)} modules)"
-
-
-def _in_brackets(text: str) -> str:
-    return f" ({text})" if text else ""
 
 
 def measures(stage: Stage) -> str:

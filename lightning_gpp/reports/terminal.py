@@ -23,6 +23,9 @@ NARROWEST: Final = 60
 TEXT: Final = ("stage", "modules", "partitioner", "schedule", "action", "holds")
 """Columns that begin at the left; all others are figures."""
 
+SPARE: Final = ("modules", "FLOPs", "samples", "parameters", "received", "sent", "search", "pipelines", "idle", "gap")
+"""Columns that narrow terminals do not show, the least important first."""
+
 ENDLESS: Final = 100_000
 
 _JOINT: Final = "\N{NO-BREAK SPACE}"
@@ -54,11 +57,16 @@ def wrapped(line: str, width: int, indent: int = 4) -> str:
 
 
 def markdown(header: Sequence[str], rows: Sequence[Sequence[str]], width: int | None = None) -> str:
-    """The table, in Markdown; in a terminal of `width` characters long cells are broken."""
+    """The table, in Markdown; in a terminal of `width` characters columns are left out, and then long cells broken."""
+    columns = {name: [row[number] for row in rows] for number, name in enumerate(header)}
+    needed = {name: max(map(len, (name, *cells))) + 3 for name, cells in columns.items()}
+    for name in SPARE:
+        if width and name in columns and sum(needed.values()) >= width:
+            del columns[name], needed[name]
     table = Table(box=box.MARKDOWN)
-    for name in header:
+    for name in columns:
         table.add_column(name, justify="left" if name in TEXT else "right", overflow="fold")
-    for row in rows:
+    for row in zip(*columns.values(), strict=True):
         table.add_row(*row)
     plain = Console(
         file=io.StringIO(), width=width or ENDLESS, color_system=None, markup=False, emoji=False, highlight=False

@@ -12,8 +12,8 @@ from typing import Final
 
 from lightning_gpp.reports import svg
 from lightning_gpp.reports.svg import HATCHED, NEUTRAL, action_color, stage_color, tint
-from lightning_gpp.reports.terminal import together, wrapped
-from lightning_gpp.reports.units import duration, percent, size, ticks
+from lightning_gpp.reports.terminal import wrapped
+from lightning_gpp.reports.units import duration, percent, ranges, size, ticks
 from lightning_gpp.schedules import Action, Kind
 from lightning_gpp.schedules.actions import COLLECTIVES, COPIES
 from lightning_gpp.simulation import Span, Timeline
@@ -40,9 +40,9 @@ def timeline_text(timeline: Timeline, width: int = WIDTH) -> str:
     """A Gantt chart for the terminal.
 
     A forward is drawn as `F0` (micro-batch 0) and a backward as `B0`, stretched with `=` to its duration; if a device
-    holds several stages, the stage comes first: `2F0`. An action too short for its name is drawn as its letter, or not
-    at all. Dots are idle time. The last line explains letters other than `D`, `F` and `B`. Collectives, and copies to
-    and from the host, are in the trace of the timeline (`trace_of`).
+    holds several stages, the stage comes first: `2F0`. Neighbours too short for their names share one, as `F0-7=B0-7`,
+    or have none. Dots are idle time. The last line explains letters other than `D`, `F` and `B`. Collectives, and
+    copies to and from the host, are in the trace of the timeline (`trace_of`).
 
     Args:
         timeline: simulated or measured.
@@ -52,11 +52,10 @@ def timeline_text(timeline: Timeline, width: int = WIDTH) -> str:
     notes = [_note(timeline, device) for device in range(len(timeline.devices))]
     indent = max(map(len, labels))
     columns = max(8, width - indent - max(map(len, notes)) - 6)
-    origin, makespan, rows = timeline.start, timeline.makespan, list[str]()
-    for label, spans, note in zip(labels, timeline.devices, notes, strict=True):
-        rows.append(f"{label.rjust(indent)} |{_bar(spans, origin, makespan, columns)}| {note}")
-    below = (summary(timeline, width), *(wrapped(line, width) for line in _legend(timeline)))
-    return "\n".join([*rows, *_axis(timeline, indent, columns), *below])
+    bars = (_bar(spans, timeline, columns) for spans in timeline.devices)
+    rows = [f"{label.rjust(indent)} |{bar}| {note}" for label, bar, note in zip(labels, bars, notes, strict=True)]
+    axis = " " * indent + " 0" + duration(timeline.makespan).rjust(columns)
+    return "\n".join([*rows, axis, summary(timeline), *(wrapped(line, width) for line in _legend(timeline))])
 
 
 def _legend(timeline: Timeline) -> list[str]:
@@ -66,18 +65,10 @@ def _legend(timeline: Timeline) -> list[str]:
     return [", ".join(f"{kind.value} {MEANINGS[kind]}" for kind in kinds)]
 
 
-def summary(timeline: Timeline, width: int | None = None) -> str:
-    """Time and idle fraction, and for each stage the most micro-batches in flight.
-
-    Args:
-        timeline: simulated or measured.
-        width: characters of a line, longer ones are broken; None: any number.
-    """
-    flights = timeline.peak_in_flight.items()
-    stages = ", ".join(together(f"{timeline.stages[stage]} {most}") for stage, most in flights)
+def summary(timeline: Timeline) -> str:
+    """Time and idle fraction."""
     whole = "step" if timeline.num_batches == 1 else f"{timeline.num_batches} mini-batches without a flush"
-    line = f"{whole} {duration(timeline.makespan)}, idle {percent(timeline.bubble_fraction)}; in flight: {stages}"
-    return wrapped(line, width or len(line))
+    return f"{whole} {duration(timeline.makespan)}, idle {percent(timeline.bubble_fraction)}"
 
 
 def _note(timeline: Timeline, device: int) -> str:
@@ -85,33 +76,47 @@ def _note(timeline: Timeline, device: int) -> str:
     return f"idle {percent(timeline.bubble_fractions[device])}{memory}"
 
 
-def _axis(timeline: Timeline, indent: int, columns: int) -> list[str]:
-    end = duration(timeline.makespan)
-    return [" " * indent + " 0" + end.rjust(columns)]
-
-
-def _bar(spans: Sequence[Span], origin: float, makespan: float, columns: int) -> str:
-    cells = [IDLE] * columns
-    several = len({span.action.stage for span in spans}) > 1
-    scale = columns / makespan if makespan else 0.0
-    for span in spans:
-        if not computes(span.action):
-            continue
-        first, last = round((span.start - origin) * scale), round((span.stop - origin) * scale)
-        cells[first:last] = _label(span.action, last - first, several)
+def _bar(spans: Sequence[Span], timeline: Timeline, columns: int) -> str:
+    cells, several = [IDLE] * columns, len({span.action.stage for span in spans}) > 1
+    for first, last, actions in _runs(spans, timeline, columns, several):
+        cells[first:last] = _label(actions, last - first, several)
     return "".join(cells)
 
 
-def _label(action: Action, width: int, several: bool) -> str:
-    """The action in exactly `width` characters."""
-    letter = action.kind.value
-    if action.kind is Kind.DATA:
-        return letter[:width].ljust(width, "=")
-    full = f"{letter}{action.micro_batch}"
-    for text in ((f"{action.stage}{full}",) if several else ()) + (full, letter):
-        if len(text) <= width:
-            return text.ljust(width, "=")
-    return ""
+def _runs(
+    spans: Sequence[Span], timeline: Timeline, columns: int, several: bool
+) -> list[tuple[int, int, list[Action]]]:
+    """Columns and actions of what is drawn as one: neighbours without room for their names."""
+    runs, was_narrow = list[tuple[int, int, list[Action]]](), False
+    scale = columns / timeline.makespan if timeline.makespan else 0.0
+    for span in filter(lambda span: computes(span.action), spans):
+        first, last = (round((time - timeline.start) * scale) for time in (span.start, span.stop))
+        narrow = last - first < len(_name([span.action], several))
+        if runs and narrow and was_narrow and first == runs[-1][1]:
+            first, _, actions = runs.pop()
+            actions.append(span.action)
+            runs.append((first, last, actions))
+        else:
+            runs.append((first, last, [span.action]))
+        was_narrow = narrow
+    return runs
+
+
+def _label(actions: Sequence[Action], width: int, several: bool) -> str:
+    """The actions in exactly `width` characters."""
+    letters = "".join(dict.fromkeys(action.kind.value for action in actions))
+    text = next((text for text in (_name(actions, several), letters) if len(text) <= width), "")
+    return text.ljust(width, "=")
+
+
+def _name(actions: Sequence[Action], several: bool) -> str:
+    """`F0-7=B0-6`: the micro-batches of each kind; those of data only if there is nothing else."""
+    numbers = dict[str, set[int]]()
+    for action in actions:
+        if action.kind is not Kind.DATA or len(actions) == 1:
+            kind = f"{action.stage if several else ''}{action.kind.value}"
+            numbers.setdefault(kind, set()).add(action.micro_batch)
+    return "=".join(kind + ranges(sorted(found)).replace(",", "+") for kind, found in numbers.items())
 
 
 def computes(action: Action) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import floor, log10
 from typing import Final
 
@@ -39,6 +40,17 @@ def percent(fraction: float) -> str:
 def distance(gap: float | None) -> str:
     """Distance from a bound in per cent of it; `-` if none is known."""
     return "-" if gap is None else f"{100 * gap:.1f} %"
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """(0, 1, 2, 5) -> "0-2,5"."""
+    parts: list[list[int]] = []
+    for number in numbers:
+        if parts and number == parts[-1][-1] + 1:
+            parts[-1].append(number)
+        else:
+            parts.append([number])
+    return ",".join(f"{part[0]}-{part[-1]}" if len(part) > 2 else ",".join(map(str, part)) for part in parts)
 
 
 def _scaled(number: float, base: int, prefixes: tuple[str, ...]) -> str:

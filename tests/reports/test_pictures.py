@@ -23,8 +23,14 @@ def test_gantt_in_text() -> None:
         "device 0 |...F0==F1=F2==B0====B1=====B2=====.......| idle 25 %, 3 B",
         "device 1 |F0=F1==F2=..........B0=====B1=====B2=====| idle 25 %, 3 B",
         "         0                                     12 s",
-        "step 12 s, idle 25 %; in flight: blocks.0 3, blocks.1 3",
+        "step 12 s, idle 25 %",
     ]
+
+
+def test_neighbours_without_room_for_their_names_share_one() -> None:
+    plan = chain([1, 1], 32)
+    text = timeline_text(simulate(compile_program(plan), StageCosts.uniform(plan, 1, 2)), width=60)
+    assert text.startswith("device 0 |F0-31=B0-31====")
 
 
 def test_stages_that_share_a_device_are_told_apart() -> None:
@@ -68,7 +74,7 @@ def test_split_backwards_in_text_and_picture() -> None:
         "device 0 |.....F0==I0===F1==I1===W0==W1===| idle 14 %, 2 B",
         "device 1 |F0===F1==.....I0==W0===I1==W1===| idle 14 %, 2 B",
         "         0                             7 s",
-        "step 7 s, idle 14 %; in flight: stage0 2, stage1 2",
+        "step 7 s, idle 14 %",
         "F forward, I input gradients, W weight gradients",
     ]
     picture = timeline_svg(timeline)
