@@ -73,6 +73,11 @@ class Device:
         peak = self.peak_flops.get(dtype, self.peak_flops.get("float32", min(self.peak_flops.values())))
         return peak * self.flops_efficiency
 
+    def part(self, number: int) -> Device:
+        """The device as one of so many that share it evenly has it; the memory and the link to the host are whole."""
+        peaks = {name: peak / number for name, peak in self.peak_flops.items()}
+        return replace(self, peak_flops=peaks, peak_bytes_per_second=self.peak_bytes_per_second / number)
+
     @property
     def bytes_per_second(self) -> float:
         """Sustained bandwidth of the memory, reading and writing together."""
@@ -292,7 +297,7 @@ class Cluster:
     def shared(self, times: int) -> Cluster:
         """The cluster with every device as `times` devices that share it evenly; for their numbers, see `repeated`."""
         parts = self.repeated(times, times)
-        return replace(parts, devices=tuple(_part(device, times) for device in parts.devices))
+        return replace(parts, devices=tuple(device.part(times) for device in parts.devices))
 
     def with_headroom(self, share: float) -> Cluster:
         """The cluster with this share of every device's memory left out."""
@@ -324,11 +329,6 @@ class Cluster:
                 if src in number and dst in number
             },
         )
-
-
-def _part(device: Device, times: int) -> Device:
-    peaks = {name: peak / times for name, peak in device.peak_flops.items()}
-    return replace(device, peak_flops=peaks, peak_bytes_per_second=device.peak_bytes_per_second / times)
 
 
 def _links_unlike_the_first(nodes: Sequence[Node]) -> Iterator[tuple[tuple[int, int], Link]]:

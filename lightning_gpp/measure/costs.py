@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final
 
 import torch
@@ -64,7 +64,8 @@ def measure_costs(
     replica = hollow_copy(module, place)
     blocks = find_blocks(capture, replica, expected)
     unlike = {block.content: block for block in reversed(blocks.blocks)}
-    with _prepared(place):
+    streams = torch.random.fork_rng([place], enabled=place.type == "cuda")
+    with undisturbed(), torch.enable_grad(), streams:
         step = blocks.pipeline.step
         timer = BlockTimer(place, context, budget, after=lambda: step.outputs.clear())
         bench = _Bench(capture, blocks, replica, module, timer)
@@ -128,10 +129,3 @@ def _checked_sizes(sizes: Sequence[int], batch: Any) -> list[int]:
     if any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in pytree.tree_leaves(batch)):
         raise ConfigError("Costs cannot be measured with a batch on the meta device; give one with real tensors.")
     return sorted(set(sizes))
-
-
-@contextmanager
-def _prepared(device: torch.device) -> Iterator[None]:
-    """Restore the random streams at the end."""
-    with undisturbed(), torch.enable_grad(), torch.random.fork_rng([device], enabled=device.type == "cuda"):
-        yield

@@ -80,10 +80,8 @@ def _gpus(number: int) -> Cluster:
 def _part(device: Device, users: int) -> Device:
     """The part of a device that one of several processes has."""
     return replace(
-        device,
+        device.part(users),
         memory_bytes=device.memory_bytes / users,
-        peak_flops={dtype: peak / users for dtype, peak in device.peak_flops.items()},
-        peak_bytes_per_second=device.peak_bytes_per_second / users,
         peak_host_bytes_per_second=device.peak_host_bytes_per_second / users,
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -26,11 +27,6 @@ def free_bytes(device: torch.device) -> int:
 
 
 def _container_limit() -> int:
-    unlimited = 2**63
-    try:
+    with suppress(OSError, ValueError):  # the file is one of Linux control groups; it has "max" if there is no limit
         return int(CONTAINER_LIMIT.read_text())
-    except (
-        OSError,
-        ValueError,
-    ):  # the file exists in Linux control groups only; it contains "max" if there is no limit
-        return unlimited
+    return 2**63

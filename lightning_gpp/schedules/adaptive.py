@@ -40,7 +40,7 @@ LARGE: Final = 1500
 def adaptive(plan: Plan, batch_size: int) -> Schedule:
     """The shortest order that fits the plan's memory limits, or the memory of 1F1B if these are unknown."""
     work = work_of(plan, batch_size)
-    small = len(work.seconds) <= LARGE
+    small = len(work.tasks.seconds) <= LARGE
     orders = list(_orders(work, (*STARTS, *MORE_STARTS) if small else STARTS))
     limits = [limit * SLACK for limit in limits_of(work)]
 

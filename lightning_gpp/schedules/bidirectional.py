@@ -22,9 +22,17 @@ from typing import Final, NamedTuple
 
 from lightning_gpp.plan import Plan
 from lightning_gpp.schedules.actions import Action, Kind, Schedule
-from lightning_gpp.schedules.list_scheduling import SLACK, Clock, DeviceOrders, Priorities, in_order, list_schedule
+from lightning_gpp.schedules.list_scheduling import (
+    SLACK,
+    Clock,
+    DeviceOrders,
+    Priorities,
+    TaskGraph,
+    in_order,
+    list_schedule,
+)
 from lightning_gpp.schedules.one_f_one_b import in_flight_samples
-from lightning_gpp.schedules.work import Work, links, turns, work_of
+from lightning_gpp.schedules.work import Work, turns, work_of
 
 
 class Pace(NamedTuple):
@@ -63,7 +71,7 @@ def due_dates(work: Work, pace: Pace) -> dict[Action, float]:
     cycle = sum(busy) / sum(len(plan.intervals(stage, work.batch_size)) for stage in range(len(plan.stages)))
     deepest = max(depths.values())
     due = {}
-    for _, action in work.seconds:
+    for action in work.tasks.actions:
         depth = depths[action.stage]
         cycles = (deepest - depth) * pace.forward
         if action.kind is Kind.BACKWARD:
@@ -105,8 +113,7 @@ def bidirectional_order(plan: Plan, batch_size: int) -> Schedule:
 
 def _work(plan: Plan, batch_size: int) -> Work:
     """The work with full backwards. If the plan has no times, messages take their seconds as units, too."""
-    work = work_of(plan, batch_size, split=False)
-    return work if work.timed else replace(work, readers=links(plan, batch_size, work.seconds)[1])
+    return work_of(plan, batch_size, split=False, travels=True)
 
 
 _ListRun = tuple[Work, Sequence[float], Mapping[Action, float]]
@@ -130,22 +137,24 @@ def _beside(work: Work, chain: Work) -> Iterator[_ListRun]:
 
 def _simpler(work: Work) -> list[Work]:
     """The work itself, without message times, and with equal durations of forward and backward."""
-    at_once = {task: [(reader, 0.0) for reader, _ in readers] for task, readers in work.readers.items()}
-    immediate = replace(work, readers=at_once)
-    slots = replace(immediate, seconds={task: _equal(work, *task) for task in work.seconds})
-    return [immediate, slots] if at_once == work.readers else [work, immediate, slots]
+    at_once = [[(reader, 0.0) for reader, _ in readers] for readers in work.tasks.readers]
+    immediate = replace(work.tasks, readers=at_once)
+    slots = replace(immediate, seconds=[_equal(work.tasks, *task) for task in work.tasks.numbers])
+    simpler = [replace(work, tasks=immediate), replace(work, tasks=slots)]
+    return simpler if at_once == work.tasks.readers else [work, *simpler]
 
 
-def _equal(work: Work, device: int, action: Action) -> float:
+def _equal(tasks: TaskGraph, device: int, action: Action) -> float:
     """Mean duration of the forward and the backward of a micro-batch."""
-    return sum(work.seconds[device, action.of_kind(kind)] for kind in (Kind.FORWARD, Kind.BACKWARD)) / 2
+    both = (tasks.numbers[device, action.of_kind(kind)] for kind in (Kind.FORWARD, Kind.BACKWARD))
+    return sum(tasks.seconds[number] for number in both) / 2
 
 
 def _limits(work: Work) -> list[float]:
     """Memory limits of a chain whose plan has none."""
     plan = work.plan
     one = [[0.0 for _ in plan.stages] for _ in range(plan.num_devices)]
-    for (device, action), taken in work.takes.items():
+    for (device, action), taken in zip(work.tasks.numbers, work.tasks.takes, strict=True):
         one[device][action.stage] = max(one[device][action.stage], taken)
     flying = [samples / plan.stages[stage].micro_batch_size for stage, samples in in_flight_samples(plan).items()]
     most = max(size * count for row in one for size, count in zip(row, flying, strict=True))

@@ -13,9 +13,9 @@ from typing import Final
 from lightning_gpp.errors import ScheduleError
 from lightning_gpp.plan import Plan
 from lightning_gpp.schedules.actions import Action, Kind, Schedule
-from lightning_gpp.schedules.list_scheduling import Clock, Priorities, Task, TaskGraph, list_schedule, task_graph
-from lightning_gpp.schedules.lowering import difference, required_actions, samples_of
-from lightning_gpp.schedules.work import links
+from lightning_gpp.schedules.list_scheduling import Clock, Priorities, Task, TaskGraph, list_schedule
+from lightning_gpp.schedules.lowering import all_samples, difference, required_actions
+from lightning_gpp.schedules.work import task_graph
 
 StageOrders = Mapping[int, tuple[Action, ...]]
 """The actions of every stage, each micro-batch once, in the order in which a replica runs them. Stages on the same
@@ -78,19 +78,14 @@ def _of_replica(plan: Plan, order: tuple[Action, ...], stage: int, device: int, 
 
 
 def _tasks(plan: Plan, lanes: Lanes, batch_size: int, training: bool) -> TaskGraph:
-    samples = {
-        (device, stage): samples_of(plan, stage, device, batch_size)
-        for device in range(plan.num_devices)
-        for stage in plan.stages_on(device)
-    }
+    samples = all_samples(plan, batch_size)
     seconds: dict[Task, float] = {
         (device, action): samples[device, action.stage][action.micro_batch]
         for device, own in enumerate(lanes)
         for lane in own
         for action in lane
     }
-    missing, readers = links(plan, batch_size, seconds, training=training, travels=False)
-    return task_graph(seconds, readers, missing)
+    return task_graph(plan, batch_size, seconds, training=training)
 
 
 def _check_end(plan: Plan, tasks: TaskGraph, waiting: Sequence[int]) -> None:

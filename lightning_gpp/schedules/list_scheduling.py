@@ -29,9 +29,6 @@ Task = tuple[int, Action]
 DeviceOrders = Sequence[Sequence[Action]]
 """The actions of every device, in order."""
 
-Readers = Mapping[Task, Sequence[tuple[Task, float]]]
-"""The tasks that wait for each task, and the seconds that its message takes."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskGraph:
@@ -42,7 +39,7 @@ class TaskGraph:
         devices: device of every task.
         actions: action of every task.
         seconds: duration of every task.
-        takes: bytes that a task allocates, negative if it frees more.
+        takes: bytes that a task allocates, or frees if negative; samples if the plan has no bytes.
         readers: tasks that wait for a task, and the seconds that its message takes.
         missing: number of tasks that a task waits for.
     """
@@ -54,25 +51,6 @@ class TaskGraph:
     takes: Sequence[float]
     readers: Sequence[Sequence[tuple[int, float]]]
     missing: Sequence[int]
-
-
-def task_graph(
-    seconds: Mapping[Task, float],
-    readers: Readers,
-    missing: Mapping[Task, int],
-    takes: Mapping[Task, float] | None = None,
-) -> TaskGraph:
-    """Number the tasks in the order of `seconds`. Without `takes` no task needs memory."""
-    numbers = {task: number for number, task in enumerate(seconds)}
-    return TaskGraph(
-        numbers=numbers,
-        devices=[device for device, _ in numbers],
-        actions=[action for _, action in numbers],
-        seconds=list(seconds.values()),
-        takes=[takes[task] for task in numbers] if takes is not None else [0.0] * len(numbers),
-        readers=[[(numbers[reader], travel) for reader, travel in readers[task]] for task in numbers],
-        missing=[missing[task] for task in numbers],
-    )
 
 
 @dataclass(slots=True)

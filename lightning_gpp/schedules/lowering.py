@@ -53,6 +53,12 @@ def samples_of(plan: Plan, stage: int, device: int, batch_size: int) -> list[int
     return [stop - start for start, stop in shares]
 
 
+def all_samples(plan: Plan, batch_size: int) -> dict[tuple[int, int], list[int]]:
+    """`samples_of` for every device and stage on it."""
+    places = ((device, stage) for device in range(plan.num_devices) for stage in plan.stages_on(device))
+    return {(device, stage): samples_of(plan, stage, device, batch_size) for device, stage in places}
+
+
 def derive_messages(plan: Plan, batch_size: int, training: bool, split: Split = frozenset()) -> tuple[Message, ...]:
     """All messages of one mini-batch, including those that stay on their device; by edge, forward ones first.
 

@@ -11,14 +11,14 @@ actions per rank. Run with unit durations, it gives the time at which a level wo
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
 
 from lightning_gpp.plan import STEP, Edge, Plan, Stage
 from lightning_gpp.schedules.actions import Action, Kind
-from lightning_gpp.schedules.list_scheduling import Task, in_order
+from lightning_gpp.schedules.list_scheduling import TaskGraph, in_order
 from lightning_gpp.schedules.work import Work, halved, is_extra, work_of
 
 _STEP: Final = 1e-3
@@ -41,20 +41,19 @@ def by_nominal_time(work: Work, time: Callable[[Action], float]) -> TimedRows:
     """The actions of every device by nominal time, which is raised where dependencies demand it."""
     depths = work.plan.depths()
     rows: TimedRows = [[] for _ in range(work.plan.num_devices)]
-    for (device, action), nominal in _raised(work, time).items():
+    for (device, action), nominal in zip(work.tasks.numbers, _raised(work.tasks, time), strict=True):
         rows[device].append(Timed(nominal, action))
     for row in rows:
         row.sort(key=lambda entry: (entry.time, depths[entry.action.stage], entry.action.micro_batch))
     return rows
 
 
-def _raised(work: Work, time: Callable[[Action], float]) -> Mapping[Task, float]:
-    nominal = {task: time(task[1]) for task in work.seconds}
-    missing = dict(work.missing)
-    ready = [task for task in nominal if not missing[task]]
+def _raised(tasks: TaskGraph, time: Callable[[Action], float]) -> Sequence[float]:
+    nominal, missing = [time(action) for action in tasks.actions], list(tasks.missing)
+    ready = [task for task, count in enumerate(missing) if not count]
     while ready:
         task = ready.pop()
-        for reader, _ in work.readers[task]:
+        for reader, _ in tasks.readers[task]:
             nominal[reader] = max(nominal[reader], nominal[task] + _STEP)
             missing[reader] -= 1
             if not missing[reader]:
@@ -114,9 +113,8 @@ class Template:
         ranks, enough = length // 2, max(length, *(row[-1] + 1 for row in self._numbers))
         rows = [list(order(rank, ranks, enough)) for rank in range(ranks)]
         self._split = frozenset(action for row in rows for action in row if action.kind is Kind.INPUT)
-        chain = self._whole_backwards(work_of(_chain(length, enough), enough))
-        started = in_order(chain.tasks, halved(rows)).start
-        self._start = {action: started[number] for (_, action), number in chain.tasks.numbers.items()}
+        tasks = self._whole_backwards(work_of(_chain(length, enough), enough).tasks)
+        self._start = dict(zip(tasks.actions, in_order(tasks, halved(rows)).start, strict=True))
 
     def time(self, action: Action) -> float:
         """Start of an action in the template."""
@@ -126,11 +124,14 @@ class Template:
         """True if the template splits the backward of the action's stage and micro-batch."""
         return self._place(action).of_kind(Kind.INPUT) in self._split
 
-    def _whole_backwards(self, chain: Work) -> Work:
-        """The work in which a full backward sends its gradients at its end, as if its first half took all the time."""
+    def _whole_backwards(self, tasks: TaskGraph) -> TaskGraph:
+        """The tasks in which a full backward sends its gradients at its end, as if its first half took all the time."""
         units = {Kind.INPUT: 2.0, Kind.WEIGHT: 0.0}
-        full = (task for task in chain.seconds if task[1].of_kind(Kind.INPUT) not in self._split)
-        return replace(chain, seconds={**chain.seconds, **{t: units[t[1].kind] for t in full if t[1].kind in units}})
+        known = zip(tasks.actions, tasks.seconds, strict=True)
+        return replace(
+            tasks,
+            seconds=[unit if a.of_kind(Kind.INPUT) in self._split else units.get(a.kind, unit) for a, unit in known],
+        )
 
     def _place(self, action: Action) -> Action:
         """The action of the chain that corresponds to an action of the plan."""

@@ -117,7 +117,7 @@ def needs_of(work: Work) -> dict[tuple[int, int], float]:
     """Bytes that the replica of a stage on a device holds under 1F1B, by stage and device."""
     flying = warm_up(work.plan, work.batch_size)
     kept: dict[tuple[int, int], list[float]] = defaultdict(list)
-    for (device, action), taken in work.takes.items():
+    for (device, action), taken in zip(work.tasks.numbers, work.tasks.takes, strict=True):
         if action.kind is Kind.FORWARD:
             kept[action.stage, device].append(taken)
     counts = [-(-flying[index] // turns(stage)) for index, stage in enumerate(work.plan.stages)]

@@ -9,15 +9,15 @@ List schedulers, the simulator and the evaluator of drafts all count bytes by th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Final, Generic, TypeVar
 
 from lightning_gpp.graph import Affine
 from lightning_gpp.plan import SOURCE, STEP, Figures, Plan, Stage
 from lightning_gpp.schedules.actions import Action, Kind, Schedule
-from lightning_gpp.schedules.list_scheduling import DeviceOrders, Readers, Task, TaskGraph, task_graph
+from lightning_gpp.schedules.list_scheduling import DeviceOrders, Task, TaskGraph
 from lightning_gpp.schedules.lowering import derive_messages, samples_of
 
 
@@ -118,40 +118,28 @@ class Work:
     Args:
         plan: the plan.
         batch_size: samples of the mini-batch.
-        timed: whether the plan has seconds.
         unsplit: stages whose backwards have no second half.
-        seconds: duration of every task.
-        takes: bytes that a task allocates, or frees if negative; samples if the plan has no bytes.
         limits: bytes that the tasks of every device may hold, besides a recomputation; empty if unknown.
-        readers: tasks that wait for a task.
-        missing: number of tasks that a task waits for.
+        tasks: the tasks.
     """
 
     plan: Plan
     batch_size: int
-    timed: bool
     unsplit: frozenset[int]
-    seconds: Mapping[Task, float]
-    takes: Mapping[Task, float]
     limits: tuple[float, ...]
-    readers: Readers
-    missing: Mapping[Task, int]
-    tasks: TaskGraph = field(init=False)
-    """The same seconds, bytes, readers and missing tasks, by number."""
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "tasks", task_graph(self.seconds, self.readers, self.missing, self.takes))
+    tasks: TaskGraph
 
     def loads(self) -> list[float]:
         """Seconds of every device's tasks."""
         loads = [0.0] * self.plan.num_devices
-        for (device, _), seconds in self.seconds.items():
+        for device, seconds in zip(self.tasks.devices, self.tasks.seconds, strict=True):
             loads[device] += seconds
         return loads
 
     def peaks(self, rows: DeviceOrders) -> list[float]:
         """Peak memory of every device if it follows its order."""
-        return [peak(self.takes[device, action] for action in row) for device, row in enumerate(rows)]
+        takes, numbers = self.tasks.takes, self.tasks.numbers
+        return [peak(takes[numbers[device, action]] for action in row) for device, row in enumerate(rows)]
 
     def fits(self, peaks: Sequence[float]) -> bool:
         """True if the peaks are within the memory limits, if these are known."""
@@ -177,8 +165,15 @@ class Work:
         return Schedule(tuple(tuple(new for action in row for new in joined(action)) for row in rows))
 
 
-def work_of(plan: Plan, batch_size: int, *, split: bool = True) -> Work:
-    """The work of one mini-batch. `split`: whether backwards are split into halves."""
+def work_of(plan: Plan, batch_size: int, *, split: bool = True, travels: bool = False) -> Work:
+    """The work of one mini-batch.
+
+    Args:
+        plan: the plan.
+        batch_size: samples of the mini-batch.
+        split: whether backwards are split into halves.
+        travels: whether messages take the seconds of the plan even if its stages have none.
+    """
     figures = [stage.figures for stage in plan.stages]
     timed, unsplit = is_timed(plan), unsplit_stages(plan)
     sized = any(entry.activation_bytes != Affine() for entry in figures)
@@ -193,46 +188,59 @@ def work_of(plan: Plan, batch_size: int, *, split: bool = True) -> Work:
             seconds[task] = duration(cost, kind, samples) if samples else 0.0
             takes[task] = changes[kind] if samples else 0.0
         working[device] = max(working[device], cost.working_bytes.at(samples) if samples else 0.0)
-    missing, readers = links(plan, batch_size, seconds, travels=timed)
     return Work(
         plan=plan,
         batch_size=batch_size,
-        timed=timed,
         unsplit=unsplit,
-        seconds=seconds,
-        takes=takes,
         limits=tuple(limit - most for limit, most in zip(plan.memory_bytes, working, strict=False)) if sized else (),
-        readers=readers,
-        missing=missing,
+        tasks=task_graph(plan, batch_size, seconds, takes, travels=timed or travels),
     )
 
 
-def links(
-    plan: Plan, batch_size: int, tasks: Collection[Task], *, training: bool = True, travels: bool = True
-) -> tuple[dict[Task, int], Readers]:
-    """Dependencies by messages and inside a device: the number of tasks that each task waits for, and its readers.
+def task_graph(
+    plan: Plan,
+    batch_size: int,
+    seconds: Mapping[Task, float],
+    takes: Mapping[Task, float] | None = None,
+    *,
+    training: bool = True,
+    travels: bool = False,
+) -> TaskGraph:
+    """The tasks in the order of `seconds`, with their dependencies by messages and inside a device.
 
     Args:
         plan: the plan, which determines the messages.
         batch_size: samples of the mini-batch.
-        tasks: all tasks.
+        seconds: duration of every task.
+        takes: bytes of every task; by default no task needs memory.
         training: whether there are backwards.
         travels: whether messages take the seconds of the plan; otherwise they take none.
     """
-    missing = dict.fromkeys(tasks, 0)
-    readers: dict[Task, list[tuple[Task, float]]] = {task: [] for task in tasks}
-    split = frozenset((action.stage, action.micro_batch) for _, action in tasks if action.kind is Kind.INPUT)
+    numbers = {task: number for number, task in enumerate(seconds)}
+    missing, readers = [0 for _ in numbers], [list[tuple[int, float]]() for _ in numbers]
+
+    def link(before: Task, after: Task, travel: float = 0.0) -> None:
+        readers[numbers[before]].append((numbers[after], travel))
+        missing[numbers[after]] += 1
+
+    split = frozenset((action.stage, action.micro_batch) for _, action in numbers if action.kind is Kind.INPUT)
     for message in derive_messages(plan, batch_size, training, split):
-        edge = plan.edges[message.edge]
+        edge, moves = plan.edges[message.edge], travels and message.src != message.dst
         if edge.src != SOURCE:
-            travel = edge.seconds.at(message.stop - message.start) if travels and message.src != message.dst else 0.0
-            readers[message.src, message.producer].append(((message.dst, message.consumer), travel))
-            missing[message.dst, message.consumer] += 1
-    for device, action in tasks:
+            travel = edge.seconds.at(message.stop - message.start) if moves else 0.0
+            link((message.src, message.producer), (message.dst, message.consumer), travel)
+    for device, action in numbers:
         if action.kind in _PREDECESSORS:
-            readers[device, action.of_kind(_PREDECESSORS[action.kind])].append(((device, action), 0.0))
-            missing[device, action] += 1
-    return missing, readers
+            link((device, action.of_kind(_PREDECESSORS[action.kind])), (device, action))
+    return TaskGraph(
+        numbers=numbers,
+        devices=[device for device, _ in numbers],
+        actions=[action for _, action in numbers],
+        seconds=list(seconds.values()),
+        takes=[takes[task] for task in numbers] if takes is not None else [0.0] * len(numbers),
+        readers=readers,
+        missing=missing,
+    )
 
 
 def is_timed(plan: Plan) -> bool:

@@ -17,7 +17,7 @@ from lightning_gpp.errors import PlanError, VerificationError
 from lightning_gpp.plan import Figures
 from lightning_gpp.schedules import Action, Instruction, Kind, Op, Program
 from lightning_gpp.schedules.actions import COLLECTIVES, COMPUTING, COPIES, RELEASES
-from lightning_gpp.schedules.lowering import samples_of
+from lightning_gpp.schedules.lowering import all_samples, samples_of
 from lightning_gpp.schedules.verifier import replay
 from lightning_gpp.schedules.work import Leaving, allocations, peak
 from lightning_gpp.simulation.stage_costs import StageCosts
@@ -265,14 +265,10 @@ class _Simulation:
     """The copies of every device that has any."""
 
     def __post_init__(self) -> None:
-        plan, devices = self.program.plan, range(len(self.program.devices))
+        devices = range(len(self.program.devices))
         self.time, self.spans = [0.0 for _ in devices], [[] for _ in devices]
         self.reached = [{} for _ in devices]
-        self.samples = {
-            (device, stage): samples_of(plan, stage, device, self.program.batch_size)
-            for device in devices
-            for stage in plan.stages_on(device)
-        }
+        self.samples = all_samples(self.program.plan, self.program.batch_size)
 
     def visit(self, device: int, instruction: Instruction) -> None:
         if instruction.action is not None and instruction.action.kind in COLLECTIVES:

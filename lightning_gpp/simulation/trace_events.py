@@ -7,7 +7,7 @@ Every device is a process with the threads `compute`, `receive from device n`, `
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,15 +40,12 @@ class TraceEvents:
         """
         first = (pipeline or 0) * len(timeline.devices)
         prefix = "" if pipeline is None else f"pipeline {pipeline}, "
-        for device, spans in enumerate(timeline.devices):
-            self._label(first + device, None, f"{prefix}device {device}")
-            self._label(first + device, 0, "compute")
-            for span in spans:
-                self._events.append(_action(timeline, span, first + device, details or {}))
-        for transfer in timeline.transfers:
-            self._transfer(transfer, first)
-        self._collectives(timeline, first)
-        self._host_copies(timeline, first)
+        for device in range(len(timeline.devices)):
+            self._labels[first + device, None] = f"{prefix}device {device}"
+            self._labels[first + device, 0] = "compute"
+        for device, thread, label, event in _events(timeline, details or {}):
+            self._labels[first + device, thread] = label
+            self._events.append({**event, "pid": first + device, "tid": thread})
 
     @property
     def events(self) -> list[Event]:
@@ -63,40 +60,6 @@ class TraceEvents:
         """Write the events as JSON."""
         Path(path).write_text(json.dumps({"traceEvents": self.events, "displayTimeUnit": "ms"}))
 
-    def _label(self, process: int, thread: int | None, label: str) -> None:
-        self._labels[process, thread] = label
-
-    def _transfer(self, transfer: Transfer, first: int) -> None:
-        """The message on the receiver's thread for the sender."""
-        process, thread = first + transfer.dst, 1 + transfer.src
-        self._label(process, thread, f"receive from device {transfer.src}")
-        details = {"message": transfer.message, "bytes": transfer.num_bytes}
-        event = _event(f"{transfer.producer} to {transfer.consumer}", transfer, process, thread, details)
-        self._events.append({**event, "cat": "transfer"})
-
-    def _collectives(self, timeline: Timeline, first: int) -> None:
-        """Events of collectives, in a thread after those of the receives."""
-        thread = 1 + len(timeline.devices)
-        for operation, kind, entries in (
-            ("reduce gradients", Kind.REDUCE, timeline.reductions),
-            ("gather parameters", Kind.UNSHARD, timeline.all_gathers),
-        ):
-            for entry in entries:
-                name = f"{operation} of {timeline.stages[entry.stage]}"
-                for device in entry.devices:
-                    self._label(first + device, thread, "collectives")
-                    event = _event(name, entry, first + device, thread, {"stage": entry.stage})
-                    self._events.append({**event, "cat": kind.name.lower()})
-
-    def _host_copies(self, timeline: Timeline, first: int) -> None:
-        """Events of copies between devices and hosts, in a thread for each direction after that of the collectives."""
-        for entry in timeline.host_copies:
-            leaves, process = entry.action.kind is Kind.OFFLOAD, first + entry.device
-            thread = len(timeline.devices) + (2 if leaves else 3)
-            self._label(process, thread, f"copies {'to' if leaves else 'from'} the host")
-            event = _event(str(entry.action), entry, process, thread, {"bytes": entry.num_bytes})
-            self._events.append({**event, "cat": entry.action.kind.name.lower()})
-
 
 def trace_of(timeline: Timeline) -> TraceEvents:
     """The trace of a simulated timeline."""
@@ -105,17 +68,34 @@ def trace_of(timeline: Timeline) -> TraceEvents:
     return trace
 
 
-def _action(timeline: Timeline, span: Span, process: int, details: Mapping[str, Any]) -> Event:
-    stage, kind = timeline.stages[span.action.stage], span.action.kind
-    event = _event(str(span.action), span, process, 0, {"stage": stage, "kind": kind.name, **details})
-    return {**event, "cat": kind.name.lower()}
+def _events(timeline: Timeline, details: Mapping[str, Any]) -> Iterator[tuple[int, int, str, Event]]:
+    """All events with their devices and threads, and the names of these threads."""
+    after = 1 + len(timeline.devices)  # the threads behind those of the receives
+    for device, spans in enumerate(timeline.devices):
+        for span in spans:
+            kind = span.action.kind.name
+            about = {"stage": timeline.stages[span.action.stage], "kind": kind, **details}
+            yield device, 0, "compute", _event(str(span.action), kind, span, about)
+    for transfer in timeline.transfers:
+        name, about = f"{transfer.producer} to {transfer.consumer}", {"message": transfer.message}
+        event = _event(name, "transfer", transfer, {**about, "bytes": transfer.num_bytes})
+        yield transfer.dst, 1 + transfer.src, f"receive from device {transfer.src}", event
+    for operation, kind, entries in (
+        ("reduce gradients", Kind.REDUCE, timeline.reductions),
+        ("gather parameters", Kind.UNSHARD, timeline.all_gathers),
+    ):
+        for entry in entries:
+            event = _event(f"{operation} of {timeline.stages[entry.stage]}", kind.name, entry, {"stage": entry.stage})
+            yield from ((device, after, "collectives", event) for device in entry.devices)
+    for copy in timeline.host_copies:
+        back = copy.action.kind is Kind.LOAD
+        event = _event(str(copy.action), copy.action.kind.name, copy, {"bytes": copy.num_bytes})
+        yield copy.device, after + 1 + back, f"copies {'from' if back else 'to'} the host", event
 
 
-def _event(
-    name: str, span: Span | Transfer | Collective | HostCopy, process: int, thread: int, details: Mapping[str, Any]
-) -> Event:
+def _event(name: str, category: str, span: Span | Transfer | Collective | HostCopy, about: Mapping[str, Any]) -> Event:
     times = {"ts": span.start * 1e6, "dur": (span.stop - span.start) * 1e6}
-    return {"name": name, "ph": "X", "pid": process, "tid": thread, "args": dict(details), **times}
+    return {"name": name, "ph": "X", "args": dict(about), "cat": category.lower(), **times}
 
 
 def _name(label: str, process: int, thread: int, name: str) -> Event:

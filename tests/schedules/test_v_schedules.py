@@ -199,12 +199,12 @@ def test_squeezing_keeps_to_the_room_of_the_order(plan: Plan, window: int, data:
     """Any order that runs, with the memory that it needs; gradients of parameters in their places, or in gaps."""
     work = work_of(plan, plan.batch_size)
     rows: list[list[Action]] = [[] for _ in range(plan.num_devices)]
-    missing = dict(work.missing)
-    ready = sorted((task for task in work.seconds if not missing.get(task)), key=str)
+    tasks, missing = work.tasks, list(work.tasks.missing)
+    ready = [task for task, count in enumerate(missing) if not count]
     while ready:
-        device, action = ready.pop(data.draw(st.integers(0, len(ready) - 1)))
-        rows[device].append(action)
-        for reader, _ in work.readers.get((device, action), ()):
+        task = ready.pop(data.draw(st.integers(0, len(ready) - 1)))
+        rows[tasks.devices[task]].append(tasks.actions[task])
+        for reader, _ in tasks.readers[task]:
             missing[reader] -= 1
             ready += [reader] * (not missing[reader])
     room = work.peaks(rows)
