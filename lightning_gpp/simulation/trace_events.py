@@ -73,9 +73,9 @@ def _events(timeline: Timeline, details: Mapping[str, Any]) -> Iterator[tuple[in
     after = 1 + len(timeline.devices)  # the threads behind those of the receives
     for device, spans in enumerate(timeline.devices):
         for span in spans:
-            kind = span.action.kind.name
-            about = {"stage": timeline.stages[span.action.stage], "kind": kind, **details}
-            yield device, 0, "compute", _event(str(span.action), kind, span, about)
+            name = span.action.kind.name
+            about = {"stage": timeline.stages[span.action.stage], "kind": name, **details}
+            yield device, 0, "compute", _event(str(span.action), name, span, about)
     for transfer in timeline.transfers:
         name, about = f"{transfer.producer} to {transfer.consumer}", {"message": transfer.message}
         event = _event(name, "transfer", transfer, {**about, "bytes": transfer.num_bytes})
