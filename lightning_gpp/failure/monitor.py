@@ -83,9 +83,9 @@ class FailureMonitor(Watch):
                 "look at its output."
             ) from error
         self._is_watching = True
+        self._excepthook, sys.excepthook = sys.excepthook, self._on_uncaught
         if self.rank == 0:
             self._wait_for_all()
-        self._excepthook, sys.excepthook = sys.excepthook, self._on_uncaught
         return self
 
     def _wait_for_all(self) -> None:

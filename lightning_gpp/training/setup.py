@@ -38,6 +38,7 @@ from lightning_gpp.reports.terminal import SEARCHING, working, wrapped
 from lightning_gpp.runtime.concurrent import Streams
 from lightning_gpp.runtime.cuda import recorder_of, streams_on
 from lightning_gpp.runtime.recorded import Recording
+from lightning_gpp.runtime.recorded_stage import Recorder
 from lightning_gpp.runtime.transport import DistributedTransport, pairs_of
 from lightning_gpp.runtime.weights import WeightPolicy, Weights, make_policy
 from lightning_gpp.stages import build
@@ -161,8 +162,7 @@ def _set_up(
         GPPError: the ranks do not agree on what they captured, or on what they train with.
     """
     set_device(job.module, job.device)  # before the step runs for the first time, which may read it
-    if step == TRAINING:
-        _check_recorder(job)
+    recorder = _recorder(job) if step == TRAINING else None
     if step == TRAINING and job.control.num_processes > 1:
         check_alike({**facts_of_optimizers(optimizers), **job.host.facts()}, job.control.everyone)
     policy = _weight_policy(job.options, optimizers) if step == TRAINING else None
@@ -228,7 +228,7 @@ def _set_up(
         transport=transport,
         replicas=replicas,
         asynchronous=asynchronous,
-        recording=_recording(job, plan, replicas) if policy is None and step == TRAINING else None,
+        recording=_recording(job, recorder, plan, replicas) if policy is None and step == TRAINING else None,
         streams=_streams(job, plan, replicas) if policy is None else None,
     )
     evaluating = None if asynchronous is None else _connect(job, plan, "evaluation")
@@ -245,27 +245,30 @@ def _set_up(
     )
 
 
-def _check_recorder(job: Job) -> None:
-    """Raise ConfigError if a recording of stages is demanded without a GPU."""
-    if job.options.cuda_graphs is True and recorder_of(job.device) is None:
+def _recorder(job: Job) -> Recorder | None:
+    """The recorder of this rank's device; None if it has none, or is not wanted.
+
+    Raises:
+        ConfigError: it is demanded without a GPU.
+    """
+    wanted = job.options.cuda_graphs
+    recorder = recorder_of(job.device) if wanted else None
+    if wanted is True and recorder is None:
         raise ConfigError(
             "strategy.cuda_graphs=True records what stages launch on GPUs, in memory of torch's native allocator (not "
             f"cudaMallocAsync), and this job computes on {job.device.type}. Use strategy.cuda_graphs=auto, or leave it "
             "out."
         )
+    return recorder
 
 
-def _recording(job: Job, plan: Plan, replicas: Replicas | None) -> Recording | None:
+def _recording(job: Job, recorder: Recorder | None, plan: Plan, replicas: Replicas | None) -> Recording | None:
     """The recording of stages on this rank; None if nothing is recorded."""
     wanted = job.options.cuda_graphs
-    if not wanted:
-        return None
-    recorder = recorder_of(job.device)
-    if reasons := _unrecorded(job, plan, replicas):
-        if wanted is True:
-            job.control.warn(f"strategy.cuda_graphs=True records nothing, because {' and '.join(reasons)}.")
-        return None
-    return None if recorder is None else Recording(recorder=recorder, demanded=wanted is True)
+    reasons = _unrecorded(job, plan, replicas) if wanted else []
+    if wanted is True and reasons:
+        job.control.warn(f"strategy.cuda_graphs=True records nothing, because {' and '.join(reasons)}.")
+    return None if recorder is None or reasons else Recording(recorder=recorder, demanded=wanted is True)
 
 
 def _unrecorded(job: Job, plan: Plan, replicas: Replicas | None) -> list[str]:

@@ -26,7 +26,7 @@ class Branches(nn.Module):
 @pytest.mark.parametrize("devices", [1, 2])
 def test_concurrent_stages_have_shares_of_a_device(devices: int) -> None:
     captured = capture_step(Branches(), torch.randn(16, 8, 64))
-    options = Options(concurrent_stages=8 // devices, cluster="dgx_a100", num_micro_batches=1, search_seconds=2)
+    options = Options(concurrent_stages=8 // devices, cluster="dgx_a100", num_micro_batches=1, search_seconds=10)
     plan = plan_for(captured, options, devices)
     assert {stage.devices for stage in plan.stages} == {(device,) for device in range(devices)}
     branches = [stage for number, stage in enumerate(plan.stages) if number != plan.step_stage]
