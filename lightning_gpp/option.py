@@ -7,7 +7,6 @@ typed key of the configuration with a comment, a line of the commands' help, and
 from __future__ import annotations
 
 import inspect
-import re
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -91,8 +90,9 @@ def refuse_beside(beside: str, options: Any, problems: Problems) -> None:
     for name, (given, reason) in problems.items():
         if given:
             value = shown(getattr(options, name))
-            reason = re.sub(r"Use (\w+)(?=,|$)", rf"Use strategy.{name}=\1", reason)
-            raise ConfigError(f"strategy.{name}={value} does not go together with {beside}: it {reason}.")
+            why, _, other = reason.partition(". Use ")
+            remedy = f" Use strategy.{name}={other}." if other else ""
+            raise ConfigError(f"strategy.{name}={value} does not go together with {beside}: it {why}.{remedy}")
 
 
 def option(

@@ -48,11 +48,13 @@ def line_of(error: BaseException) -> str:
 
 
 def with_user_lines(error: BaseException) -> BaseException:
-    """The error, with the user's lines alone in its traceback and in that of its cause, which is kept if it has any."""
-    kept, cause = None, error.__cause__
+    """The error, with the user's lines alone in its traceback and in those of the errors before it that have any."""
+    kept, hides, before = None, error.__suppress_context__, (error.__cause__, error.__context__)
     for entry in reversed(_user_entries(error)):
         kept = types.TracebackType(kept, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
-    error.__cause__ = None if cause is None or line_of(cause) == UNKNOWN else with_user_lines(cause)
+    found = [None if each is None or line_of(each) == UNKNOWN else with_user_lines(each) for each in before]
+    error.__cause__, error.__context__ = found
+    error.__suppress_context__ = hides
     return error.with_traceback(kept)
 
 

@@ -40,7 +40,7 @@ def _lines(error: BaseException) -> list[str]:
     if isinstance(error, OmegaConfBaseException):
         key = getattr(error, "full_key", None)
         message = f"{key}: {message.splitlines()[0]}" if key else message
-        if "Environment variable" in message:
+        if re.search(r"Environment variable '(SLURM_|\w*WORLD_SIZE)", message):
             message += ": a launcher sets it (torchrun, or srun in a job with --ntasks-per-node). Start by that one."
     return [line for line in message.splitlines() if line.strip()]
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ast
 import functools
-import sys
 from collections.abc import Callable, Container, Iterable, Mapping
 from copy import copy
 from dataclasses import dataclass, replace
@@ -32,6 +31,7 @@ _NAME: Final = "_size_{}"
 Change = Callable[[float], float]
 """Another number for a number."""
 _Source = tuple[str, dict[int, int]]
+"""All of a source besides its whole numbers, and the numbers that change, by their places among these."""
 
 
 def may_be_resized(pipeline: Pipeline) -> bool:
@@ -53,7 +53,7 @@ def numbers_of(pipeline: Pipeline) -> list[float]:
 
 def are_alike(one: Pipeline, other: Pipeline) -> bool:
     """True if two pipelines of one module and plan differ in their numbers alone."""
-    here, there = _Numbered.of(one, lambda _: 0), _Numbered.of(other, lambda _: 0)
+    here, there = (_Numbered.of(pipeline, lambda _: -1) for pipeline in (one, other))  # no source has a -1
     step, others = _step(one), _step(other)
     pairs = zip(chain(*here.values), chain(*there.values), strict=False)
     return (
@@ -83,8 +83,7 @@ class _Numbered:
     """The parts of a pipeline that have numbers.
 
     `slots`: the tensors of each edge. `specs`: what the step passes to modules and gets from them. `values`: what these
-    calls have besides tensors, where something compares it with the capture. `sources`: of each stage, what is around
-    its whole numbers, and those that change, by their places. `shaped`: of each stage.
+    calls have besides tensors, where something compares it with the capture. `sources`, `shaped`: of each stage.
     """
 
     slots: tuple[tuple[Slot, ...], ...]
@@ -132,7 +131,7 @@ def _template(source: str, places: tuple[int, ...]) -> CodeType:
 class _Named(ast.NodeTransformer):
     """Puts names in the place of whole numbers: of all, or of those at some places."""
 
-    def __init__(self, places: Container[int] = range(sys.maxsize)) -> None:
+    def __init__(self, places: Container[int] | None = None) -> None:
         self.places, self.numbers = places, list[int]()
 
     def visit_Constant(self, node: ast.Constant) -> ast.expr:
@@ -140,7 +139,7 @@ class _Named(ast.NodeTransformer):
             return node
         place = len(self.numbers)
         self.numbers.append(node.value)
-        return ast.Name(_NAME.format(place), ast.Load()) if place in self.places else node
+        return ast.Name(_NAME.format(place), ast.Load()) if self.places is None or place in self.places else node
 
 
 def _step(pipeline: Pipeline) -> UserStep:
