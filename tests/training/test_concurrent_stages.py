@@ -26,8 +26,9 @@ class Branches(nn.Module):
 @pytest.mark.parametrize("devices", [1, 2])
 def test_concurrent_stages_have_shares_of_a_device(devices: int) -> None:
     captured = capture_step(Branches(), torch.randn(16, 8, 64))
-    options = Options(concurrent_stages=8 // devices, cluster="dgx_a100", num_micro_batches=1, search_seconds=2)
+    options = Options(concurrent_stages=8 // devices, cluster="dgx_a100", num_micro_batches=1, search_seconds=0.5)
     plan = plan_for(captured, options, devices)
     assert {stage.devices for stage in plan.stages} == {(device,) for device in range(devices)}
-    towers = [stage for stage in plan.stages if all(name.startswith("towers") for name in stage.modules)]
-    assert len(towers) >= 6  # of eight; busy machines search less
+    branches = [stage for number, stage in enumerate(plan.stages) if number != plan.step_stage]
+    assert len(branches) >= 7
+    assert all(len(stage.modules) == 1 and stage.modules[0].startswith("towers") for stage in branches)
