@@ -10,6 +10,7 @@ import faulthandler
 import logging
 import os
 import pickle
+import re
 import tempfile
 import time
 import traceback
@@ -247,6 +248,9 @@ def _alike(here: Any, wanted: Any) -> bool:
         return isinstance(here, Tensor) and here.shape == wanted.shape and _close(here, wanted)
     if isinstance(wanted, float) and isinstance(here, float | int):
         return _close(torch.tensor(float(here)).double(), torch.tensor(wanted).double())
+    if isinstance(wanted, str) and isinstance(here, str):
+        (texts, numbers), (others, known) = _with_numbers(here), _with_numbers(wanted)
+        return texts == others and all(map(_alike, numbers, known))
     if isinstance(wanted, Mapping):
         return (
             isinstance(here, Mapping) and list(here) == list(wanted) and all(_alike(here[k], wanted[k]) for k in wanted)
@@ -254,6 +258,12 @@ def _alike(here: Any, wanted: Any) -> bool:
     if isinstance(wanted, list | tuple):
         return len(here) == len(wanted) and all(map(_alike, here, wanted))
     return bool(here == wanted)
+
+
+def _with_numbers(text: str) -> tuple[list[str], list[float]]:
+    """A text around numbers that are printed with all their digits, and these, which machines round differently."""
+    parts = re.split(r"(\d+\.\d{8,})", text)
+    return parts[::2], list(map(float, parts[1::2]))
 
 
 def _close(here: Tensor, wanted: Tensor) -> bool:
