@@ -82,7 +82,10 @@ def refusal(name: str, value: object, allowed: str) -> ConfigError:
 
 
 Problems = Mapping[str, tuple[bool, str]]
-"""Pairs by option: True if it is given as it does not go together with something, and the reason with the remedy."""
+"""Pairs by option: True if it is given as it does not go together with something, and the reason.
+
+A remedy follows the reason after ". Use ": another value of the option, or another setting (`strategy.sharding=zero1`).
+"""
 
 
 def refuse_beside(beside: str, options: Any, problems: Problems) -> None:
@@ -91,7 +94,8 @@ def refuse_beside(beside: str, options: Any, problems: Problems) -> None:
         if given:
             value = shown(getattr(options, name))
             why, _, other = reason.partition(". Use ")
-            remedy = f" Use strategy.{name}={other}." if other else ""
+            setting = other if other.startswith("strategy.") else f"strategy.{name}={other}"
+            remedy = f" Use {setting}." if other else ""
             raise ConfigError(f"strategy.{name}={value} does not go together with {beside}: it {why}.{remedy}")
 
 
