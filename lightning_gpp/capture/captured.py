@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lightning_gpp._compat.lightning_module import trainer_of
 from lightning_gpp.capture.batch import GUESSED, BatchDims, batch_size_of, cut_note, loose_rows
 from lightning_gpp.capture.known_values import is_present, uniform_values
-from lightning_gpp.capture.merge import input_specs, merge
+from lightning_gpp.capture.merge import input_specs, merge, only_scales
 from lightning_gpp.capture.network import Network, extract
 from lightning_gpp.capture.operators import graph_of, mark_mixing
 from lightning_gpp.capture.reads import decisive
@@ -172,18 +172,27 @@ def _capture(subject: Subject, uniform: Mapping[int, int], changes: Changes) -> 
         recording.returned = None
         return extract(recording, recorder)
 
-    def runs() -> tuple[Network, Network, Network]:
-        return run(SIZES[0], now), run(SIZES[0], _other_run_time(module, step)), run(SIZES[1], now)
+    def compared() -> tuple[Network, Network, Network, list[list[TensorSpec]]]:
+        """Recordings for two numbers of samples, and the network that they have in common.
 
-    now = RunTime()
-    base, other_run, other_size = runs()
+        The second one also has other run-time values. If more than multiples of the number of samples differs, these
+        are recorded apart.
+        """
+        now, later = RunTime(), _other_run_time(module, step)
+        base, other = run(SIZES[0], now), run(SIZES[1], later)
+        with suppress(CaptureError):
+            network, specs = merge(base, base, other)
+            if only_scales(network, [*specs, input_specs(base, other)]):
+                return base, other, network, specs
+        other_run, other = run(SIZES[0], later), run(SIZES[1], now)
+        return base, other, *merge(base, other_run, other)
+
     try:
-        network, specs = merge(base, other_run, other_size)
+        base, other_size, network, specs = compared()
     except CaptureError:
         if changes.compared:
             raise
-        base, other_run, other_size = runs()  # the first ones may have filled caches outside of the module
-        network, specs = merge(base, other_run, other_size)
+        base, other_size, network, specs = compared()  # the first ones may have filled caches outside of the module
     finally:
         changes.compared = True
     base.recording.decisive = decisive(base)

@@ -67,6 +67,15 @@ def merge(base: Network, other_run: Network, other_size: Network) -> tuple[Netwo
     return replace(base, calls=calls, modules=modules, **step), specs  # type: ignore[arg-type]
 
 
+def only_scales(network: Network, specs: list[list[TensorSpec]]) -> bool:
+    """True if all sizes are fixed, or whole multiples of the number of samples: they depend on nothing else then."""
+    calls: list[Recorded | ModuleCall] = [*network.calls, *network.modules]
+    leaves = pytree.tree_leaves([(call.args, call.kwargs) for call in calls])
+    sizes = [leaf.value for leaf in leaves if isinstance(leaf, AffineSize)]
+    sizes += [size for row in specs for spec in row for size in spec.shape]
+    return all(not size.per_sample or (not size.fixed and isinstance(size.per_sample, int)) for size in sizes)
+
+
 def input_specs(base: Network, other_size: Network) -> list[TensorSpec]:
     sizes = (base.recording.num_samples, other_size.recording.num_samples)
     pairs = zip(base.input_outputs, other_size.input_outputs, strict=True)

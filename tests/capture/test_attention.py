@@ -198,6 +198,7 @@ def train_in_stages(rank: int) -> tuple[list[float], list[set[Any]]]:
     return losses, masks
 
 
+@pytest.mark.acceptance
 def test_mini_batches_with_padding_and_without() -> None:
     torch.manual_seed(0)
     module = in_stages("gpt2")[0]

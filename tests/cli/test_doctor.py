@@ -18,6 +18,7 @@ from tests.distributed import PATIENCE
 from tests.interpreter import run_ranks
 
 
+@pytest.mark.acceptance
 def test_it_examines_the_processes_that_it_starts(tmp_path: Path) -> None:
     result = command("doctor", "--processes=2", "--output=lab.yaml", cwd=tmp_path)
     assert result.returncode == 0, result.stderr

@@ -63,7 +63,7 @@ def test_a_model_larger_than_memory_is_planned() -> None:
     assert sum(step.step.graph.parameter_bytes.values()) > 2**36
 
 
-@pytest.mark.parametrize("experiment", ["two_tower", "gpt_text"])
+@pytest.mark.parametrize("experiment", ["two_tower", pytest.param("gpt_text", marks=pytest.mark.acceptance)])
 def test_its_operators_are_those_of_the_model_in_memory(experiment: str) -> None:
     config = composed(f"experiment={experiment}", name="plan")
     lean = step_of(config)

@@ -28,7 +28,7 @@ QUALITY = {
 }
 """What is measured, and the least that is stated; a negative number is the most."""
 
-SAMPLED = {"translation", "recommender"}
+SAMPLED = {"recommender"}
 
 
 class Losses(L.Callback):

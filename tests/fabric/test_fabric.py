@@ -171,6 +171,7 @@ def half(rank: int, path: str) -> None:
     end(fabric)
 
 
+@pytest.mark.acceptance
 def test_resumes_under_another_plan(tmp_path: Path) -> None:
     path = str(tmp_path / "half.ckpt")
     run(2, half, path)

@@ -239,6 +239,7 @@ def test_an_error_in_a_hook_of_one_rank_ends_the_run(tmp_path: Path, error: Exce
     assert re.search(rf"rank 1 .* raised {type(error).__name__}: {error}", running.output(0)), running.output()
 
 
+@pytest.mark.acceptance
 def test_an_error_after_the_run_is_the_exit_code_of_the_job(tmp_path: Path) -> None:
     script = tmp_path / "late.py"
     script.write_text(

@@ -153,15 +153,16 @@ LAUNCHERS = {
 }
 
 
+@pytest.mark.acceptance
 @pytest.mark.timeout(250)  # fresh processes import Lightning: 12 s each on an idle machine, more on a busy one
 @pytest.mark.parametrize(
     ("launcher", "trial"),
     [
         ("lightning", Trial("kill", "forward 10", 0)),
-        pytest.param("lightning", Trial("stop", "validating", 1), marks=pytest.mark.acceptance),
-        pytest.param("lightning", Trial("exit 0", "forward 1", 1), marks=pytest.mark.acceptance),
-        pytest.param("torchrun", Trial("raise", "forward 10", 1), marks=pytest.mark.acceptance),
-        pytest.param("torchrun", Trial("kill", "forward 10", 1), marks=pytest.mark.acceptance),
+        ("lightning", Trial("stop", "validating", 1)),
+        ("lightning", Trial("exit 0", "forward 1", 1)),
+        ("torchrun", Trial("raise", "forward 10", 1)),
+        ("torchrun", Trial("kill", "forward 10", 1)),
     ],
     ids=str,
 )

@@ -54,10 +54,10 @@ def resumed(folder: Path, **more: Any) -> list[str]:
     [
         pytest.param("set-up", 1, USR1, marks=pytest.mark.acceptance),
         ("step 2", 2, USR2),
-        ("validation 3 1", 0, TERM),
+        pytest.param("validation 3 1", 0, TERM, marks=pytest.mark.acceptance),
         pytest.param("step 6", 0, USR2, marks=pytest.mark.acceptance),
         pytest.param("epoch 0", 1, TERM, marks=pytest.mark.acceptance),
-        ("end", 2, USR1),
+        pytest.param("end", 2, USR1, marks=pytest.mark.acceptance),
     ],
 )
 def test_a_stopped_run_goes_on_to_the_same_values(tmp_path: Path, moment: str, rank: int, number: int) -> None:
@@ -70,6 +70,7 @@ def test_a_stopped_run_goes_on_to_the_same_values(tmp_path: Path, moment: str, r
     assert resumed(tmp_path) == undisturbed()
 
 
+@pytest.mark.acceptance
 def test_gradients_of_an_unfinished_optimizer_step_are_not_lost(tmp_path: Path) -> None:
     more = {"accumulate_grad_batches": 3}
     with start(tmp_path, 1, USR1, "step 1", **more) as running:

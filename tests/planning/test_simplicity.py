@@ -30,7 +30,7 @@ def fastest(fast: Problem) -> Answer:
     return auto(fast, SearchControl(seconds=30.0))
 
 
-@pytest.mark.parametrize("simplicity", [0.02, 0.1, 0.5])
+@pytest.mark.parametrize("simplicity", [0.1])
 def test_simpler_plans_stay_within_the_limit(simplicity: float, fast: Problem, fastest: Answer) -> None:
     simple = auto(replace(fast, simplicity=simplicity), SearchControl(seconds=30.0))
     assert fastest.draft is not None

@@ -76,7 +76,10 @@ PROFILES = [
 ]
 
 
-@pytest.mark.parametrize(("stages", "number", "times", "model", "one", "zb_1p", "zb_2p", "here"), PROFILES)
+@pytest.mark.parametrize(
+    ("stages", "number", "times", "model", "one", "zb_1p", "zb_2p", "here"),
+    [pytest.param(*row, marks=pytest.mark.acceptance if row[0] > 8 else ()) for row in PROFILES],
+)
 def test_published_bubble_rates(
     stages: int,
     number: int,

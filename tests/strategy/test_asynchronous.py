@@ -252,6 +252,7 @@ def sharded(rank: int, weights: list[str]) -> list[dict[str, Any]]:
     ]
 
 
+@pytest.mark.acceptance
 def test_replicas_may_share_the_state_of_optimizers() -> None:
     first, *_ = harness.run(3, sharded, ["stash", "corrected"])
     for whole, split in zip(first[::2], first[1::2], strict=True):

@@ -127,6 +127,7 @@ STANDING: dict[str, Any] = {"settings": {}, "model": {"rate": 0.0}, "trainer": {
 """Weights that stay: every loss is that of its mini-batch, whichever version it was computed with."""
 
 
+@pytest.mark.acceptance
 def test_an_epoch_that_is_left_early() -> None:
     """Mini-batches on their way are given up, and nothing of them is left: neither in the next epoch nor in the next
     run."""

@@ -92,9 +92,9 @@ def fit(rank: int, folder: str, graphs: bool | str, devices: int, world: int, op
 @pytest.mark.parametrize(
     ("world", "devices", "options"),
     [
-        (1, 1, {"schedule": "zb_h1", "concurrent_stages": 2}),
+        pytest.param(1, 1, {"schedule": "zb_h1", "concurrent_stages": 2}, marks=pytest.mark.acceptance),
         (2, 2, {}),
-        (2, 1, {"sharding": "zero1", "concurrent_stages": 2}),
+        pytest.param(2, 1, {"sharding": "zero1", "concurrent_stages": 2}, marks=pytest.mark.acceptance),
     ],
     ids=["one device, split backward", "two devices", "two pipelines"],
 )

@@ -76,6 +76,7 @@ def trained_on_all(rank: int, size: int, pipelines: int) -> dict[str, Any]:
     return {name: trained(rank, size, pipelines, loaders) for name, loaders in LOADERS.items()}
 
 
+@pytest.mark.acceptance
 def test_one_pipeline_trains_on_all_samples() -> None:
     losses, metrics, predicted = trained(0, 1, 1, LOADERS["sampler"])
     assert (len(losses), predicted) == (4, 4)

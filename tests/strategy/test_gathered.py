@@ -172,6 +172,7 @@ def written(rank: int, gpp: bool) -> tuple[list[int], float]:
     return module.seen, float(made.callback_metrics["val"])
 
 
+@pytest.mark.acceptance
 def test_a_language_model_writes_in_validation() -> None:
     pytest.importorskip("transformers")
     expected, loss = written(0, False)

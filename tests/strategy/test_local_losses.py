@@ -168,7 +168,7 @@ def fitted(rank: int, runs: dict[str, Any], devices: int) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize(("devices", "runs"), [(2, RUNS), (4, ON_FOUR)])
+@pytest.mark.parametrize(("devices", "runs"), [(2, RUNS), pytest.param(4, ON_FOUR, marks=pytest.mark.acceptance)])
 def test_losses_and_gradients_are_those_of_plain_torch(devices: int, runs: dict[str, Any]) -> None:
     ranks = harness.run(devices, fitted, runs, devices)
     for name, (_, model) in runs.items():
@@ -177,6 +177,7 @@ def test_losses_and_gradients_are_those_of_plain_torch(devices: int, runs: dict[
         assert set().union(*names) == set(expected.gradients[0]), name
 
 
+@pytest.mark.acceptance
 def test_pipelines_average_their_gradients() -> None:
     for found in harness.run(4, fitted, TWO, 4):
         assert check_equal(found["local"], found["waiting"])

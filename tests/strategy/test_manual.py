@@ -201,10 +201,12 @@ def test_steps_that_run_once_are_those_of_one_process() -> None:
     compare(2, [("Adversaries", {"stages": CROSSED}, {}), *retaining])
 
 
+@pytest.mark.acceptance
 def test_replicated_stage() -> None:
     compare(3, [("Accumulating", {"stages": SHARED}, {})])
 
 
+@pytest.mark.acceptance
 def test_pipelines_average_their_gradients() -> None:
     expected = fitted("Steady", "auto", 1, samples=16, size=16)  # one step per epoch: Lightning shuffles shards
     options = {"stages": CROSSED, "num_pipelines": 2, "num_micro_batches": 2}

@@ -148,14 +148,15 @@ def fit(rank: int, case: str, lengths: list[int]) -> tuple[list[float], list[flo
 OTHER_LENGTHS = [TOKENS, 7, 2]
 
 
-def fit_all(rank: int) -> list[tuple[list[float], list[float], bool]]:
-    runs = [(case, [TOKENS] * 3) for case in CASES] + [("number", OTHER_LENGTHS)]
+def fit_all(rank: int, cases: list[str]) -> list[tuple[list[float], list[float], bool]]:
+    runs = [(case, [TOKENS] * 3) for case in cases] + [("number", OTHER_LENGTHS)]
     return [fit(rank, case, lengths) for case, lengths in runs]
 
 
-def test_whole_runs_equal_plain_ones() -> None:
+@pytest.mark.parametrize("cases", [["tokens"], pytest.param([*CASES], marks=pytest.mark.acceptance)])
+def test_whole_runs_equal_plain_ones(cases: list[str]) -> None:
     """Sequences of other lengths are cut into as many slices."""
-    *found, other = harness.run(2, fit_all)[0]
+    *found, other = harness.run(2, fit_all, cases)[0]
     for lengths, runs in (([TOKENS] * 3, found), (OTHER_LENGTHS, [other])):
         plain = fitted("auto", 1, batches(lengths))
         for losses, validated, sliced in runs:

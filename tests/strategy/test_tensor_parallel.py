@@ -99,10 +99,8 @@ OWNED = {"stages": REPLICATED, "sharding": "zero1"}
 """Replicas, each of which has the optimizer's state of some parameters."""
 
 
-@pytest.mark.parametrize(
-    "saving",
-    [pytest.param({"state_dict_type": "full"}, id="file", marks=pytest.mark.acceptance), {"async_save": True}],
-)
+@pytest.mark.acceptance
+@pytest.mark.parametrize("saving", [{"state_dict_type": "full"}, {"async_save": True}])
 def test_resumes_with_owners(saving: dict[str, Any], tmp_path: Path) -> None:
     owned = partial(fit_once, **saving, **OWNED)
     first = run(4, owned, 4, 2, str(tmp_path), None)[0]
@@ -131,6 +129,7 @@ def drop(rank: int, world: int, degree: int) -> list[float]:
     return module.losses
 
 
+@pytest.mark.acceptance
 def test_dropout_is_that_of_one_process_per_device() -> None:
     (expected, *_), found = run(2, drop, 2, 1), run(4, drop, 4, 2)
     assert all(losses == pytest.approx(expected, rel=1e-12) for losses in found)
