@@ -45,7 +45,7 @@ FAMILIES: Final = {
     "l-bfgs": "returned L-BFGS",
     "not-finite": "is not finite after mini-batch",
     "world-size": "is the number of processes",
-    "sampler": "divides the samples among num_replicas=",
+    "sampler": "the samples among",
     "hang": "Hang report",
     "alone": "Let every rank make it",
     "ranks-differ": "The ranks disagree on",

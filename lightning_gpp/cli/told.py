@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Iterable, Iterator
+from difflib import get_close_matches
 
 from hydra.core.hydra_config import HydraConfig
+from hydra.errors import MissingConfigException, OverrideParseException
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from lightning_gpp.errors import ConfigError, GPPError, close_to
+from lightning_gpp.config_files import groups
+from lightning_gpp.errors import ConfigError, GPPError, close_to, did_you_mean
 from lightning_gpp.explained import named_at_end
 from lightning_gpp.option import options_of
 from lightning_gpp.training.options import Options
@@ -19,13 +23,46 @@ def told(error: BaseException) -> str:
     """The messages of an error and its causes."""
     if isinstance(error, GPPError):
         return str(error)
-    if isinstance(error, YAMLError):
-        text = f"A configuration file is not YAML: {' '.join(str(error).split())}."
-    elif (wrong := re.match(r"Could not override '([\w.]+)'", str(error))) and (meant := _meant(wrong[1])):
-        text = f"{wrong[0]}: there is no such key. Did you mean {' or '.join(meant)}?"
-    else:
-        text = "\n".join(dict.fromkeys(line for cause in _causes(error) for line in _lines(cause)))
+    text = _mistake(error) or "\n".join(dict.fromkeys(line for cause in _causes(error) for line in _lines(cause)))
     return named_at_end(text, ConfigError.family)
+
+
+def _mistake(error: BaseException) -> str:
+    """A sentence about a common mistake, with what to type instead; empty for others."""
+    message = str(error)
+    if isinstance(error, YAMLError):
+        return f"A configuration file is not YAML: {' '.join(message.split())}."
+    if isinstance(error, OverrideParseException):
+        return (
+            f"{error.override!r} cannot be read. A setting is KEY=VALUE without spaces; braces, brackets and commas "
+            "need quotes around it: 'strategy.stages={encoder:0,decoder:1}'."
+        )
+    if isinstance(error, MissingConfigException) and error.options and error.missing_cfg_file:
+        group, _, name = error.missing_cfg_file.rpartition("/")
+        return f"{group}={name}: there is no such file.{did_you_mean(name, error.options)}"
+    if wrong := re.match(r"Could not override '([\w.]+)'", message):
+        return _no_key(wrong[1], getattr(error.__cause__, "parent_node", None) or ())
+    if unchosen := re.match(r"\s*You must specify '(\w+)'", message):
+        return _unchosen(unchosen[1])
+    return ""
+
+
+def _no_key(wrong: str, siblings: Iterable[object]) -> str:
+    """A sentence about a key that is missing beside its siblings, or that is an option of the strategy."""
+    group, _, name = wrong.rpartition(".")
+    options = [f"strategy.{option.name}" for option in options_of(Options)]
+    close = close_to(wrong, [f"{group}.{each}".strip(".") for each in siblings])
+    meant = [each for each in options if each.endswith(f".{name}")] or close
+    guess = f" Did you mean {' or '.join(meant)}?" if meant else ""
+    return f"{wrong}: there is no such key.{guess} What the configuration does not have yet takes a plus: +{wrong}=..."
+
+
+def _unchosen(group: str) -> str:
+    """A sentence about a group of files of which none is chosen, perhaps because of a misspelt group."""
+    typed = [each.partition("=")[0] for each in sys.argv[1:] if "=" in each]
+    close = {name: get_close_matches(name, groups(), cutoff=0.8) for name in typed if name not in groups()}
+    misspelt = "".join(f" {name}: did you mean {meant[0]}?" for name, meant in close.items() if meant)
+    return f"No {group} is chosen: give experiment=... or {group}=...{misspelt}"
 
 
 def place_of_traceback() -> str:
@@ -43,14 +80,6 @@ def _lines(error: BaseException) -> list[str]:
         if re.search(r"Environment variable '(SLURM_|\w*WORLD_SIZE)", message):
             message += ": a launcher sets it (torchrun, or srun in a job with --ntasks-per-node). Start by that one."
     return [line for line in message.splitlines() if line.strip()]
-
-
-def _meant(wrong: str) -> Sequence[str]:
-    """The options of the strategy that a wrong key may stand for: of its name, or of a close one."""
-    options = [option.name for option in options_of(Options)]
-    group, _, name = wrong.rpartition(".")
-    close = close_to(name, options) if group == "strategy" else []
-    return [f"strategy.{each}" for each in ([name] if name in options else close)]
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:

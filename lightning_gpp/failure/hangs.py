@@ -50,13 +50,15 @@ class Wait:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Activity:
-    """The activity of a rank, for its watch. Both functions are called from another thread, and must be cheap.
+    """The activity of a rank, for its watch. The functions are called from another thread, and must be cheap.
 
     `describe` says in words what it does, and says something else as soon as it goes on. `wait` is what it waits for.
+    `ends`: whether it is in the call of the user's code that ends the run on all ranks.
     """
 
     describe: Callable[[], str] = str
     wait: Callable[[], Wait | None] = lambda: None
+    ends: Callable[[], bool] = lambda: False
 
 
 class Progress:
@@ -108,7 +110,7 @@ class Progress:
         if place is None or place != self._place:
             self._place, self._standing_since, self.calls = place, now, False
         elif now - self._standing_since > STUCK and any(f.f_code.co_filename in _COLLECTIVES for f in _outwards(frame)):
-            self.wait, self.calls = self.wait or self._together, _is_users_call(frame)
+            self.wait, self.calls = self.wait or self._together, self._activity.ends() or _is_users_call(frame)
 
     def _is_relieved(self, now: float) -> bool:
         if self._relief is None or now < self._relief[0]:

@@ -81,14 +81,15 @@ def initialize(
         torch.cuda.set_device(device)  # for what asks for the current one: random streams, new process groups, kernels
     options, given = options or Options(), [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
     control = join(options, dist.get_rank(), dist.get_world_size())
-    describe = lambda: "set-up" if engine is None else engine.describe()  # noqa: E731
+    describe = lambda: "the end of `initialize`" if ends else "set-up" if engine is None else engine.describe()  # noqa: E731
     wait = lambda: control.wait if engine is None else engine.wait()  # noqa: E731
     engine: Engine | None = None
+    ends = False
     monitor = FailureMonitor(
         rank=control.rank,
         world_size=control.world_size,
         limits=Limits.within(options.failure_timeout, options.timeout),
-        activity=Activity(describe=describe, wait=wait),
+        activity=Activity(describe=describe, wait=wait, ends=lambda: ends),
     )
     with monitor, _with_step(module, step):
         job = Job(
@@ -113,6 +114,7 @@ def initialize(
             footprint=footprint_of(given, "32-true"),
         )
         yield engine
+        ends = True
         engine.release()
 
 

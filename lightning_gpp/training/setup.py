@@ -58,7 +58,7 @@ from lightning_gpp.training.option_values import SYNCHRONOUS
 from lightning_gpp.training.options import Options
 from lightning_gpp.training.planner import part_of_member, plan_for
 from lightning_gpp.training.sessions import Sessions, UncapturedError, as_captured, captured_in, steps_as_whole
-from lightning_gpp.training.tensors.joining import check_alike, facts_of_optimizers
+from lightning_gpp.training.tensors.joining import check_alike, facts_of_optimizers, facts_of_tensors
 from lightning_gpp.training.tensors.parameters import equalise, move, place, settle
 from lightning_gpp.training.tensors.replicas import Layout, Replicas, Site, check_no_hooks
 from lightning_gpp.training.updates.gradients import FiniteCheck, StageGradients
@@ -164,7 +164,8 @@ def _set_up(
     set_device(job.module, job.device)  # before the step runs for the first time, which may read it
     recorder = _recorder(job) if step == TRAINING else None
     if step == TRAINING and job.control.num_processes > 1:
-        check_alike({**facts_of_optimizers(optimizers), **job.host.facts()}, job.control.everyone)
+        facts = {**facts_of_tensors(job.module), **facts_of_optimizers(optimizers), **job.host.facts()}
+        check_alike(facts, job.control.everyone)
     policy = _weight_policy(job.options, optimizers) if step == TRAINING else None
     division = job.division if step == TRAINING else None
     parts = list[Any]()

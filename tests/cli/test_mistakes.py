@@ -28,10 +28,20 @@ class Model(TwoTower):
 TWO_TOWER = "experiment=two_tower"
 
 MISTAKES: dict[str, tuple[str, ...]] = {
-    r"gpp-train: .*'experiment/two_towers'.*two_tower": ("train", "experiment=two_towers"),
+    r"gpp-train: experiment=two_towers: .*Did you mean two_tower": ("train", "experiment=two_towers"),
     r"trainer .*int > 0.*devices=two": ("train", TWO_TOWER, "trainer.devices=two"),
-    r"Could not override 'strategy\.num_microbatches'": (*("plan", TWO_TOWER, "strategy.num_microbatches=4"),),
-    r"To append to your config use \+trainer\.gradient_clip_algorithm=value": (
+    r"strategy\.num_microbatches: there is no such key\. Did you mean strategy\.num_micro_batches": (
+        *("plan", TWO_TOWER, "strategy.num_microbatches=4"),
+    ),
+    r"model\.learnin_rate: there is no such key\. Did you mean model\.learning_rate": (
+        *("plan", TWO_TOWER, "model.learnin_rate=0.1"),
+    ),
+    r"strategy=fspd: there is no such file.* There are: chain, ddp": ("plan", TWO_TOWER, "strategy=fspd"),
+    r"'trainer\.devices' cannot be read\. A setting is KEY=VALUE without spaces": (
+        *("plan", TWO_TOWER, "trainer.devices", "2"),
+    ),
+    r"No model is chosen: .* experimnt: did you mean experiment\?": ("plan", "experimnt=two_tower"),
+    r"takes a plus: \+trainer\.gradient_clip_algorithm=": (
         *("plan", TWO_TOWER, "trainer.gradient_clip_algorithm=value"),
     ),
     r"nowhere\.Model.* cannot be built: .*No module named 'nowhere'": (
@@ -46,14 +56,13 @@ MISTAKES: dict[str, tuple[str, ...]] = {
     ),
     r"ckpt_path=none\.ckpt does not exist\. Give": ("train", TWO_TOWER, "ckpt_path=none.ckpt"),
     r"Lightning refuses seed=-1: ": ("train", TWO_TOWER, "seed=-1"),
-    r"missing EQUAL": ("train", "junk"),
     r"is not YAML: .*broken\.yaml": ("train", "--config-dir", "mine", "experiment=broken"),
     r"output=mine\.py/plan\.yaml cannot be": ("plan", TWO_TOWER, "output=mine.py/plan.yaml"),
     r"no\.yaml \(strategy\.plan\): cannot be read: No": ("plan", TWO_TOWER, "strategy.plan=no.yaml"),
     r"own\.py:\d+.*: RuntimeError: my step is broken": (*("plan", TWO_TOWER, "model._target_=own.Model"),),
     r"strategy\.num_pipelines is 0; it must be greater": ("plan", TWO_TOWER, "strategy.num_pipelines=0"),
-    r"override 'cluster': .*Did you mean strategy\.cluster\?": ("train", TWO_TOWER, "cluster=dgx_h100"),
-    r"Did you mean strategy\.num_micro_batches\? \(gpp": ("train", TWO_TOWER, "num_micro_batches=4"),
+    r"cluster: .*Did you mean strategy\.cluster\?": ("train", TWO_TOWER, "cluster=dgx_h100"),
+    r"num_micro_batches: .*Did you mean strategy\.num_micro_batches\? ": ("train", TWO_TOWER, "num_micro_batches=4"),
     r"trainer\.devices: .*'SLURM_NTASKS_PER_NODE' not found.*srun": ("plan", TWO_TOWER, "trainer=slurm"),
     r"'fp16' is invalid.*Its settings are precision=fp16\.": ("train", TWO_TOWER, "trainer.precision=fp16"),
     r"sharding='fsdp' does not .*Use strategy\.sharding=zero1\.": (

@@ -5,15 +5,19 @@ from __future__ import annotations
 import re
 import threading
 import time
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
+from lightning_gpp.failure.chair import Chair
 from lightning_gpp.failure.hangs import RELIEF, Activity, Wait, conclusion
 from lightning_gpp.failure.limits import Limits
 from lightning_gpp.failure.monitor import FailureMonitor
+from lightning_gpp.failure.processes import ProcessIdentity
+from lightning_gpp.failure.report import Cause
 from tests.failure.pipeline_rank import Rank, processes_running
 from tests.failure.program import as_torchrun_would
 
@@ -85,3 +89,16 @@ def test_what_only_takes_long_goes_on_and_says_so(tmp_path: Path) -> None:
 )
 def test_the_conclusion(waits: dict[int, tuple[int, ...]], said: str) -> None:
     assert conclusion(waits).startswith(said)
+
+
+def test_a_wait_for_a_rank_that_has_finished_ends_the_job() -> None:
+    """Its process may have ended as well: ranks wait for a minute for each other's end."""
+    process = asdict(ProcessIdentity.current())
+    waiting = {"process": process, "round": 0, "told": 0, "stuck": True, "ranks": [1]}
+    cells = {0: waiting, 1: {"process": process, "round": 0, "told": 0, "done": True, "gone": True}}
+    proposed = list[Cause]()
+    chair = Chair(2, ProcessIdentity.current(), proposed.append, proposed.append)
+    chair.hear(cells, 1, 0.0, ended=False)
+    waiting["told"] = chair.board["hang"]
+    chair.hear(cells, 2, 0.0, ended=False)
+    assert re.match(r"waits in a call that rank 1 does not make\. Let every rank make it", proposed[0].event)

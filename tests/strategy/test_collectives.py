@@ -155,7 +155,7 @@ def test_a_call_of_one_rank_alone_is_told_with_its_line(tmp_path: Path, what: st
         assert re.search(r"called from \S*test_collectives.py:\d+ in on_train_batch_end", told[1])
         assert re.search(r"All ranks wait for others: 0 for rank 1, 1 for rank 0", running.output(0)), running.output(0)
     assert running.codes == [1, 1]
-    cause = r"First cause: rank 0 .* waits in a collective call that rank 1 does not make.*trainer.is_global_zero"
+    cause = r"First cause: rank 0 .* waits in a call that rank 1 does not make.*trainer.is_global_zero"
     assert re.search(cause, running.output(1)), running.output(1)
 
 

@@ -121,6 +121,19 @@ def test_samplers_that_cannot_be_corrected_are_refused() -> None:
         assert "self.trainer.distributed_sampler_kwargs" in other
 
 
+def told_of_whole_data(rank: int) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trained(rank, 4, 2, lambda *_: DataLoader(make_data(SAMPLES), 4, shuffle=True))
+    return [str(warning.message) for warning in caught if "the samples among" in str(warning.message)]
+
+
+def test_pipelines_that_train_on_the_same_samples_are_told() -> None:
+    first, *others = harness.run(4, told_of_whole_data)
+    assert first[0].startswith("A data loader does not divide the samples among the 2 pipelines")
+    assert others == [[]] * 3
+
+
 class Scaled(TwoTowers):
     """Multiplies the rate by a number of processes."""
 

@@ -18,6 +18,12 @@ from tests.strategy import harness
 from tests.strategy.harness import TwoTowers
 
 
+class Wider(TwoTowers):
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = torch.nn.Linear(4, 4 + dist.get_rank())
+
+
 class Rate(TwoTowers):
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.1 * (1 + self.trainer.global_rank))
@@ -44,6 +50,10 @@ CASES: dict[str, tuple[Fit, str]] = {
     "rate": (
         lambda rank: fit(module=Rate),
         r"disagree on 'lr' in group 0 of optimizer 0: it is 0.1 on rank 0, but 0.2",
+    ),
+    "width": (
+        lambda rank: fit(module=Wider),
+        r"disagree on parameter 'unused.weight': it is \[4, 4\] torch.float64 on rank 0, but \[5, 4\] torch.float64 on",
     ),
     "length": (lambda rank: fit(n=16 + 8 * rank), r"number of training batches .*: it is 2 on rank 0, but 3 on rank 1"),
 }

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_gpp import ForeignTensorError
@@ -123,6 +124,16 @@ def test_code_of_one_rank_does_not_change_them() -> None:
         with pytest.raises(ForeignTensorError, match="`copy_`"):
             weight.copy_(torch.zeros(3, 2))
     weight.mul_(0.9)
+
+
+def test_ranks_do_not_combine_different_tensors() -> None:
+    """An operation in place on a foreign tensor alone is left to its rank, but not a collective."""
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    try:
+        with pytest.raises(ForeignTensorError, match="`allreduce` needs values of 'left.weight'.*Leave the call out"):
+            dist.all_reduce(elsewhere().grad)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_pickled_with_the_values_of_a_checkpoint() -> None:

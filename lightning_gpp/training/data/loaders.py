@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final
 
-from torch.utils.data import DistributedSampler
+from torch.utils.data import DistributedSampler, RandomSampler, SequentialSampler
 
 from lightning_gpp.errors import ConfigError
 from lightning_gpp.runtime.mesh import Mesh
@@ -81,6 +81,12 @@ def divide_samples(loader: Any, mesh: Mesh, wanted: Mapping[str, int]) -> None:
     Raises:
         ConfigError: a sampler divides them in another way, and has more numbers than those that torch's sampler has.
     """
+    if wanted["num_replicas"] > 1 and mesh.own_process == 0 and type(getattr(loader, "sampler", None)) in _UNDIVIDED:
+        warn(
+            f"A data loader does not divide the samples among the {mesh.num_pipelines} pipelines "
+            "(use_distributed_sampler=False): each of them has all of them, unless its data set is a part. Leave this "
+            "argument out, or give the loader a DistributedSampler with **self.trainer.distributed_sampler_kwargs.",
+        )
     if mesh.num_processes == wanted["num_replicas"]:
         return
     for sampler in _distributed_samplers(loader):
@@ -109,6 +115,9 @@ def _distributed_samplers(loader: Any) -> Iterator[Any]:
         if all(isinstance(attributes.get(name), int) for name in ("num_replicas", "rank")):
             yield part
         open_parts += [attributes[name] for name in ("batch_sampler", "sampler") if name in attributes]
+
+
+_UNDIVIDED: Final = (SequentialSampler, RandomSampler)
 
 
 def _construct_anew(sampler: Any, wanted: Mapping[str, int]) -> None:

@@ -129,6 +129,8 @@ def _answered(func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, An
     leaves, structure = pytree.tree_flatten((args, kwargs))
     foreign = [leaf for leaf in leaves if isinstance(leaf, Foreign)]
     written = _written(func, args, kwargs)
+    if func.namespace == "c10d":
+        raise _refusal(name.rstrip("_"), foreign, _IN_COLLECTIVE)
     if _DEPENDS_ON_VALUES & set(func.tags) or _is_left_undone(foreign, written, leaves):
         raise _refusal(name, foreign)
     _note_changes(written)
@@ -292,10 +294,15 @@ _IN_STEP: Final = (
     "(strategy.step=whole), or put the modules of these parameters into one stage (strategy.stages)."
 )
 _IN_HOOK: Final = (
-    "Hooks run on every rank, each on what it holds. Let all ranks write around this line: "
-    "`with lightning_gpp.summon_full_params(module):`, in which each has all values (docs/reference/lightning.md). "
+    "Hooks run on every rank, each on what it holds. Let all ranks write around this line, or that which copied the "
+    "tensor: `with lightning_gpp.summon_full_params(module):`, in which each has all values "
+    "(docs/reference/lightning.md). "
     "Or skip what others hold by `if not p.is_meta`; parameters that meet in every step belong into one stage "
     "(strategy.stages)."
+)
+_IN_COLLECTIVE: Final = (
+    "Ranks hold different tensors, and would combine those of different stages. Leave the call out: gradients are "
+    "averaged over pipelines, and a stage's replicas, without it."
 )
 _IN_PICKLE: Final = (
     "Save by trainer.save_checkpoint, which puts the module together, and leave modules out of "
@@ -309,14 +316,14 @@ _OF_GRADIENT: Final = (
 )
 
 
-def _refusal(name: str, tensors: Sequence[Any]) -> ForeignTensorError:
+def _refusal(name: str, tensors: Sequence[Any], remedy: str = "") -> ForeignTensorError:
     origins = dict.fromkeys(origin for tensor in tensors for origin in tensor.origins)
     named = some([*map(str, origins)], most=2)
     lacks = f"`{name}` needs values of {named}, which this rank does not hold."
     if any(getattr(tensor, "gradient_of", "") or getattr(tensor, "from_gradient", False) for tensor in tensors):
-        return ForeignTensorError(f"{lacks} {_OF_GRADIENT}")
-    remedy = _IN_PICKLE if name == "pickle" else _IN_STEP if alone.get() else _IN_HOOK
-    return ForeignTensorError(f"{lacks} {remedy}")
+        remedy = remedy or _OF_GRADIENT
+    usual = _IN_PICKLE if name == "pickle" else _IN_STEP if alone.get() else _IN_HOOK
+    return ForeignTensorError(f"{lacks} {remedy or usual}")
 
 
 ORDERS: Final = (1.0, 2.0, math.inf)

@@ -17,7 +17,8 @@ from typing import Any, Final
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lightning_gpp.errors import ConfigError
@@ -90,6 +91,12 @@ def facts_of_options(options: Options) -> dict[str, str]:
     values = {name: text_of(value) for name, value in named.items() if name.split(".")[1] not in _FROM_RANK_0}
     installed = next((each.version for each in distributions(name="lightning-gpp")), "of a checkout")
     return {"the version of lightning-gpp": installed, "the version of torch": str(torch.__version__), **values}
+
+
+def facts_of_tensors(module: nn.Module) -> dict[str, str]:
+    """Shapes and types of a module's parameters."""
+    named = ((name, each) for name, each in module.named_parameters() if not is_lazy(each))
+    return {f"parameter {name!r}": f"{list(each.shape)} {each.dtype}" for name, each in named}
 
 
 def facts_of_optimizers(optimizers: Iterable[Optimizer]) -> dict[str, str]:
