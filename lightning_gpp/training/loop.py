@@ -84,7 +84,7 @@ def initialize(
     describe = lambda: "the end of `initialize`" if ends else "set-up" if engine is None else engine.describe()  # noqa: E731
     wait = lambda: control.wait if engine is None else engine.wait()  # noqa: E731
     engine: Engine | None = None
-    ends = False
+    ends: bool = False
     monitor = FailureMonitor(
         rank=control.rank,
         world_size=control.world_size,
