@@ -36,7 +36,7 @@ def batch_size_of(batch: Any, dims: BatchDims = GUESSED) -> int:
         ShapeError: nothing in the batch counts samples.
         ConfigError: `dims` names a part that does not exist, or a dimension that no tensor there has.
     """
-    parts = list(_parts(batch, ""))
+    parts = list(named_parts(batch))
     _check_names(parts, dims)
     _check_dims(parts, dims)
     sizes = [*_told(parts, dims), *_listed(parts, dims), *_first(parts, dims)]
@@ -66,7 +66,7 @@ OnList = Callable[[Any], Any]
 
 def device_of(batch: Any) -> torch.device:
     """The device of a mini-batch."""
-    devices = (node.device for _, node in _parts(batch, "") if isinstance(node, torch.Tensor))
+    devices = (node.device for _, node in named_parts(batch) if isinstance(node, torch.Tensor))
     return next(devices, torch.device("cpu"))
 
 
@@ -186,7 +186,7 @@ def counting_note(batch: Any, dims: BatchDims = GUESSED) -> str:
 
     Such as the samples of time-major tensors, which labels have as first: a size that all tensors have.
     """
-    shapes = {name: tuple(node.shape) for name, node in _parts(batch, "") if isinstance(node, torch.Tensor)}
+    shapes = {name: tuple(node.shape) for name, node in named_parts(batch) if isinstance(node, torch.Tensor)}
     sizes = (shape[0] for shape in shapes.values() if shape and shape[0] != batch_size_of(batch, dims))
     common = next((size for size in sizes if all(size in shape for shape in shapes.values())), None)
     said = "" if common is None else f"={ {name: shape.index(common) for name, shape in shapes.items()} }"
@@ -195,7 +195,7 @@ def counting_note(batch: Any, dims: BatchDims = GUESSED) -> str:
 
 def named_tensors(batch: Any, total: int, dims: BatchDims = GUESSED) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors of a batch with one row for each sample, by their paths; samples are their first dimension."""
-    for name, node in _parts(batch, ""):
+    for name, node in named_parts(batch):
         dim = _dim_of(node, name, total, dims) if isinstance(node, torch.Tensor) else None
         if name and dim is not None:
             yield name, node.movedim(dim, 0)
@@ -207,7 +207,7 @@ def loose_rows(batch: Any, dims: BatchDims = GUESSED) -> dict[str, int]:
     They may belong to samples, such as several images to each.
     """
     total = batch_size_of(batch, dims)
-    tensors = ((name, node) for name, node in _parts(batch, "") if isinstance(node, torch.Tensor) and node.dim())
+    tensors = ((name, node) for name, node in named_parts(batch) if isinstance(node, torch.Tensor) and node.dim())
     unsaid = ((name, node) for name, node in tensors if _said(name, dims) is None)
     return {name: len(node) for name, node in unsaid if len(node) > 1 and _dim_of(node, name, total, dims) is None}
 
@@ -215,11 +215,11 @@ def loose_rows(batch: Any, dims: BatchDims = GUESSED) -> dict[str, int]:
 # --- number of samples
 
 
-def _parts(node: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """The nodes of a batch with their paths, outer ones first."""
+def named_parts(node: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """All parts of a batch with their paths, outer ones first."""
     yield name, node
     for key, child in _children(node) or ():
-        yield from _parts(child, _join(name, key))
+        yield from named_parts(child, _join(name, key))
 
 
 def _check_names(parts: Sequence[tuple[str, Any]], dims: BatchDims) -> None:
@@ -344,14 +344,9 @@ def _key_of(entry: Any) -> Any:
     return next(getattr(entry, name) for name in ("idx", "key", "name") if hasattr(entry, name))
 
 
-def named_parts(batch: Any) -> list[tuple[str, Any]]:
-    """All parts of a batch with their paths, outer ones first."""
-    return list(_parts(batch, ""))
-
-
 def known_to_pytree(batch: Any) -> Any:
     """Let pytree look into all parts of a batch; returns the batch."""
-    for _ in _parts(batch, ""):
+    for _ in named_parts(batch):
         pass
     return batch
 

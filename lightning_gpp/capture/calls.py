@@ -21,14 +21,14 @@ from torch import Tensor, nn
 from lightning_gpp._compat.torch import FakeTensor, pytree
 from lightning_gpp.capture.batch import resized, samples_in
 from lightning_gpp.capture.captured import Capture, capture_step
-from lightning_gpp.capture.isolate import tensor_named
 from lightning_gpp.capture.items import are_plain
 from lightning_gpp.capture.network import refuse_cut_graphs, without_graph
 from lightning_gpp.capture.record import RunTime, StepFunction, Subject, record
 from lightning_gpp.capture.recorder import Recorder
-from lightning_gpp.capture.recording import CallArguments, ModuleCall, ModuleRef, Recording, Ref, StateRef
+from lightning_gpp.capture.recording import CallArguments, Event, ModuleCall, ModuleRef, Recording, Ref, StateRef
 from lightning_gpp.capture.refusal import Changes, attempted, escaped, no_network, refusal
 from lightning_gpp.graph import OperatorGraph
+from lightning_gpp.runtime.named_tensors import tensor_named
 from lightning_gpp.wording import named
 
 Entered = Callable[[], AbstractContextManager[Any]]
@@ -105,8 +105,8 @@ def _check_left(recording: Recording, trains: bool) -> None:
     Statistics of layers that normalise change in training alone.
     """
     network, answers = recording.network, recording.results()
-    changes = () if trains else (each for each in recording.state_changes if each.scope != -1)
-    changed = {each.name: network(each.scope) for each in changes}
+    changes = () if trains else (each for each in recording.noted(Event.CHANGES_STATE) if each.scope != -1)
+    changed = {each.subject: network(each.scope) for each in changes}
     for call in recording.calls:
         own = network(call.scope)
         makers = [recording.calls[ref.call] for ref in call.refs() if ref not in answers]

@@ -7,7 +7,7 @@ import functools
 import io
 import types
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from lightning_gpp.capture.attributes import FRAMEWORKS, MOST_NUMBERS
 from lightning_gpp.capture.kept import RandomSource, is_plain_object
 from lightning_gpp.errors import CaptureError
 from lightning_gpp.graph import OperatorGraph
+from lightning_gpp.runtime.named_tensors import tensors_of
 
 _CONTAINERS = (list, dict, set, tuple, deque)
 _COPIED = (nn.Module, types.MethodType, functools.partial, RandomSource)
@@ -27,13 +28,14 @@ _DEEPEST = 4
 
 def isolated_copy(module: nn.Module, mode: FakeTensorMode, device: torch.device) -> nn.Module:
     """A `private_copy` in which every parameter and buffer is fake."""
-    memo: dict[int, Any] = {}
-    for tensor in (*module.parameters(), *module.buffers()):
-        memo.setdefault(id(tensor), _fake(tensor, mode, device))
-    return private_copy(module, memo)
+    return private_copy(module, lambda _, tensor: _fake(tensor, mode, device))
 
 
-def private_copy(module: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
+def private_copy(
+    module: nn.Module,
+    made: Callable[[str, torch.Tensor], torch.Tensor] | None = None,
+    others: Mapping[int, Any] = {},
+) -> nn.Module:
     """A deep copy of the module tree: of its parts, parameters and buffers, containers, small arrays, random
     generators, and plain objects of the user's. Everything else is shared: data sets, loaders, loggers, the trainer,
     tensors in attributes, and objects that say how they are made or copied. Iterators and open files refuse to be read.
@@ -42,9 +44,12 @@ def private_copy(module: nn.Module, memo: dict[int, Any] | None = None) -> nn.Mo
     Functions that are kept in the tree, such as hooks, see the copy where they saw the module.
 
     Args:
-        memo: as in `copy.deepcopy`: replacements of objects by their id.
+        made: makes the parameters and buffers of the copy, from the name and the tensor of each; without it they are
+            copied.
+        others: replacements of other objects, by their id.
     """
-    survey = _Survey(module, {} if memo is None else memo)
+    tensors = tensors_of(module).items() if made is not None else ()
+    survey = _Survey(module, {**others, **{id(tensor): made(name, tensor) for name, tensor in tensors if made}})
     memo, functions = survey.memo, survey.functions
     memo |= {place: _reopened(function) for place, function in functions.items()}
     replica = copy.deepcopy(module, memo)
@@ -169,24 +174,9 @@ def _is_copied(value: Any, depth: int) -> bool:
     return isinstance(value, _COPIED) or is_plain_object(value)
 
 
-def names_of(module: nn.Module) -> Iterator[tuple[torch.Tensor, str]]:
-    """Parameters and buffers with their canonical (first) names."""
-    for name, parameter in module.named_parameters():
-        yield parameter, name
-    for name, buffer in module.named_buffers():
-        yield buffer, name
-
-
-def tensor_named(module: nn.Module, name: str) -> torch.Tensor:
-    """The parameter or buffer of that name."""
-    path, _, attribute = name.rpartition(".")
-    tensor: torch.Tensor = getattr(module.get_submodule(path), attribute)
-    return tensor
-
-
 def add_sizes(graph: OperatorGraph, module: nn.Module) -> None:
     """Add the sizes of the module's parameters and buffers to its graph."""
-    for tensor, name in names_of(module):
+    for name, tensor in tensors_of(module).items():
         size = tensor.numel() * tensor.element_size()
         if isinstance(tensor, nn.Parameter):
             graph.parameter_bytes[name], graph.parameter_sizes[name] = size, tensor.numel()

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
+from lightning_gpp._compat.lightning_module import trainer_of
 from lightning_gpp._compat.torch import buffers_of
 from lightning_gpp.capture.attributes import MOST_ITEMS, NAMESPACES, OF_EVERY_MODULE, is_users
 from lightning_gpp.user_code import own_attributes
@@ -173,12 +174,22 @@ def _is_metric(value: object) -> TypeGuard[Metric | MetricCollection]:
     return not {Metric, MetricCollection}.isdisjoint(type(value).__mro__)
 
 
-def keep_apart(copied: nn.Module, module: nn.Module) -> None:
-    """Let a copy's own metrics, which may be on one rank alone, synchronise with no other. Some are the module's."""
+def silenced(copied: nn.Module, module: nn.Module) -> nn.Module:
+    """The copy of a module, which logs and prints nothing from now on, and whose own metrics, which may be on one rank
+    alone, synchronise with no other; some are the module's.
+    """
+    for part in (part for part in copied.modules() if hasattr(part, "log_dict")):
+        vars(part).update(log=_ignore, log_dict=_ignore, print=_ignore)
+        part.trainer = trainer_of(module)
     shared = set(map(id, metrics_of(module).values()))
     for metric in metrics_of(copied).values():
         if isinstance(metric, Metric) and id(metric) not in shared:
             metric.distributed_available_fn = bool  # returns False: there is nobody to synchronise with
+    return copied
+
+
+def _ignore(*_: Any, **__: Any) -> None:
+    """Replaces logging in a copy."""
 
 
 @contextmanager

@@ -14,7 +14,7 @@ takes part in further calls as a fake tensor would.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Final
@@ -27,11 +27,11 @@ from lightning_gpp._compat.torch import (
     FakeTensor,
     TorchDispatchMode,
     pytree,
-    schema_arguments,
     storage_id,
     unset_fake_temporarily,
 )
 from lightning_gpp.capture.batch import known_to_pytree
+from lightning_gpp.runtime.operands import changed_by, changes, tensors_in
 
 MOST_NUMBERS: Final = 1 << 20
 """Elements of the largest tensor whose values are known."""
@@ -97,7 +97,7 @@ class KnownValues(TorchDispatchMode):
         kwargs = kwargs or {}
         if _FOR_REAL.get():
             return func(*args, **kwargs)
-        tensors = [*_tensors_in(args), *_tensors_in(kwargs.values())]
+        tensors = [*tensors_in(args), *tensors_in(kwargs.values())]
         made = [tensor for tensor in tensors if self._is_made(tensor)]
         if self._is_computable(func, tensors, made, args, kwargs):
             return self._computed(func, args, kwargs)
@@ -124,7 +124,7 @@ class KnownValues(TorchDispatchMode):
         if not _UNFORESEEABLE.isdisjoint(func.tags):
             self._read()
             return True
-        return _writes(func) or _is_small(self._outlined(func, args, kwargs))
+        return bool(changes(func)) or _is_small(self._outlined(func, args, kwargs))
 
     def _read(self) -> None:
         if (on_read := self._on_read()) is not None:
@@ -151,32 +151,10 @@ class KnownValues(TorchDispatchMode):
 
         given, named = pytree.tree_map(blank, (args, kwargs))
         result = func(*given, **named)
-        for leaf in pytree.tree_leaves(_written(func, given, named)):
+        for leaf in changed_by(func, given, named):
             if id(leaf) in originals:
                 self._known[storage_id(originals[id(leaf)])] = False
         return pytree.tree_map(lambda leaf: originals.get(id(leaf), leaf), result)
-
-
-def _tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
-    """The tensors among the arguments of an operator, which are values and lists of these; pytree takes much longer."""
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from _tensors_in(value)
-
-
-def _writes(func: Any) -> bool:
-    return any(argument.alias_info is not None and argument.alias_info.is_write for argument in schema_arguments(func))
-
-
-def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """The arguments that a call changes."""
-    found = []
-    for place, argument in enumerate(schema_arguments(func)):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            found.append(args[place] if place < len(args) else kwargs.get(argument.name))
-    return found
 
 
 def _is_small(outline: Any) -> bool:

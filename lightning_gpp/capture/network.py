@@ -13,7 +13,16 @@ import torch
 
 from lightning_gpp._compat.torch import pytree
 from lightning_gpp.capture.recorder import BATCH, Recorder
-from lightning_gpp.capture.recording import ModuleCall, Recorded, Recording, Ref, StateRef, calls_behind, differentiates
+from lightning_gpp.capture.recording import (
+    Event,
+    ModuleCall,
+    Recorded,
+    Recording,
+    Ref,
+    StateRef,
+    calls_behind,
+    differentiates,
+)
 from lightning_gpp.capture.refusal import escaped, no_network, refusal
 from lightning_gpp.errors import CaptureError
 from lightning_gpp.graph import Affine
@@ -223,11 +232,11 @@ class _Extraction:
     def _check_changes(self) -> None:
         """The step runs once per micro-batch, on one rank, and its beginning twice."""
         used = {name for call in self.recording.calls if call.scope != -1 for name in call.states()}
-        for change in self.recording.state_changes:
-            if change.scope == -1 and change.name in used:
+        for change in self.recording.noted(Event.CHANGES_STATE):
+            if change.scope == -1 and change.subject in used:
                 raise refusal(
                     change.line,
-                    f"the step changes {change.name!r}, which a module reads, and would do so once per micro-batch",
+                    f"the step changes {change.subject!r}, which a module reads, and would do so once per micro-batch",
                     "change it in a hook such as on_train_batch_end, or in the forward of the module that reads it",
                 )
 

@@ -15,6 +15,7 @@ from lightning_gpp.capture.network import Network
 from lightning_gpp.capture.recording import Recorded, Ref
 from lightning_gpp.graph import Operator, OperatorGraph, TensorSpec
 from lightning_gpp.plan import STEP
+from lightning_gpp.runtime.named_tensors import paths_around
 
 SHAPE_READERS: Final = frozenset(
     (
@@ -76,7 +77,7 @@ def _cluster(call: Recorded, groups: Mapping[int, int]) -> str:
 
 def _uncalled(called: set[str]) -> frozenset[str]:
     """Paths around called modules that are never called."""
-    around = {path[:end] for path in called for end, letter in enumerate(path) if letter == "."}
+    around = {path for each in called for path in paths_around(each)}
     return frozenset(around - called)
 
 

@@ -29,6 +29,7 @@ from lightning_gpp.capture.attributes import (
 )
 from lightning_gpp.capture.network import Network
 from lightning_gpp.capture.recorder import Recorder
+from lightning_gpp.capture.recording import Event
 from lightning_gpp.capture.refusal import refusal
 from lightning_gpp.errors import CaptureError
 from lightning_gpp.user_code import user_line
@@ -80,7 +81,7 @@ class AttributeReads:
         inside = settings(name, value) if has_settings(value) else {name: value}
         noted.update({(path, inner): as_it_is(content) for inner, content in inside.items()})
         if scope == -1:
-            recording.read_at.setdefault(key, len(recording.modules))
+            recording.note(Event.READS_ATTRIBUTE, key)
 
     def set(self, path: str, name: str, before: Any, value: Any) -> None:
         """Note that an attribute is set."""
@@ -227,6 +228,7 @@ def decisive(network: Network) -> dict[Attribute, Any]:
         CaptureError: the step itself changes such a number, and would do so once per micro-batch.
     """
     recording, found = network.recording, dict[Attribute, Any]()
+    early = {note.subject for note in recording.early(Event.READS_ATTRIBUTE)}
     passed = pytree.tree_leaves([(call.args, call.kwargs) for call in network.network_calls()])
     computed = pytree.tree_leaves([(call.args, call.kwargs) for call in network.calls if call.scope == -1])
     leaves = [*passed, *(leaf for leaf in computed if not isinstance(leaf, int))]  # whole numbers are mostly dimensions
@@ -234,7 +236,7 @@ def decisive(network: Network) -> dict[Attribute, Any]:
     computes = any(kind is float for kind, _ in used)  # perhaps with one that was computed from others
     for attribute, value in recording.attributes.get(-1, {}).items():
         numbers = _numbers(value.values() if isinstance(value, dict) else [value])
-        if not (numbers and recording.is_read_early(attribute)):
+        if not (numbers and (attribute[0], attribute[1].partition(".")[0]) in early):
             continue
         counts = bool(numbers & used) or (computes and any(kind is float for kind, _ in numbers))
         if attribute not in recording.set_by_step and counts:

@@ -27,16 +27,17 @@ from lightning_gpp._compat.torch import (
 )
 from lightning_gpp.capture.attributes import originals
 from lightning_gpp.capture.batch import BatchDims, resized
-from lightning_gpp.capture.isolate import isolated_copy, names_of
+from lightning_gpp.capture.isolate import isolated_copy
 from lightning_gpp.capture.items import are_plain, watched
 from lightning_gpp.capture.kept import metrics_of
 from lightning_gpp.capture.meter import Meter
 from lightning_gpp.capture.reads import AttributeReads, Switches, buffers_in, observe, refuse_made_buffers
 from lightning_gpp.capture.recorder import Recorder
-from lightning_gpp.capture.recording import Recording
+from lightning_gpp.capture.recording import Event, Recording
 from lightning_gpp.capture.refusal import Changes, refusal, remedy_for
 from lightning_gpp.capture.uncut import keep_uncut
 from lightning_gpp.errors import CaptureError
+from lightning_gpp.runtime.named_tensors import paths_around, tensors_of
 from lightning_gpp.runtime.random import seed_streams, undisturbed
 from lightning_gpp.user_code import line_of, user_line
 from lightning_gpp.wording import named
@@ -73,7 +74,7 @@ class _ObservedTrainer:
 
     def __getattr__(self, name: str) -> Any:
         if name in ("current_epoch", "global_step"):
-            self._recorder.recording.state_reads.append((name, self._recorder.scope, user_line()))
+            self._recorder.recording.note(Event.READS_RUN_TIME, name, self._recorder.scope, user_line())
             return getattr(self._run_time, name)
         if name in ("logger", "loggers", "progress_bar_callback"):
             return _Swallow()
@@ -243,8 +244,8 @@ def _ends_here(replica: nn.Module, recorder: Recorder) -> bool:
     """
     called = {call.path for call in recorder.recording.modules}
     states = {name for call in recorder.recording.calls for name in call.states()}
-    tensors = dict(names_of(replica))
-    left = {name: tensor for tensor, name in tensors.items() if name not in states and not _prefixes(name) & called}
+    around = {name: {"", *paths_around(name)} for name in tensors_of(replica)}
+    left = {n: t for n, t in tensors_of(replica).items() if n not in states and not around[n] & called}
     recorder.recording.left = sorted(left)
     trained = [parameter for parameter in replica.parameters() if parameter.requires_grad]
     late = sum(tensor.numel() for tensor in left.values() if tensor.requires_grad)
@@ -253,16 +254,11 @@ def _ends_here(replica: nn.Module, recorder: Recorder) -> bool:
     return bool(called) and 2 * late < sum(parameter.numel() for parameter in trained)
 
 
-def _prefixes(name: str) -> set[str]:
-    parts = name.split(".")[:-1]
-    return {".".join(parts[: i + 1]) for i in range(len(parts))} | {""}
-
-
 def _observe(replica: nn.Module, trainer: Any, run_time: RunTime, recorder: Recorder) -> None:
     """Attach the observed trainer, and let logging note the values that the step uses."""
 
     def log(*args: Any, **kwargs: Any) -> None:
-        recorder.recording.logged.append((recorder.scope, user_line()))
+        recorder.recording.note(Event.LOGS, None, recorder.scope, user_line())
         if recorder.scope == -1:
             recorder.use((args, kwargs))
 
@@ -285,7 +281,7 @@ def _silence(metric: Any, place: str, recorder: Recorder, mode: FakeTensorMode) 
 
     def noted(*args: Any, **kwargs: Any) -> Any:
         if recorder.scope == -1:
-            recording.metric_updates.append((place, len(recording.modules)))
+            recording.note(Event.UPDATES_METRIC, place)
             recorder.use((args, kwargs))
         return answer()
 

@@ -24,7 +24,7 @@ from lightning_gpp.capture.items import is_watched
 from lightning_gpp.capture.known_values import KnownValues
 from lightning_gpp.capture.recording import (
     CallModes,
-    ChangeInPlace,
+    Event,
     FunctionApply,
     KnownTensors,
     ModuleCall,
@@ -250,9 +250,8 @@ class Recorder(TorchFunctionMode):
         known = self.tensors
         aliases = [*known.aliases(changed, outputs), *(t for t in flagged if known.value(t) is not None)]
         changed = [*changed, *flagged]
-        num_modules = len(self.recording.modules)
-        states = known.states_in(changed)
-        self.recording.state_changes += [ChangeInPlace(name, call.scope, call.line, num_modules) for name in states]
+        for name in known.states_in(changed):
+            self.recording.note(Event.CHANGES_STATE, name, call.scope, call.line)
         if not outputs and not changed and not differentiates(call):
             return
         call.mutated = known.values(aliases)
@@ -329,7 +328,7 @@ class Recorder(TorchFunctionMode):
         self.use(tensor)
         ref = self.tensors.value(tensor)
         if ref is not None and self.network[ref.call]:
-            self.recording.value_reads.append((len(self.recording.modules), line))
+            self.recording.note(Event.READS_VALUE, name, line=line)
         value = _plausible(name, tensor, self._number)
         return self._truth(line) if isinstance(value, bool) else value
 
@@ -347,18 +346,20 @@ class Recorder(TorchFunctionMode):
                 "do it in a submodule, which is then never cut",
                 modules,
             )
-        self.recording.gradient_hooks.append((name, line))
+        self.recording.note(Event.HOOKS_GRADIENT, name, line=line)
 
     def _truth(self, line: str) -> bool:
         """The next truth value that the step reads: true, unless that was refuted."""
-        self.recording.truths.append((len(self.recording.calls), line))
-        return len(self.recording.truths) - 1 not in self._refuted
+        number = len(self.recording.noted(Event.READS_TRUTH))
+        self.recording.note(Event.READS_TRUTH, number, line=line)
+        return number not in self._refuted
 
     def refutable(self) -> int | None:
         """The number of the truth value that was read last, if it is true and nothing was computed since."""
-        number = len(self.recording.truths) - 1
-        if number < 0 or number in self._refuted or self.recording.truths[number][0] != len(self.recording.calls):
+        *_, last = None, *self.recording.noted(Event.READS_TRUTH)
+        if last is None or last.subject in self._refuted or last.num_calls != len(self.recording.calls):
             return None
+        number: int = last.subject
         return number
 
     def call_that_made(self, tensor: torch.Tensor) -> Recorded | None:

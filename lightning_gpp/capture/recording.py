@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any, Final
 
 import torch
@@ -12,8 +13,8 @@ from torch.nn.attention import SDPBackend
 
 from lightning_gpp._compat.torch import pytree, storage_id
 from lightning_gpp.capture.attributes import Attribute
-from lightning_gpp.capture.isolate import names_of
 from lightning_gpp.graph import Affine
+from lightning_gpp.runtime.named_tensors import tensors_of
 
 CallArguments = tuple[tuple[Any, ...], Mapping[str, Any]]
 """Positional and other arguments of a call."""
@@ -154,14 +155,33 @@ class ModuleCall:
     result: Any = None
 
 
-@dataclass(frozen=True, slots=True)
-class ChangeInPlace:
-    """A change in place of a parameter or buffer, by a call in `scope`; `num_modules`: calls of modules before it."""
+class Event(Enum):
+    """The kinds of notes, each with what its subject is."""
 
-    name: str
+    READS_VALUE = "the method by which the step reads a value of the network"
+    READS_TRUTH = "the number of the truth value that the step reads, in the order of these"
+    READS_RUN_TIME = "the attribute of the trainer that is read, such as `current_epoch`"
+    READS_ATTRIBUTE = "the attribute of a module that the step reads first now"
+    READS_UNIFORM = "the number of the leaf of the batch, all elements of which are the same, whose value is read"
+    CHANGES_STATE = "the name of the parameter or buffer that is changed in place"
+    HOOKS_GRADIENT = "the method that acts on the gradient of a tensor of the step"
+    UPDATES_METRIC = "the place of the metric that the step itself updates"
+    LOGS = "nothing"
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """Something besides calls that happens in a recording, by a module call (`scope`), or by the step itself (-1).
+
+    `num_modules`, `num_calls`: calls of modules and of functions before it.
+    """
+
+    event: Event
+    subject: Any
     scope: int
     line: str
     num_modules: int
+    num_calls: int
 
 
 @dataclass(slots=True)
@@ -176,8 +196,6 @@ class Recording:
     """The tensors of the example batch, perhaps without memory, by the index of the call that represents them."""
     uniform: dict[int, int] = field(default_factory=dict)
     """Numbers of the leaves of the batch whose values are known, by the index of the call that represents them."""
-    decisions: list[tuple[int, int, int]] = field(default_factory=list)
-    """Reads of their values: (number of the leaf, scope, number of module calls before)."""
     result: Any = None
     """The result of the step, with references instead of tensors."""
     returned: Any = None
@@ -187,25 +205,12 @@ class Recording:
     stopped: str = ""
     left: list[str] = field(default_factory=list)
     """Parameters and buffers that the step may use after the recording ended."""
-    value_reads: list[tuple[int, str]] = field(default_factory=list)
-    """Reads of a tensor's value at the level of the step: (number of module calls before, line)."""
-    gradient_hooks: list[tuple[str, str]] = field(default_factory=list)
-    """Hooks on gradients of tensors at the level of the step: (method, line)."""
-    truths: list[tuple[int, str]] = field(default_factory=list)
-    """Reads of truth values at the level of the step: (number of calls before, line)."""
-    state_reads: list[tuple[str, int, str]] = field(default_factory=list)
-    """Reads of run-time values such as `current_epoch`: (attribute, scope, line)."""
-    state_changes: list[ChangeInPlace] = field(default_factory=list)
-    metric_updates: list[tuple[str, int]] = field(default_factory=list)
-    """Updates of metrics by the step itself: (place of the metric, number of module calls before)."""
-    logged: list[tuple[int, str]] = field(default_factory=list)
-    """Calls of `self.log`: (scope, line)."""
+    notes: list[Note] = field(default_factory=list)
+    """All that happens besides calls, in its order."""
     attributes: dict[int, dict[Attribute, Any]] = field(default_factory=dict)
     """Attributes of modules that a forward or the step reads, with their values, by its scope."""
     touched: set[str] = field(default_factory=set)
     """Paths of the modules of which the step itself reads attributes, or somebody sets some."""
-    read_at: dict[Attribute, int] = field(default_factory=dict)
-    """The number of module calls before the step first reads an attribute."""
     set_by_step: dict[Attribute, str] = field(default_factory=dict)
     """Numbers, flags and texts that the step reads and then sets to others, with the line."""
     decisive: dict[Attribute, Any] = field(default_factory=dict)
@@ -213,33 +218,30 @@ class Recording:
     changes_batch: bool = False
     """True if the step, or a forward, changes tensors of the mini-batch in place."""
 
-    def changed_before_the_end(self) -> set[str]:
-        """Names of the parameters and buffers that the step changes in place, up to its last call of a module."""
-        last = self._last_network_call()
-        return {each.name for each in self.state_changes if each.scope == -1 and each.num_modules <= last}
+    def note(self, event: Event, subject: Any = None, scope: int = -1, line: str = "") -> None:
+        """Note something that happens now."""
+        self.notes.append(Note(event, subject, scope, line, len(self.modules), len(self.calls)))
 
-    def metrics_before_the_end(self) -> list[str]:
-        """Places of the metrics that the step updates before its last call of a module."""
-        last = self._last_network_call()
-        return sorted({place for place, num_modules in self.metric_updates if num_modules <= last})
+    def noted(self, event: Event) -> list[Note]:
+        """The notes of a kind."""
+        return [each for each in self.notes if each.event is event]
 
-    def is_read_early(self, attribute: Attribute) -> bool:
-        """True if the step reads an attribute, or the object that it is in, up to its last call of a module."""
-        path, name = attribute
+    def early(self, event: Event) -> list[Note]:
+        """Those of the step itself, up to its last network call."""
         last = self._last_network_call()
-        return self.read_at.get((path, name.partition(".")[0]), last + 1) <= last
+        return [each for each in self.noted(event) if each.scope == -1 and each.num_modules <= last]
 
     def note_decision(self, scope: int, read: Any) -> None:
         """Note from which uniform tensors of the batch the values come that are being read: a tree with references."""
         refs = [ref for ref in pytree.tree_leaves(read) if isinstance(ref, Ref)] if self.uniform else []
         behind = {call.index for call in calls_behind(refs, self.calls)} if refs else set()
-        leaves = {leaf for index, leaf in self.uniform.items() if index in behind}
-        self.decisions += [(leaf, scope, len(self.modules)) for leaf in leaves]
+        for leaf in {leaf for index, leaf in self.uniform.items() if index in behind}:
+            self.note(Event.READS_UNIFORM, leaf, scope)
 
     def decided_by(self) -> set[int]:
         """Numbers of the leaves of the batch by whose values forwards decide, and the step before its network ends."""
-        last = self._last_network_call()
-        return {leaf for leaf, scope, num_modules in self.decisions if scope != -1 or num_modules <= last}
+        forwards = [each for each in self.noted(Event.READS_UNIFORM) if each.scope != -1]
+        return {each.subject for each in (*forwards, *self.early(Event.READS_UNIFORM))}
 
     def _last_network_call(self) -> int:
         return max((call.number for call in self.modules if call.parent == -1), default=-1)
@@ -316,7 +318,7 @@ class KnownTensors:
 
     def watch(self, module: nn.Module) -> None:
         """Know a module with its parts, parameters and buffers."""
-        for tensor, name in names_of(module):
+        for name, tensor in tensors_of(module).items():
             self._states[id(tensor)] = name
             self.keep(tensor)  # a forward may replace its buffer, and another tensor would get the id of the freed one
             self._state_storages[storage_id(tensor)] = name

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from torch import nn
 
-from lightning_gpp.capture.recording import Recording
+from lightning_gpp.capture.recording import Event, Recording
 from lightning_gpp.errors import CaptureError, NoNetworkError
 from lightning_gpp.wording import named
 
@@ -80,16 +80,17 @@ def not_a_parameter(line: str) -> CaptureError:
 
 def refuse_late_network(recording: Recording, path: str) -> None:
     """Refuse a call of a module after the step has read what the network computed, or set a hook on its gradient."""
-    for _, line in recording.value_reads:
+    for note in recording.noted(Event.READS_VALUE):
         raise refusal(
-            line,
+            note.line,
             f"the step reads a value that the network computed, and calls {named(path)} after it",
             "move this decision into a module's forward",
         )
-    for name, line in recording.gradient_hooks:
+    for note in recording.noted(Event.HOOKS_GRADIENT):
         raise refusal(
-            line,
-            f"the step calls `{name}` on a tensor, and {named(path)} after it, whose gradient is on other ranks",
+            note.line,
+            f"the step calls `{note.subject}` on a tensor, and {named(path)} after it, whose gradient is on other "
+            "ranks",
             "do it in a module's forward, or let the step run as a whole (strategy.step=whole)",
         )
 

@@ -23,6 +23,7 @@ from lightning_gpp.capture.known_values import for_real, is_present
 from lightning_gpp.capture.recorder import Recorder
 from lightning_gpp.capture.refusal import refusal
 from lightning_gpp.errors import CaptureError
+from lightning_gpp.runtime.named_tensors import with_values
 from lightning_gpp.runtime.random import seed_streams, undisturbed
 
 
@@ -151,13 +152,12 @@ def _ids(value: Any) -> set[int]:
 
 def _with_values(module: nn.Module, device: torch.device) -> nn.Module:
     """A copy on a device; tensors without memory get small random values."""
-    memo: dict[int, Any] = {}
-    for tensor in (*module.parameters(), *module.buffers()):
+
+    def made(_: str, tensor: Tensor) -> Tensor:
         values = 0.02 * torch.randn(tensor.shape) if tensor.is_meta else tensor.detach()
-        values = values.to(device, tensor.dtype, copy=True)
-        is_parameter = isinstance(tensor, nn.Parameter)
-        memo[id(tensor)] = nn.Parameter(values, tensor.requires_grad) if is_parameter else values
-    return private_copy(module, memo)
+        return with_values(tensor, values.to(device, tensor.dtype, copy=True))
+
+    return private_copy(module, made)
 
 
 def _made_up(leaf: Tensor, device: torch.device) -> Tensor:

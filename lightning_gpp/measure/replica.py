@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_gpp.capture.isolate import names_of, private_copy
-from lightning_gpp.capture.kept import keep_apart, metrics_of
+from lightning_gpp.capture.isolate import private_copy
+from lightning_gpp.capture.kept import metrics_of, silenced
+from lightning_gpp.runtime.named_tensors import replaced_tensors, tensors_of, with_values, without_memory
 
 
 def hollow_copy(module: nn.Module, device: torch.device) -> nn.Module:
     """A copy with all parameters and buffers on the meta device, silent logging and new metrics."""
-    memo = {id(tensor): _hollow(tensor) for tensor, _ in names_of(module)}
-    replica = private_copy(module, memo)
+    replica = silenced(private_copy(module, lambda _, tensor: without_memory(tensor)), module)
     for metric in metrics_of(replica).values():
         metric.reset()
         metric.to(device)
-    keep_apart(replica, module)
-    if hasattr(replica, "log_dict"):
-        vars(replica).update(log=_nothing, log_dict=_nothing, print=_nothing)
     return replica
 
 
@@ -32,19 +28,9 @@ def filled(replica: nn.Module, module: nn.Module, names: Iterable[str], device: 
 
     If the module is on the meta device they get small random numbers (zeros if integer).
     """
-    originals = {name: tensor for tensor, name in names_of(module)}
-    hollow = {name: tensor for tensor, name in names_of(replica)}
-    full = {name: _filled(originals[name], device) for name in names}
-    _swap(replica, {id(hollow[name]): tensor for name, tensor in full.items()})
-    try:
+    originals, hollow = tensors_of(module), tensors_of(replica)
+    with replaced_tensors(replica, [(hollow[name], _filled(originals[name], device)) for name in names]):
         yield
-    finally:
-        _swap(replica, {id(tensor): hollow[name] for name, tensor in full.items()})
-
-
-def _hollow(tensor: Tensor) -> Tensor:
-    empty = torch.empty_like(tensor, device="meta")
-    return nn.Parameter(empty, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
 
 
 def _filled(tensor: Tensor, device: torch.device) -> Tensor:
@@ -54,7 +40,7 @@ def _filled(tensor: Tensor, device: torch.device) -> Tensor:
             values = values.to(tensor.dtype)
         else:
             values = tensor.detach().to(device, copy=True)
-    return nn.Parameter(values, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else values
+    return with_values(tensor, values)
 
 
 def random_like(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -64,19 +50,3 @@ def random_like(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
     if not (dtype.is_floating_point or dtype.is_complex):
         return torch.zeros(shape, dtype=dtype, device=device)
     return torch.randn(shape, dtype=dtype, device=device)
-
-
-def _swap(replica: nn.Module, replacements: Mapping[int, Tensor]) -> None:
-    """Replace tensors under all of their names, those of tied ones included."""
-    for owner in replica.modules():
-        named = [
-            *owner.named_parameters(recurse=False, remove_duplicate=False),
-            *owner.named_buffers(recurse=False, remove_duplicate=False),
-        ]
-        for name, tensor in named:
-            if id(tensor) in replacements:
-                setattr(owner, name, replacements[id(tensor)])
-
-
-def _nothing(*_: Any, **__: Any) -> None:
-    """Replaces logging while a step is measured."""

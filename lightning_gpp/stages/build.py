@@ -16,7 +16,7 @@ from torch import nn
 from lightning_gpp.capture.attributes import Attribute
 from lightning_gpp.capture.captured import Capture
 from lightning_gpp.capture.isolate import add_sizes
-from lightning_gpp.capture.recording import Ref
+from lightning_gpp.capture.recording import Event, Ref
 from lightning_gpp.errors import PlanError
 from lightning_gpp.graph import Operator, OperatorGraph
 from lightning_gpp.plan import STEP, WHOLE, Plan, Stage
@@ -184,12 +184,13 @@ class _Builder:
 
     def _check_changes(self, stages: Sequence[CapturedStage]) -> None:
         """A tensor that changes in place has to be the same one for all stages that use it."""
-        for change in self._network.recording.state_changes:
-            users = [stage for stage, part in zip(self._plan.stages, stages, strict=True) if change.name in part.states]
+        for change in self._network.recording.noted(Event.CHANGES_STATE):
+            pairs = zip(self._plan.stages, stages, strict=True)
+            users = [stage for stage, part in pairs if change.subject in part.states]
             if len({stage.devices for stage in users}) > 1:
                 names = " and ".join(repr(stage.name) for stage in users)
                 raise PlanError(
-                    f"{change.line} changes {change.name!r} in place, and the stages {names} use it on different "
+                    f"{change.line} changes {change.subject!r} in place, and the stages {names} use it on different "
                     "devices, each of which would have a copy of its own. Put the modules that use it into one stage "
                     "(strategy.stages)."
                 )

@@ -32,7 +32,7 @@ from lightning_gpp._compat.torch import pytree
 from lightning_gpp.capture.attributes import Attribute
 from lightning_gpp.capture.merge import Opaque
 from lightning_gpp.capture.network import Network
-from lightning_gpp.capture.recording import AffineSize, CallModes, ModuleCall, ModuleRef, Recorded, Ref, StateRef
+from lightning_gpp.capture.recording import AffineSize, CallModes, Event, ModuleCall, ModuleRef, Recorded, Ref, StateRef
 from lightning_gpp.capture.refusal import refusal
 from lightning_gpp.errors import CaptureError
 from lightning_gpp.graph import TensorSpec
@@ -157,18 +157,17 @@ class StageCode:
 
     def _check_cut(self, call: ModuleCall) -> None:
         recording = self.network.recording
-        for name, scope, line in recording.state_reads:
-            if scope == call.number:
+        for note in recording.noted(Event.READS_RUN_TIME):
+            if note.scope == call.number:
                 raise refusal(
-                    line,
-                    f"`{name}` is read in a forward that is cut into stages, where its value would be frozen",
+                    note.line,
+                    f"`{note.subject}` is read in a forward that is cut into stages, where its value would be frozen",
                     "read it in the step, and pass it to the module as a tensor",
                 )
-        for scope, line in recording.logged:
-            if scope == call.number:
-                raise refusal(
-                    line, "a forward that is cut into stages logs a value", "return the value and log it in the step"
-                )
+        for note in recording.noted(Event.LOGS):
+            if note.scope == call.number:
+                reason = "a forward that is cut into stages logs a value"
+                raise refusal(note.line, reason, "return the value and log it in the step")
 
     # --- lines
 

@@ -13,13 +13,13 @@ from torch import nn
 from torchmetrics import Metric
 
 from lightning_gpp._compat.torch import pytree, version
-from lightning_gpp.capture.isolate import tensor_named
 from lightning_gpp.capture.kept import kept_by, without_effects
 from lightning_gpp.capture.network import InputKey, Network
-from lightning_gpp.capture.recording import ModuleCall, Recorded, Ref, StateRef
+from lightning_gpp.capture.recording import Event, ModuleCall, Recorded, Ref, StateRef
 from lightning_gpp.capture.refusal import refusal
 from lightning_gpp.errors import CaptureError, ShapeError
 from lightning_gpp.graph import TensorSpec
+from lightning_gpp.runtime.named_tensors import tensor_named
 from lightning_gpp.runtime.stage import MicroBatch
 from lightning_gpp.stages.code import variable
 from lightning_gpp.stages.holes import Holes
@@ -51,7 +51,7 @@ class UserStep(StepRunner):
         self._paths = {id(module): path for path, module in self._modules.items()}
         self._answers, self._called = Answers(self._modules.values()), 0
         self._mixes = len(self._calls) > 1
-        changed = self.network.recording.changed_before_the_end()
+        changed = {note.subject for note in self.network.recording.early(Event.CHANGES_STATE)}
         self._changed = [tensor_named(self.module, name) for name in changed]
         self._glue = {call.step_number: call for call in self.network.calls if call.scope == -1}
         self._of_step = self._modules_of_step()

@@ -23,12 +23,12 @@ from lightning_gpp.checkpoints.stored import Folder
 from lightning_gpp.errors import CheckpointError, ConfigError
 from lightning_gpp.failure.report import is_consequence
 from lightning_gpp.reports import plan_table
+from lightning_gpp.runtime.named_tensors import tensors_of
 from lightning_gpp.training.control import Control
 from lightning_gpp.training.engine import Engine
 from lightning_gpp.training.options import Options
 from lightning_gpp.training.states import fill
 from lightning_gpp.training.tensors.foreign import pickled_as
-from lightning_gpp.training.tensors.parameters import tensors_of
 
 SHARDED_ABOVE: Final = 4 * 2**30
 """Bytes of parameters and buffers of the largest model that is saved as one file, unless the user chooses. With Adam

@@ -352,7 +352,7 @@ class Engine(DividedStates):
             self.job.parallel.undivide(self.module)
         self._released = True
         if self._layout.complete:
-            make_whole(self.module, self._layout.placement, self.control)
+            make_whole(self.module, self._layout, self.control)
         move(self.module, CPU)
         for index in self._indices:
             index.move(CPU)

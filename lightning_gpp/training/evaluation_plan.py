@@ -12,7 +12,7 @@ from typing import Final
 import networkx as nx
 
 from lightning_gpp.capture import Capture
-from lightning_gpp.capture.recording import Ref
+from lightning_gpp.capture.recording import Event, Ref
 from lightning_gpp.capture.refusal import refusal
 from lightning_gpp.graph import Operator, OperatorGraph
 from lightning_gpp.plan import SOURCE, STEP, WHOLE, Plan, Stage
@@ -99,9 +99,10 @@ def check_decisions(step: UserStep) -> None:
         CaptureError: it does.
     """
     recording = step.network.recording
-    if recording.complete and not recording.truths:
+    decisions = recording.noted(Event.READS_TRUTH)
+    if recording.complete and not decisions:
         return
-    line = recording.truths[-1][1] if recording.complete else recording.stopped.partition(": ")[0]
+    line = decisions[-1].line if recording.complete else recording.stopped.partition(": ")[0]
     raise refusal(
         line,
         "what the step does depends on data, perhaps also how often it calls the network",

@@ -13,6 +13,7 @@ from torch import nn
 from lightning_gpp.capture import Capture, capture_step
 from lightning_gpp.capture.batch import BatchDims
 from lightning_gpp.capture.local_losses import with_local_losses
+from lightning_gpp.capture.recording import Event
 from lightning_gpp.capture.refusal import refusal
 from lightning_gpp.errors import ConfigError, PlanError
 from lightning_gpp.plan import STEP, Plan
@@ -77,10 +78,10 @@ def captured_step(
 
 def _refuse_early_metrics(captured: Capture) -> None:
     """Refuse a step that updates metrics before its last module call: up to there, it runs twice on a micro-batch."""
-    if metrics := captured.network.recording.metrics_before_the_end():
+    for note in captured.network.recording.early(Event.UPDATES_METRIC):
         raise refusal(
             "a line before its last call of a module",
-            f"it updates the metric {metrics[0]!r} there",
+            f"it updates the metric {note.subject!r} there",
             "update metrics after the last call of a module",
         )
 

@@ -32,8 +32,8 @@ from lightning_gpp.stages.counts import shares_of
 from lightning_gpp.stages.step import InContext, Invocation, StepRunner, in_context
 from lightning_gpp.training.data.batches import flushed_if_need_be
 from lightning_gpp.training.host import TRAINING
-from lightning_gpp.training.tensors.parameters import Placement
-from lightning_gpp.training.tensors.replicas import Layout, Replicas, Site
+from lightning_gpp.training.tensors.parameters import Layout
+from lightning_gpp.training.tensors.replicas import Replicas, Site
 
 log = logging.getLogger(__name__)
 
@@ -80,7 +80,7 @@ class Session:
         self.asynchronous, self.streams = site.asynchronous, streams
         self.capture, self.plan, self.training = capture, plan, capture.step == TRAINING
         self.pipeline: Pipeline = build(capture, plan, module)
-        check_placement(self.pipeline, plan, site.layout.placement, capture.step)
+        check_placement(self.pipeline, plan, site.layout, capture.step)
         self._job, self._control, self._transport = job, job.control, site.transport
         self._streams = RandomStreams(job.seed, job.device)
         stages: Sequence[StageModule] = self.pipeline.stages
@@ -316,18 +316,18 @@ def _meetings(program: Program) -> int:
     return 1 + zlib.crc32(str([[str(action) for action in row] for row in rows]).encode())
 
 
-def check_placement(pipeline: Pipeline, plan: Plan, placement: Placement, step: str) -> None:
+def check_placement(pipeline: Pipeline, plan: Plan, layout: Layout, step: str) -> None:
     """Raise PlanError if a stage is on a device that does not hold all its parameters and buffers.
 
     All ranks have those that were registered after set-up, by a hook.
     """
     for index, stage in enumerate(plan.stages):
         for name in (*pipeline.parameters[index], *pipeline.buffers[index]):
-            missing = set(stage.devices) - set(placement.devices.get(name, stage.devices))
+            missing = set(stage.devices) - set(layout.devices.get(name, stage.devices))
             if missing:
                 raise PlanError(
                     f"In {step}, stage {stage.name!r} on devices {sorted(stage.devices)} needs {name!r}, which was "
-                    f"placed on devices {sorted(placement.devices[name])} at set-up. List its module in the same stage "
+                    f"placed on devices {sorted(layout.devices[name])} at set-up. List its module in the same stage "
                     "(strategy.stages)."
                 )
 
@@ -358,7 +358,7 @@ def counterparts(plan: Plan, parameters: Sequence[Sequence[str]], layout: Layout
     Args:
         plan: the plan of the other step.
         parameters: parameters that each of its stages uses.
-        layout: the parameter placement of training.
+        layout: who owns what in training.
 
     Returns:
         None if several stages, or replicas on other devices, use the parameters of a stage.

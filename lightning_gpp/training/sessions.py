@@ -119,7 +119,7 @@ class Sessions:
         return session
 
     def _plan(self, step: str, captured: Captured) -> Plan:
-        known, held = self.layout.plan, self.layout.placement.devices
+        known, held = self.layout.plan, self.layout.devices
         if step == TRAINING:
             return refitted(captured, known, held)
         uncut = self.job.division is not None or (isinstance(captured, Capture) and captured.loose)

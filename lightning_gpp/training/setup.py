@@ -59,8 +59,8 @@ from lightning_gpp.training.options import Options
 from lightning_gpp.training.planner import part_of_member, plan_for
 from lightning_gpp.training.sessions import Sessions, UncapturedError, as_captured, captured_in, steps_as_whole
 from lightning_gpp.training.tensors.joining import check_alike, facts_of_optimizers, facts_of_tensors
-from lightning_gpp.training.tensors.parameters import equalise, move, place, settle
-from lightning_gpp.training.tensors.replicas import Layout, Replicas, Site, check_no_hooks
+from lightning_gpp.training.tensors.parameters import Layout, equalise, move, place, settle
+from lightning_gpp.training.tensors.replicas import Replicas, Site, check_no_hooks
 from lightning_gpp.training.updates.gradients import FiniteCheck, StageGradients
 from lightning_gpp.training.updates.optimizers import OptimizerIndex, check_first_order
 from lightning_gpp.training.whole.whole_step import (
@@ -364,18 +364,14 @@ def _connect(job: Job, plan: Plan, purpose: str) -> DistributedTransport:
 def _place_parameters(job: Job, captured: Captured, plan: Plan) -> Layout:
     """Let every rank hold only the tensors that its stages use, on its device."""
     pipeline = build(captured, plan, job.module)
-    used = [(*names, *buffers) for names, buffers in zip(pipeline.parameters, pipeline.buffers, strict=True)]
+    used = [{*names, *buffers} for names, buffers in zip(pipeline.parameters, pipeline.buffers, strict=True)]
     steps = range(job.control.num_devices) if job.whole else (0,)
-    placement = place(job.module, plan, used, steps)
-    complete = settle(job.module, placement, job.control, job.device, _stored(job))
+    layout = place(job.module, plan, used, steps)
+    complete = settle(job.module, layout, job.control, job.device, _stored(job))
     if job.parallel is not None:
         job.parallel.divide(job.module)
     move(job.module, job.device)
-    uses = {
-        name: tuple(stage for stage, names in enumerate(pipeline.parameters) if name in names)
-        for name, _ in job.module.named_parameters()
-    }
-    return Layout(plan=plan, placement=placement, uses=uses, complete=complete)
+    return replace(layout, complete=complete)
 
 
 def _stored(job: Job) -> dict[str, Callable[[Tensor], None]]:

@@ -14,24 +14,15 @@ from torch.optim import Optimizer
 from lightning_gpp._compat.torch import pytree
 from lightning_gpp.checkpoints.stored import StoredValues
 from lightning_gpp.errors import CheckpointError, ConfigError
+from lightning_gpp.runtime.named_tensors import replace_tensors, tensors_of, with_values, without_memory
 from lightning_gpp.training.asynchronous import Asynchronous
 from lightning_gpp.training.control import Control
 from lightning_gpp.training.data.incoming import Incoming
 from lightning_gpp.training.host import Job
 from lightning_gpp.training.runner import Runner
 from lightning_gpp.training.tensors.foreign import Foreign
-from lightning_gpp.training.tensors.parameters import (
-    Placement,
-    drop,
-    held_first,
-    materialise,
-    replace_tensors,
-    saved_here,
-    tensors_of,
-    with_values,
-    without_memory,
-)
-from lightning_gpp.training.tensors.replicas import Layout, Replicas
+from lightning_gpp.training.tensors.parameters import Layout, drop, materialise
+from lightning_gpp.training.tensors.replicas import Replicas
 from lightning_gpp.training.tensors.shards import is_shard, loadable, state_shard, whole_states, whole_values
 from lightning_gpp.training.updates.gradients import StageGradients
 from lightning_gpp.training.updates.optimizers import OptimizerIndex
@@ -61,9 +52,9 @@ class DividedStates:
         `sharded`: nothing is sent; every rank has the entries that it saves, and meta tensors for others.
         """
         if self._released:
-            check_held(self.module, self._layout.placement, self.control)
+            check_held(self.module, self._layout, self.control)
         with self.job.shown():
-            return (own_state if sharded else whole_state)(self.module, self._layout.placement, self.control)
+            return (own_state if sharded else whole_state)(self.module, self._layout, self.control)
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
         """Load a state dict of the undivided module; every rank keeps its part.
@@ -73,12 +64,12 @@ class DividedStates:
         """
         with self.job.shown():
             load_state(self.module, state, strict)
-        drop(self.module, self._layout.placement.elsewhere(self.control), self.device)
+        drop(self.module, self._layout.elsewhere(self.control), self.device)
         self._incoming.follow()
 
     def divide(self, copy: nn.Module) -> None:
         """Leave this rank's part of a copy of the module, which was made before set-up, as in the module itself."""
-        drop(copy, self._layout.placement.elsewhere(self.control), self.device)
+        drop(copy, self._layout.elsewhere(self.control), self.device)
 
     def divides(self, optimizer: Optimizer) -> bool:
         """True for an optimizer of which every rank has a part."""
@@ -109,13 +100,13 @@ class DividedStates:
     def _saves(self, name: str, value: Any) -> bool:
         if self._owned:
             return is_shard(value) or self.control.member == 0
-        return _is_saved(name, value, self._layout.placement, self.control)
+        return _is_saved(name, value, self._layout, self.control)
 
     def _whole_states(self, index: OptimizerIndex) -> dict[str, Any]:
         """An optimizer's states by parameter, unsharded; complete on global rank 0."""
         state, control = index.ordered_state(), self.control
         stepped = state.keys() if control.member == 0 else ()
-        wanted = stepped if self._owned else saved_here(self._layout.placement, control)
+        wanted = stepped if self._owned else self._layout.saved_here(control)
         mine = whole_states(state, tensors_of(self.module), wanted)
         return merge(mine, control, control.num_pipelines if self._owned else 1)
 
@@ -146,7 +137,7 @@ class DividedStates:
         if asynchronous is None:
             return {}
         self._runner.give_up(self.num_steps)
-        named = {p: name for name, p in self._named(saved_here(self._layout.placement, self.control)).items()}
+        named = {p: name for name, p in self._named(self._layout.saved_here(self.control)).items()}
         saved = ((kind, p, value) for kind, of in asynchronous.policy.saved().items() for p, value in of.items())
         mine = {f"{kind} {named[p]}": value for kind, p, value in saved if p in named}
         values: dict[str, dict[str, Tensor]] = {}
@@ -163,7 +154,7 @@ class DividedStates:
         """Resume from a result of `pipeline_state_dict`; every rank keeps its part."""
         if self._asynchronous is not None and state:
             self.num_steps = state["step"]
-            here = self._named(self._layout.placement.names_on(self.control.device))
+            here = self._named(self._layout.names_on(self.control.device))
             values = {
                 kind: {here[name]: of[name].to(here[name].device, copy=True) for name in of if name in here}
                 for kind, of in state["values"].items()
@@ -181,7 +172,7 @@ class DividedStates:
         )
 
 
-def whole_state(module: nn.Module, placement: Placement, control: Control) -> dict[str, Any]:
+def whole_state(module: nn.Module, layout: Layout, control: Control) -> dict[str, Any]:
     """The module's state dict. On global rank 0 every entry has values; elsewhere, those of other ranks are
     foreign.
 
@@ -190,8 +181,8 @@ def whole_state(module: nn.Module, placement: Placement, control: Control) -> di
     tensors = tensors_of(module)
     names = {id(tensor): name for name, tensor in tensors.items()}
     state = module.state_dict(keep_vars=True)
-    made = _made_states(module, state, placement) if control.pipeline == control.member == 0 else {}
-    received = merge({**made, **whole_values(tensors, saved_here(placement, control))}, control)
+    made = _made_states(module, state, layout) if control.pipeline == control.member == 0 else {}
+    received = merge({**made, **whole_values(tensors, layout.saved_here(control))}, control)
     for key, value in state.items():
         if isinstance(value, Tensor):
             own = without_memory(value) if is_shard(value) else value
@@ -199,14 +190,14 @@ def whole_state(module: nn.Module, placement: Placement, control: Control) -> di
     return state | {name: value for name, value in received.items() if name not in tensors}
 
 
-def check_held(module: nn.Module, placement: Placement, control: Control) -> None:
+def check_held(module: nn.Module, layout: Layout, control: Control) -> None:
     """Check, after a run, that ranks still have what they had in it. All ranks call this.
 
     Raises:
         CheckpointError: a later run has placed parameters or buffers on others.
     """
     tensors = tensors_of(module)
-    lacking = [name for name in placement.held_by(control.device) if name in tensors and tensors[name].is_meta]
+    lacking = [name for name in layout.held_by(control.device) if name in tensors and tensors[name].is_meta]
     lost = [name for names in control.gather_all(lacking) for name in names]
     if lost:
         raise CheckpointError(
@@ -215,29 +206,29 @@ def check_held(module: nn.Module, placement: Placement, control: Control) -> Non
         )
 
 
-def _is_saved(name: str, value: Any, placement: Placement, control: Control) -> bool:
+def _is_saved(name: str, value: Any, layout: Layout, control: Control) -> bool:
     """True if this process saves a tensor: of what replicas shard every shard, of what members shard those of one
     replica.
     """
     if is_shard(value):
-        return control.num_members == 1 or name in held_first(placement, control)
-    return name in saved_here(placement, control)
+        return control.num_members == 1 or name in layout.held_first(control)
+    return name in layout.saved_here(control)
 
 
-def _made_states(module: nn.Module, state: Mapping[str, Any], placement: Placement) -> dict[str, Tensor]:
+def _made_states(module: nn.Module, state: Mapping[str, Any], layout: Layout) -> dict[str, Tensor]:
     """The entries of the module's state dict that are buffers which hooks have made since parameters were placed."""
-    names = {name for name, buffer in module.named_buffers() if name not in placement.devices and not buffer.is_meta}
+    names = {name for name, buffer in module.named_buffers() if name not in layout.devices and not buffer.is_meta}
     return {name: state[name].detach() for name in names & state.keys()}
 
 
-def own_state(module: nn.Module, placement: Placement, control: Control) -> dict[str, Any]:
+def own_state(module: nn.Module, layout: Layout, control: Control) -> dict[str, Any]:
     """The module's state dict, in which tensors that other ranks save have no memory."""
     names = {id(tensor): name for name, tensor in tensors_of(module).items()}
     state = module.state_dict(keep_vars=True)
-    made = _made_states(module, state, placement) if control.pipeline == control.member == 0 else {}
+    made = _made_states(module, state, layout) if control.pipeline == control.member == 0 else {}
     for key, value in state.items():
         if isinstance(value, Tensor):
-            here = key in made or _is_saved(names.get(id(value), ""), value, placement, control)
+            here = key in made or _is_saved(names.get(id(value), ""), value, layout, control)
             state[key] = (value if here else without_memory(value)).detach()
     return state
 
@@ -281,10 +272,10 @@ def load_state(module: nn.Module, state: Mapping[str, Any], strict: bool) -> Non
         ) from error
 
 
-def make_whole(module: nn.Module, placement: Placement, control: Control) -> None:
+def make_whole(module: nn.Module, layout: Layout, control: Control) -> None:
     """Give global rank 0 the values of all parameters and buffers, on the CPU. All ranks must call it."""
     tensors = tensors_of(module)
-    held = placement.held_by(control.device)
+    held = layout.held_by(control.device)
     mine = {name: tensors[name].detach() for name in held if name in tensors}  # hooks take some out of the module
     received = merge(mine if control.pipeline == 0 else {}, control)
     if not control.first:

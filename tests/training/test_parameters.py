@@ -16,6 +16,7 @@ from lightning_gpp import CheckpointError, ConfigError, GPPError, Options
 from lightning_gpp._compat.lightning_module import set_device
 from lightning_gpp.plan import STEP, Plan, Stage
 from lightning_gpp.runtime.mesh import Mesh
+from lightning_gpp.runtime.named_tensors import tensors_of
 from lightning_gpp.training.control import Control
 from lightning_gpp.training.data.incoming import Incoming
 from lightning_gpp.training.host import Job
@@ -23,7 +24,7 @@ from lightning_gpp.training.planner import check_step_device
 from lightning_gpp.training.setup import set_up
 from lightning_gpp.training.states import load_state, whole_state
 from lightning_gpp.training.tensors.foreign import Whereabouts
-from lightning_gpp.training.tensors.parameters import Placement, drop, move, settle, tensors_of
+from lightning_gpp.training.tensors.parameters import Layout, drop, move, settle
 from lightning_gpp.training.updates.optimizers import OptimizerIndex
 from tests.distributed import run_distributed
 
@@ -58,6 +59,11 @@ def optimizer_of(module: nn.Module) -> AdamW:
 CPU = torch.device("cpu")
 
 
+PLAN = Plan(
+    stages=(Stage(name="all", modules=("left", STEP), devices=(0,), micro_batch_size=1),), edges=(), batch_size=2
+)
+
+
 def elsewhere(module: nn.Module, here: set[str]) -> dict[str, Whereabouts]:
     return {name: Whereabouts(name, "other", frozenset({1})) for name in tensors_of(module) if name not in here}
 
@@ -71,10 +77,10 @@ def settle_and_merge(rank: int) -> dict[str, Any]:
     module = make_module(seed=rank)
     own = {name: tensor.clone() for name, tensor in tensors_of(module).items()}
     devices = {name: (1,) if name.startswith("left") else (0, 1) if "head" in name else (0,) for name in own}
-    control, placement = control_of(rank, 2), Placement(devices)
-    whole = settle(module, placement, control, CPU)
+    control, layout = control_of(rank, 2), Layout(plan=PLAN, devices=devices)
+    whole = settle(module, layout, control, CPU)
     held = {name: tensor.tolist() for name, tensor in tensors_of(module).items() if not tensor.is_meta}
-    state = whole_state(module, placement, control)
+    state = whole_state(module, layout, control)
     complete = {name: value.tolist() for name, value in state.items() if not value.is_meta}
     return {"own": {n: t.tolist() for n, t in own.items()}, "held": held, "state": complete, "whole": whole}
 
@@ -95,7 +101,7 @@ def hopeless(rank: int) -> str:
     with torch.device("meta"):
         module.left = nn.Sequential(nn.Linear(4, 16), Bias())
     try:
-        settle(module, Placement(dict.fromkeys(tensors_of(module), (0,))), control_of(rank, 1), CPU)
+        settle(module, Layout(plan=PLAN, devices=dict.fromkeys(tensors_of(module), (0,))), control_of(rank, 1), CPU)
     except ConfigError as error:
         return str(error)
     return ""

@@ -18,13 +18,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from lightning_gpp._compat.torch import TorchDispatchMode, parameters_of, schema_arguments, storage_id
+from lightning_gpp._compat.torch import TorchDispatchMode, parameters_of, storage_id
+from lightning_gpp.runtime.operands import changed_by, tensors_in
 from lightning_gpp.runtime.random import current_generators, undisturbed
 from lightning_gpp.runtime.stage import MicroBatch, StageForward, StageModule
 
@@ -44,7 +44,7 @@ class _Step:
         for generator, state in self.random:
             generator.set_state(state)
         results = self.function(*self.args, **self.kwargs)
-        for tensor, again in zip(self.memory, _tensors([results]), strict=False):
+        for tensor, again in zip(self.memory, tensors_in([results]), strict=False):
             if storage_id(tensor) != storage_id(again):
                 tensor.copy_(again)
 
@@ -115,7 +115,7 @@ class _Notes(TorchDispatchMode):
     def __init__(self, parts: Iterable[nn.Module]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         parts = list(parts)
-        given = [t for part in parts for t in _tensors((*vars(part).values(), *_members(part)))]
+        given = [t for part in parts for t in tensors_in((*vars(part).values(), *_members(part)))]
         trained = [p for part in parts for p in parameters_of(part).values() if p is not None and p.requires_grad]
         self._known = {storage_id(tensor): tensor.untyped_storage() for tensor in given if _has_memory(tensor)}
         self._given = frozenset(self._known)
@@ -130,7 +130,7 @@ class _Notes(TorchDispatchMode):
         kwargs = kwargs or {}
         if self.paused:
             return func(*args, **kwargs)
-        reads, writes = list(_tensors((*args, *kwargs.values()))), _changed(func, args, kwargs)
+        reads, writes = list(tensors_in((*args, *kwargs.values()))), changed_by(func, args, kwargs)
         if not all(_has_memory(tensor) and storage_id(tensor) in self._known for tensor in reads):
             self._forget(writes)
             return func(*args, **kwargs)
@@ -138,13 +138,13 @@ class _Notes(TorchDispatchMode):
         is_random = depends and torch.Tag.nondeterministic_seeded in func.tags
         random = [(generator, generator.get_state()) for generator in current_generators()] if is_random else []
         result = func(*args, **kwargs)
-        results = () if writes else _tensors([result])  # a call that changes a tensor may give it other memory (set_)
+        results = () if writes else tensors_in([result])  # a call that changes a tensor may give it other memory (set_)
         new = [t for t in results if _has_memory(t) and storage_id(t) not in self._known]
         self._known.update({storage_id(tensor): tensor.untyped_storage() for tensor in new})
         changed = [tensor for tensor in writes if storage_id(tensor) not in self._given]
         if depends and (new or changed):
             self.derived.update({storage_id(tensor): tensor.data for tensor in (*new, *changed)})
-            memory = [tensor.data for tensor in writes or _tensors([result])]
+            memory = [tensor.data for tensor in writes or tensors_in([result])]
             self.steps.append(_Step(func, _plain(args), _plain(kwargs), memory, random))
         return result
 
@@ -171,29 +171,8 @@ def _members(part: nn.Module) -> Iterator[Tensor | None]:
     yield from part.buffers(recurse=False)
 
 
-def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
-    """The tensors among values, also inside of lists and tuples."""
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from _tensors(value)
-
-
 def _has_memory(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided
-
-
-def _changed(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """The arguments that a call changes in place."""
-    return list(_tensors(kwargs.get(name, args[place : place + 1]) for place, name in _changes(func)))
-
-
-@cache
-def _changes(func: Any) -> list[tuple[int, str]]:
-    """The places and names of the arguments that an operator changes in place."""
-    arguments = enumerate(schema_arguments(func))
-    return [(place, a.name) for place, a in arguments if a.alias_info is not None and a.alias_info.is_write]
 
 
 def _plain(values: Any) -> Any:

@@ -14,20 +14,20 @@ from torch import Tensor, nn
 from torch.random import fork_rng
 from torchmetrics import Metric
 
-from lightning_gpp._compat.lightning_module import trainer_of
 from lightning_gpp._compat.torch import pytree
 from lightning_gpp.capture.batch import known_to_pytree
 from lightning_gpp.capture.calls import StepCalls, joint_batch
 from lightning_gpp.capture.isolate import private_copy
-from lightning_gpp.capture.kept import keep_apart, kept_by
+from lightning_gpp.capture.kept import kept_by, silenced
 from lightning_gpp.capture.record import step_arguments
 from lightning_gpp.capture.recording import CallArguments
 from lightning_gpp.errors import CaptureError, ShapeError
+from lightning_gpp.runtime.named_tensors import with_values
 from lightning_gpp.runtime.random import Neutral, undisturbed
 from lightning_gpp.stages.step import Answers
 from lightning_gpp.training.host import TRAINING, Job
 from lightning_gpp.training.tensors.foreign import Whereabouts, foreign_like
-from lightning_gpp.training.tensors.parameters import flatten, tensors_of, with_values
+from lightning_gpp.training.tensors.parameters import flatten
 
 SMALL: Final = 1 << 24
 """Bytes of a tensor in attributes that is copied, although it is not known that a step changes it."""
@@ -37,33 +37,18 @@ def silent_copy(
     module: nn.Module, device: torch.device, elsewhere: Mapping[str, Whereabouts] | None = None
 ) -> nn.Module:
     """A copy on a device, which logs nothing. What is `elsewhere` is foreign, as in training."""
-    memo: dict[int, Any] = {}
-    for name, tensor in tensors_of(module).items():
+    kept = (tensor for tensor in kept_by(module.modules()).tensors if tensor.nbytes <= SMALL and not tensor.is_meta)
+
+    def made(name: str, tensor: Tensor) -> Tensor:
         if elsewhere and name in elsewhere:
-            memo[id(tensor)] = foreign_like(tensor, device, [elsewhere[name]])
-        else:
-            memo[id(tensor)] = with_values(tensor, tensor.detach().to(device, copy=True))
-    for tensor in kept_by(module.modules()).tensors:
-        if tensor.nbytes <= SMALL and not tensor.is_meta:
-            memo.setdefault(id(tensor), tensor.detach().clone())
-    copied = silenced(private_copy(module, memo), module)
-    for metric in (part for part in copied.modules() if isinstance(part, Metric)):
+            return foreign_like(tensor, device, [elsewhere[name]])
+        return with_values(tensor, tensor.detach().to(device, copy=True))
+
+    copied = private_copy(module, made, {id(tensor): tensor.detach().clone() for tensor in kept})
+    for metric in (part for part in silenced(copied, module).modules() if isinstance(part, Metric)):
         metric.to(device)
     flatten(copied)
     return copied
-
-
-def silenced(copied: nn.Module, module: nn.Module) -> nn.Module:
-    """The copy of a module, which logs nothing from now on."""
-    for part in (part for part in copied.modules() if hasattr(part, "log_dict")):
-        vars(part).update(log=_ignore, log_dict=_ignore)
-        part.trainer = trainer_of(module)
-    keep_apart(copied, module)
-    return copied
-
-
-def _ignore(*_: Any, **__: Any) -> None:
-    """Replaces logging in a copy."""
 
 
 def comparison(job: Job, found: StepCalls, batch: Any, num_samples: int) -> Any:

@@ -29,6 +29,7 @@ from lightning_gpp.capture.captured import loss_of, trained_loss
 from lightning_gpp.errors import GPPError, IndivisibleError, SelfCheckError
 from lightning_gpp.measure.memory import free_bytes
 from lightning_gpp.plan import Plan
+from lightning_gpp.runtime.named_tensors import tensors_of
 from lightning_gpp.runtime.random import Neutral, RandomStreams, undisturbed
 from lightning_gpp.runtime.stage import MicroBatch
 from lightning_gpp.runtime.transport import Transport
@@ -51,8 +52,8 @@ from lightning_gpp.training.control import Control
 from lightning_gpp.training.data.batches import outline
 from lightning_gpp.training.host import TRAINING, Job
 from lightning_gpp.training.session import DATA_STREAM, Session
-from lightning_gpp.training.tensors.parameters import Placement, bytes_of, place, tensors_of
-from lightning_gpp.training.tensors.replicas import Layout, Site
+from lightning_gpp.training.tensors.parameters import Layout, bytes_of, place
+from lightning_gpp.training.tensors.replicas import Site
 from lightning_gpp.training.whole.whole_step import capture_whole, check_whole
 from lightning_gpp.user_code import UNKNOWN, line_of
 from lightning_gpp.wording import counted as counted_in
@@ -313,10 +314,10 @@ def _split(
     built = build(captured, plan, job.module)
     used = [{*p, *b} for p, b in zip(built.parameters, built.buffers, strict=True)]
     split = silent_copy(job.module, job.device, place(job.module, plan, used).elsewhere(control))
-    everywhere = Placement({name: tuple(range(control.num_devices)) for name in tensors_of(job.module)})
+    everywhere = dict.fromkeys(tensors_of(job.module), tuple(range(control.num_devices)))
     if job.parallel is not None:
         job.parallel.divide(split)
-    site = Site(job=job, layout=Layout(plan=plan, placement=everywhere, uses={}), transport=transport)
+    site = Site(job=job, layout=Layout(plan=plan, devices=everywhere), transport=transport)
     session = Session(site, capture=captured, plan=plan, module=split)
     outputs = session.run(part, _invocation(job, captured, split), samples, loss_weight=1.0 / samples, step=0)
     loss = loss_of(outputs[0][1]).item() if outputs else 0.0

@@ -24,17 +24,17 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from lightning_gpp._compat.torch import HookTables, buffers_of, forget_division, hook_tables, parameters_of
 from lightning_gpp.capture.isolate import private_copy
 from lightning_gpp.errors import ConfigError
-from lightning_gpp.runtime.stage import StageModule
-from lightning_gpp.stages.step import InContext
-from lightning_gpp.training.control import Control
-from lightning_gpp.training.tensors.foreign import Foreign
-from lightning_gpp.training.tensors.parameters import (
+from lightning_gpp.runtime.named_tensors import (
     replace_tensors,
     replaced_tensors,
     tensors_of,
     with_values,
     without_memory,
 )
+from lightning_gpp.runtime.stage import StageModule
+from lightning_gpp.stages.step import InContext
+from lightning_gpp.training.control import Control
+from lightning_gpp.training.tensors.foreign import Foreign
 from lightning_gpp.wording import named
 
 _HOOKS_OF = "torch.distributed.tensor"
@@ -147,14 +147,16 @@ class TensorParallel:
 
     def outline(self, module: nn.Module, *, applied: bool = True) -> nn.Module:
         """A copy without memory. `applied`: with DTensors and hooks for good."""
-        number, memo = self.mesh.get_local_rank(), dict[int, Any]()
-        for name, tensor in tensors_of(module).items():
+        number = self.mesh.get_local_rank()
+
+        def made(name: str, tensor: Tensor) -> Tensor:
             empty = without_memory(tensor)
-            if applied and name in self.divisions:
-                part = self.divisions[name].part(empty.detach(), number, self.degree)
-                empty = with_values(tensor, self.joined(name, part))
-            memo[id(tensor)] = empty
-        copied = private_copy(module, memo)
+            if not applied or name not in self.divisions:
+                return empty
+            part = self.divisions[name].part(empty.detach(), number, self.degree)
+            return with_values(tensor, self.joined(name, part))
+
+        copied = private_copy(module, made)
         for path, tables in self.hooks.items() if applied else ():
             _add(copied.get_submodule(path), tables)
         return copied

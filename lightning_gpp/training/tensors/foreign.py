@@ -29,8 +29,10 @@ from typing import Any, Final, cast
 import torch
 from torch import Tensor, nn
 
-from lightning_gpp._compat.torch import pytree, schema_arguments, without_torch_function, wrapper
+from lightning_gpp._compat.torch import pytree, without_torch_function, wrapper
 from lightning_gpp.errors import ForeignTensorError
+from lightning_gpp.runtime.named_tensors import attributes_of
+from lightning_gpp.runtime.operands import changed_by
 from lightning_gpp.training.control import Control
 from lightning_gpp.wording import some
 
@@ -128,7 +130,7 @@ def _answered(func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, An
         return norm
     leaves, structure = pytree.tree_flatten((args, kwargs))
     foreign = [leaf for leaf in leaves if isinstance(leaf, Foreign)]
-    written = _written(func, args, kwargs)
+    written = changed_by(func, args, kwargs)
     if func.namespace == "c10d":
         raise _refusal(name.rstrip("_"), foreign, _IN_COLLECTIVE)
     if _DEPENDS_ON_VALUES & set(func.tags) or _is_left_undone(foreign, written, leaves):
@@ -173,11 +175,6 @@ def foreign_like(tensor: Tensor, device: torch.device, origins: Sequence[Whereab
         foreign = nn.Parameter(foreign, requires_grad=tensor.requires_grad)
     vars(foreign).update(attributes_of(tensor), origins=tuple(origins))
     return cast(Foreign, foreign)
-
-
-def attributes_of(tensor: Tensor) -> dict[str, Any]:
-    """The attributes that users and libraries have set on a tensor."""
-    return {name: value for name, value in vars(tensor).items() if name != "origins"}
 
 
 @contextmanager
@@ -238,14 +235,6 @@ def _outline(leaf: Any) -> Any:
     if not isinstance(leaf, Tensor):
         return leaf
     return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
-
-
-def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """The operands that an operator changes."""
-    arguments = schema_arguments(func)
-    named = {argument.name: value for argument, value in zip(arguments, args, strict=False)} | dict(kwargs)
-    changed = [named.get(a.name) for a in arguments if a.alias_info is not None and a.alias_info.is_write]
-    return [leaf for leaf in pytree.tree_leaves(changed) if isinstance(leaf, Tensor)]
 
 
 def _one_by_one(func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -18,12 +18,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_gpp.errors import ConfigError
+from lightning_gpp.runtime.named_tensors import replaced_tensors, tensors_of, with_values
 from lightning_gpp.training.control import Mirror
 from lightning_gpp.training.host import Job
 from lightning_gpp.training.option_values import SYNCHRONOUS
 from lightning_gpp.training.tensors.foreign import Foreign, alone
-from lightning_gpp.training.tensors.parameters import digest, replaced_tensors, tensors_of, with_values
-from lightning_gpp.training.tensors.replicas import Layout
+from lightning_gpp.training.tensors.parameters import Layout, digest
 from lightning_gpp.wording import some
 
 
@@ -32,7 +32,7 @@ class Door:
 
     Args:
         job: the job of the run.
-        layout: the parameter placement.
+        layout: who owns what.
 
     Attributes:
         locked: the reason why values cannot be gathered, and the way out; empty if they can.
@@ -42,7 +42,7 @@ class Door:
         self.module, self._control, self._device = job.module, job.control, job.device
         self._mirror = Mirror(job.control, job.device)
         everywhere = set(range(job.control.num_devices))
-        self._holders = {n: ranks for n, ranks in layout.placement.devices.items() if not everywhere <= {*ranks}}
+        self._holders = {n: ranks for n, ranks in layout.devices.items() if not everywhere <= {*ranks}}
         self.locked = _reason(job, layout)
         self._gathered = set[str]()
 

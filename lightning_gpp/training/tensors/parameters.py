@@ -1,9 +1,8 @@
-"""Parameter placement: which rank holds which parameter and buffer; elsewhere they are foreign tensors."""
+"""The layout of a run: which rank holds which parameter and buffer; elsewhere they are foreign tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -13,23 +12,30 @@ from torch.distributed.tensor import DTensor
 
 from lightning_gpp._compat.lightning_module import set_device
 from lightning_gpp.errors import ConfigError
-from lightning_gpp.plan import STEP, Plan, Stage
+from lightning_gpp.plan import STEP, Plan
+from lightning_gpp.runtime.named_tensors import paths_around, replace_tensors, tensor_named, tensors_of, with_values
 from lightning_gpp.runtime.sharding.shards import local
 from lightning_gpp.runtime.transport import as_sent
 from lightning_gpp.training.control import Control
-from lightning_gpp.training.tensors.foreign import Foreign, Whereabouts, attributes_of, foreign_like
+from lightning_gpp.training.tensors.foreign import Foreign, Whereabouts, foreign_like
 from lightning_gpp.wording import some
 
 
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """The devices that use every parameter and buffer (by canonical name); the first one is its holder.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """The table of who owns what in a run: parameters and buffers, by canonical name.
 
-    `stages`: the names of the stages that use it, for messages.
+    Args:
+        plan: the plan of training.
+        devices: the devices that use each; the first one is its holder.
+        uses: the stages that use each.
+        complete: whether rank 0 had all of them before.
     """
 
+    plan: Plan
     devices: Mapping[str, tuple[int, ...]]
-    stages: Mapping[str, str] = field(default_factory=dict)
+    uses: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    complete: bool = True
 
     def names_on(self, device: int) -> set[str]:
         return {name for name, devices in self.devices.items() if device in devices}
@@ -37,39 +43,32 @@ class Placement:
     def elsewhere(self, control: Control) -> dict[str, Whereabouts]:
         """The parameters and buffers that only other ranks of a rank's pipeline hold."""
         processes = [control.mesh.processes(rank) for rank in control.mesh.pipeline_ranks()]
-        ranks = {
-            name: frozenset(process for device in devices for process in processes[device])
-            for name, devices in self.devices.items()
-            if control.device not in devices
-        }
-        return {name: Whereabouts(name, self.stages.get(name, ""), holders) for name, holders in ranks.items()}
+        found = {}
+        for name in (name for name, devices in self.devices.items() if control.device not in devices):
+            stages = ", ".join(self.plan.stages[stage].name for stage in self.uses.get(name, ())) or STEP
+            ranks = frozenset(process for device in self.devices[name] for process in processes[device])
+            found[name] = Whereabouts(name, stages, ranks)
+        return found
+
+    def ranks(self, name: str, control: Control) -> list[int]:
+        """The ranks of all pipelines that hold a tensor."""
+        pipelines = range(control.num_pipelines)
+        return [control.mesh.global_rank(device, p) for p in pipelines for device in self.devices[name]]
 
     def held_by(self, device: int) -> list[str]:
         return [name for name, devices in self.devices.items() if devices[0] == device]
 
+    def held_first(self, control: Control) -> set[str]:
+        """Names of the tensors whose values a checkpoint takes from this device, from some member."""
+        return set(self.held_by(control.device)) if control.pipeline == 0 else set()
 
-def saved_here(placement: Placement, control: Control) -> set[str]:
-    """Names of the parameters and buffers whose values a checkpoint takes from this process."""
-    return held_first(placement, control) if control.member == 0 else set()
-
-
-def held_first(placement: Placement, control: Control) -> set[str]:
-    """Names of the parameters and buffers whose values a checkpoint takes from this device, from some member."""
-    return set(placement.held_by(control.device)) if control.pipeline == 0 else set()
+    def saved_here(self, control: Control) -> set[str]:
+        """Names of the tensors whose values a checkpoint takes from this process."""
+        return self.held_first(control) if control.member == 0 else set()
 
 
-def tensors_of(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers by canonical name: the first one under which a tied tensor is found."""
-    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
-
-
-def place(
-    module: nn.Module,
-    plan: Plan,
-    used: Sequence[Iterable[str]],
-    steps: Sequence[int] = (0,),
-) -> Placement:
-    """The parameter placement. Tensors that no stage uses are with the user's step.
+def place(module: nn.Module, plan: Plan, used: Sequence[Collection[str]], steps: Sequence[int] = (0,)) -> Layout:
+    """The layout of a plan. Tensors that no stage uses are with the user's step.
 
     Args:
         module: the user's module.
@@ -77,15 +76,10 @@ def place(
         used: the names that each stage uses.
         steps: the devices that run the user's step.
     """
-    stages: dict[str, list[Stage]] = {name: [] for name in tensors_of(module)}
-    for stage, names in zip(plan.stages, used, strict=True):
-        for name in dict.fromkeys(names):
-            stages[name].append(stage)
-    devices = {name: {device for stage in users for device in stage.devices} for name, users in stages.items()}
-    return Placement(
-        {name: tuple(sorted(found or steps)) for name, found in devices.items()},
-        {name: ", ".join(stage.name for stage in users) or STEP for name, users in stages.items()},
-    )
+    names = tensors_of(module)
+    uses = {name: tuple(number for number, of_stage in enumerate(used) if name in of_stage) for name in names}
+    devices = {name: {device for stage in uses[name] for device in plan.stages[stage].devices} for name in names}
+    return Layout(plan=plan, devices={n: tuple(sorted(found or steps)) for n, found in devices.items()}, uses=uses)
 
 
 def drop(module: nn.Module, elsewhere: Mapping[str, Whereabouts], device: torch.device) -> None:
@@ -99,47 +93,6 @@ def drop(module: nn.Module, elsewhere: Mapping[str, Whereabouts], device: torch.
     )
 
 
-Swaps = Sequence[tuple[Tensor, Tensor]]
-"""Tensors of a module, each with the one that replaces it."""
-
-
-def replace_tensors(module: nn.Module, swaps: Swaps) -> None:
-    """Replace parameters and buffers by other tensors."""
-    known = {id(before): after for before, after in swaps}
-    for part in module.modules():
-        named = [
-            *part.named_parameters(recurse=False, remove_duplicate=False),
-            *part.named_buffers(recurse=False, remove_duplicate=False),
-        ]
-        for name, tensor in named:
-            if id(tensor) in known:
-                setattr(part, name, known[id(tensor)])
-
-
-@contextmanager
-def replaced_tensors(module: nn.Module, swaps: Swaps) -> Iterator[None]:
-    """Inside, parameters and buffers are replaced by other tensors."""
-    replace_tensors(module, swaps)
-    try:
-        yield
-    finally:
-        replace_tensors(module, [(after, before) for before, after in swaps])
-
-
-def with_values(tensor: Tensor, values: Tensor) -> Tensor:
-    """A tensor of the same kind with these values, without hooks."""
-    if not isinstance(tensor, nn.Parameter):
-        return values
-    parameter = nn.Parameter(values, requires_grad=tensor.requires_grad)
-    vars(parameter).update(attributes_of(tensor))
-    return parameter
-
-
-def without_memory(tensor: Tensor) -> Tensor:
-    """A tensor of the same kind without memory, which belongs to no rank."""
-    return with_values(tensor, torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"))
-
-
 def materialise(module: nn.Module, names: Iterable[str]) -> None:
     """Allocate CPU memory for those of these tensors that have none. Values are undefined."""
     tensors = tensors_of(module)
@@ -150,7 +103,7 @@ def materialise(module: nn.Module, names: Iterable[str]) -> None:
 
 def settle(
     module: nn.Module,
-    placement: Placement,
+    layout: Layout,
     control: Control,
     device: torch.device,
     stored: Mapping[str, Callable[[Tensor], None]] | None = None,
@@ -166,24 +119,21 @@ def settle(
         ConfigError: a module without `reset_parameters` was built on the meta device.
     """
     present = control.gather_all({name for name, tensor in tensors_of(module).items() if not tensor.is_meta})
-    absent = [name for name in placement.devices if not any(name in names for names in present)]
+    absent = [name for name in layout.devices if not any(name in names for names in present)]
     stored = stored or {}
     read = {name for name in absent if name in stored}
-    mine = placement.names_on(control.device)
+    mine = layout.names_on(control.device)
     _initialise(module, {name for name in absent if name in mine - read and control.pipeline == 0})
     materialise(module, mine)
     for name in sorted(read & mine):
-        stored[name](tensors_of_one(module, name))
-    for name, devices in placement.devices.items():
-        if name in read:
-            continue
-        ranks = [control.mesh.global_rank(device, p) for p in range(control.num_pipelines) for device in devices]
-        users = [process for rank in ranks for process in control.mesh.processes(rank)]
+        stored[name](tensor_named(module, name))
+    for name in [name for name in layout.devices if name not in read]:
+        users = [process for rank in layout.ranks(name, control) for process in control.mesh.processes(rank)]
         owners = [process for process, names in enumerate(present) if name in names] or users[:1]
         source = next((process for process in users if process in owners), owners[0])
-        control.pass_on(tensors_of_one(module, name), source, [process for process in users if process != source])
-    drop(module, placement.elsewhere(control), device)
-    return not absent and len(present[0]) == len(placement.devices)
+        control.pass_on(tensor_named(module, name), source, [process for process in users if process != source])
+    drop(module, layout.elsewhere(control), device)
+    return not absent and len(present[0]) == len(layout.devices)
 
 
 def equalise(module: nn.Module, control: Control) -> None:
@@ -210,13 +160,6 @@ def digest(tensor: Tensor) -> tuple[float, ...]:
     ends = (values[0], values[-1]) if values.numel() else ()
     numbers = (exact.sum(), exact.abs().sum(), *ends)
     return tuple(torch.stack([number.double() for number in numbers]).tolist())  # one wait for the device
-
-
-def tensors_of_one(module: nn.Module, name: str) -> Tensor:
-    """A parameter or buffer by name."""
-    path, _, attribute = name.rpartition(".")
-    tensor: Tensor = getattr(module.get_submodule(path), attribute)
-    return tensor
 
 
 def _initialise(module: nn.Module, names: set[str]) -> None:
@@ -282,9 +225,9 @@ def check_grown(module: nn.Module, placed: Collection[str], given: Iterable[str]
     Raises:
         ConfigError: a module of a stage has got a parameter, or an optimizer has one that has no place.
     """
-    inside = {path for name in placed for path in _paths_around(name)}
+    inside = {path for name in placed for path in paths_around(name)}
     new = [name for name, _ in module.named_parameters() if name not in placed]
-    lacking = {name: None for name in new if not inside.isdisjoint(_paths_around(name))}
+    lacking = {name: None for name in new if not inside.isdisjoint(paths_around(name))}
     lacking.update(dict.fromkeys(sorted(name for name in given if name not in placed)))
     if lacking:
         raise ConfigError(
@@ -293,9 +236,3 @@ def check_grown(module: nn.Module, placed: Collection[str], given: Iterable[str]
             "__init__ or configure_model; let a flag decide in the forward whether one is called, and freeze it "
             "(requires_grad_(False)) until then. Or end trainer.fit, add the layers, and call it again."
         )
-
-
-def _paths_around(name: str) -> list[str]:
-    """The paths of the modules around a parameter, without the module itself."""
-    parts = name.split(".")[:-1]
-    return [".".join(parts[:count]) for count in range(1, len(parts) + 1)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Final
@@ -31,48 +31,29 @@ from lightning_gpp.errors import ConfigError
 from lightning_gpp.plan import Plan
 from lightning_gpp.runtime.concurrent import Streams
 from lightning_gpp.runtime.gradients import GradientSync
+from lightning_gpp.runtime.named_tensors import tensors_of
 from lightning_gpp.runtime.recorded import Recording
 from lightning_gpp.runtime.sharding import OwnedParameters, ShardedStages, assign_owners
 from lightning_gpp.runtime.transport import Transport
 from lightning_gpp.training.asynchronous import Asynchronous
 from lightning_gpp.training.host import Job
 from lightning_gpp.training.tensors.foreign import KnownNorms, exchanged
-from lightning_gpp.training.tensors.parameters import Placement, check_grown, saved_here, tensors_of
+from lightning_gpp.training.tensors.parameters import Layout, check_grown
 from lightning_gpp.training.tensors.shards import whole_states
 from lightning_gpp.training.updates.optimizers import OptimizerIndex
 from lightning_gpp.wording import some
-
-Uses = Mapping[str, tuple[int, ...]]
-"""The stages that use each parameter."""
 
 ELEMENTWISE: Final = (ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop)
 """Optimizers that treat the elements of a parameter independently, so that they can step shards."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
-    """The parameter placement of a run.
-
-    Args:
-        plan: the plan of training.
-        placement: the ranks that hold parameters.
-        uses: the stages that use each parameter.
-        complete: whether rank 0 had all parameters before.
-    """
-
-    plan: Plan
-    placement: Placement
-    uses: Uses
-    complete: bool = True
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Site:
-    """The job, placement and transport that the steps of a run share.
+    """The job, layout and transport that the steps of a run share.
 
     Args:
         job: the job of the run.
-        layout: the parameter placement.
+        layout: who owns what.
         transport: transport to the other devices.
         replicas: collectives of ranks with the same parameters; None if there are none.
         asynchronous: training without a flush between mini-batches; None flushes after each.
@@ -96,7 +77,7 @@ class Replicas:
 
     Args:
         job: the job of the run.
-        layout: the parameter placement of the run.
+        layout: who owns what.
         indices: indices of the optimizers, which afterwards step only this rank's parameters.
         cut: whether backwards are those of micro-batches.
 
@@ -213,7 +194,7 @@ class Replicas:
         """The norms of all gradients; None where ranks have parts of some. All ranks call this together."""
         if self.sharding == "fsdp" or self._parallel is not None:
             return None
-        return exchanged(self.module, set(self.layout.placement.held_by(self.control.device)), self.control)
+        return exchanged(self.module, set(self.layout.held_by(self.control.device)), self.control)
 
     def end(self) -> None:
         """Give the module unsharded parameters for good, and the optimizers' states to the ranks that save them.
@@ -241,7 +222,7 @@ class Replicas:
     def _held(self, index: OptimizerIndex) -> set[str]:
         """The parameters of which this process has the optimizer's state after the run."""
         if self._owned is None:
-            return saved_here(self.layout.placement, self.control)
+            return self.layout.saved_here(self.control)
         return index.kept if self.control.member == 0 else set()
 
     def _publish(self, optimizer: Optimizer, *_: object) -> None:
@@ -260,7 +241,7 @@ class Replicas:
         known = self._names()
         for index in self._indices:
             index.refresh(self.module, self._stepped_here(), self._stepped())
-        check_grown(self.module, self.layout.placement.devices.keys(), self._names())
+        check_grown(self.module, self.layout.devices.keys(), self._names())
         self._facts = facts
         before, self._trained = self._trained, self._names_trained()
         self._once_trained |= before
@@ -311,27 +292,23 @@ class Replicas:
         named = dict(self.module.named_parameters())
         if self.sharding == "fsdp":
             wanted |= {name for name, parameter in named.items() if not parameter.requires_grad}
-        here = self.layout.placement.names_on(self.control.device)
+        here = self.layout.names_on(self.control.device)
         parameters = {name: parameter for name, parameter in named.items() if name in wanted & here}
-        return parameters, {name: self._holders(name) for name in named if name in wanted}
-
-    def _holders(self, name: str) -> list[int]:
-        mesh, devices = self.control.mesh, self.layout.placement.devices[name]
-        return [mesh.global_rank(device, p) for p in range(self.control.num_pipelines) for device in devices]
+        return parameters, {name: self.layout.ranks(name, self.control) for name in named if name in wanted}
 
     def _stepped(self) -> dict[str, Tensor]:
         parts = self._sync.stepped if isinstance(self._sync, ShardedStages) else {}
         return {**tensors_of(self.module), **parts}
 
     def _stepped_here(self) -> set[str]:
-        return self._owned.owned if self._owned is not None else self.layout.placement.names_on(self.control.device)
+        return self._owned.owned if self._owned is not None else self.layout.names_on(self.control.device)
 
     def _with_owners(self) -> OwnedParameters:
         named = dict(self.module.named_parameters())
-        holders = {name: self._holders(name) for name in named}
+        holders = {name: self.layout.ranks(name, self.control) for name in named}
         with self._shown():  # undivided sizes are the same on all ranks
             owners = assign_owners(dict(self.module.named_parameters()), holders)
-        here = self.layout.placement.names_on(self.control.device)
+        here = self.layout.names_on(self.control.device)
         mine = {name: parameter for name, parameter in named.items() if name in here}
         return OwnedParameters(mine, holders, owners, self.control.mesh)
 

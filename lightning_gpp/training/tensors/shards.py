@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from lightning_gpp.checkpoints.stored import StoredValues
-from lightning_gpp.training.tensors.parameters import replaced_tensors, without_memory
+from lightning_gpp.runtime.named_tensors import replaced_tensors, without_memory
 
 
 def is_shard(tensor: Any) -> bool:

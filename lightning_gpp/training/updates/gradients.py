@@ -34,7 +34,7 @@ from lightning_gpp.training.control import Control
 from lightning_gpp.training.host import Job
 from lightning_gpp.training.option_values import SYNCHRONOUS
 from lightning_gpp.training.options import Options
-from lightning_gpp.training.tensors.replicas import Layout
+from lightning_gpp.training.tensors.parameters import Layout
 
 _NOTHING: Final = torch.zeros((), dtype=torch.float64)
 
@@ -74,7 +74,7 @@ class _Held:
         self._module, self._layout, self._control = job.module, layout, job.control
 
     def _parameters(self) -> dict[str, nn.Parameter]:
-        here = self._layout.placement.names_on(self._control.device)
+        here = self._layout.names_on(self._control.device)
         return {name: parameter for name, parameter in self._module.named_parameters() if name in here}
 
     def _not_finite(self, losses: Iterable[Tensor] = ()) -> list[str]:
@@ -166,7 +166,7 @@ class StageGradients(_Held):
     def _by_group(self) -> dict[UserStages, list[nn.Parameter]]:
         groups: dict[UserStages, list[nn.Parameter]] = {}
         for name, parameter in self._parameters().items():
-            if min(self._layout.placement.devices[name]) == self._control.device:
+            if min(self._layout.devices[name]) == self._control.device:
                 groups.setdefault(self._layout.uses[name], []).append(parameter)
         return groups
 

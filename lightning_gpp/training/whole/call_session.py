@@ -72,7 +72,7 @@ class CallSession:
         self._transport, self._streams = site.transport, streams
         self.plan = call_plan(captured, site.layout.plan, divided)
         self.pipeline = build(captured, self.plan, job.module)
-        check_placement(self.pipeline, self.plan, site.layout.placement, captured.step)
+        check_placement(self.pipeline, self.plan, site.layout, captured.step)
         self.input_specs = {f"input{number}": spec for number, spec in enumerate(captured.inputs)}
         context = job.host.context(TRAINING)
         self._stages = [InContext(stage, context) for stage in self.pipeline.stages]

@@ -25,13 +25,13 @@ from lightning_gpp._compat.torch import accumulator_of, graph_is_kept, pytree, w
 from lightning_gpp.capture.attributes import is_plain
 from lightning_gpp.capture.calls import call_batch, capture_calls, samples_of_call
 from lightning_gpp.errors import CaptureError, GPPError
+from lightning_gpp.runtime.named_tensors import tensors_of
 from lightning_gpp.runtime.random import RandomStreams, undisturbed
 from lightning_gpp.stages.step import Answers
 from lightning_gpp.training.control import Mirror
 from lightning_gpp.training.data.batches import SessionCache, outline, signature
 from lightning_gpp.training.data.incoming import FrozenAttributes
 from lightning_gpp.training.host import TRAINING
-from lightning_gpp.training.tensors.parameters import tensors_of
 from lightning_gpp.training.tensors.replicas import Site
 from lightning_gpp.training.whole.call_session import CallSession, NetworkRun
 from lightning_gpp.wording import named
@@ -74,7 +74,7 @@ class NetworkCalls:
     def _divided(self) -> Iterator[tuple[int, str]]:
         """Ids and paths of modules with tensors that some devices do not have."""
         count = self._job.control.num_devices
-        apart = {name for name, devices in self._site.layout.placement.devices.items() if len(devices) < count}
+        apart = {name for name, devices in self._site.layout.devices.items() if len(devices) < count}
         ids = {id(tensor) for name, tensor in tensors_of(self._job.module).items() if name in apart}
         for path, part in self._job.module.named_modules():
             if any(id(tensor) in ids for tensor in (*part.parameters(), *part.buffers())):

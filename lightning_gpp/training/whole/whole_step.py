@@ -112,13 +112,13 @@ class WholeStep:
 
     def _shared(self) -> dict[str, nn.Parameter]:
         """This rank's parameters that other ranks hold, too."""
-        control, placement = self._job.control, self._layout.placement
-        held = placement.names_on(control.device)
+        control, layout = self._job.control, self._layout
+        held = layout.names_on(control.device)
         several = control.num_pipelines > 1
         return {
             name: parameter
             for name, parameter in self._job.module.named_parameters()
-            if name in held and (several or len(placement.devices[name]) > 1)
+            if name in held and (several or len(layout.devices[name]) > 1)
         }
 
     def _weight(self, shared: dict[str, nn.Parameter]) -> None:
