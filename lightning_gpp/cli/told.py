@@ -78,7 +78,7 @@ def _lines(error: BaseException) -> list[str]:
         key = getattr(error, "full_key", None)
         message = f"{key}: {message.splitlines()[0]}" if key else message
         if re.search(r"Environment variable '(SLURM_|\w*WORLD_SIZE)", message):
-            message += ": a launcher sets it (torchrun, or srun in a job with --ntasks-per-node). Start by that one."
+            message += ": a launcher sets it: torchrun, or srun in a job with --ntasks-per-node (not --ntasks alone)."
     return [line for line in message.splitlines() if line.strip()]
 
 

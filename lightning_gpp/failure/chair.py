@@ -75,27 +75,22 @@ class Chair:
         """Let all ranks report if one is too long in an activity, or each waits for others or has finished and none
         moves. When they have, say who holds up the others.
         """
-        told = all(cell.get("told") == self.board["hang"] or cell.get("gone") for cell in cells.values())
+        told = all(cell.get("told") == self.board["hang"] for cell in cells.values())
         stuck = complete and _are_stuck(cells)
         self._stuck_told = self._stuck_told and stuck
         if told and self.board["hang"] > self._concluded_for:
             self._concluded_for = self.board["hang"]
             self.concluded = conclusion({rank: tuple(cell.get("ranks", ())) for rank, cell in cells.items()})
             say(named_at_end(f"[rank 0] {self.concluded}"))
-            self._end_waits_in_vain(cells if stuck else {})
+            self._end_calls_of_some(cells if stuck else {})
         elif told and (any(cell.get("hangs") for cell in cells.values()) or (stuck and not self._stuck_told)):
             self.board["hang"] += 1
             self._stuck_told = stuck
 
-    def _end_waits_in_vain(self, cells: dict[int, dict[str, Any]]) -> None:
-        """Let the job end if a rank that is stuck waits for one that has finished, or is in a collective that its
-        user's code calls and others are not.
-        """
-        done = [rank for rank, cell in sorted(cells.items()) if cell.get("done")]
-        for_done = [rank for rank, cell in sorted(cells.items()) if not set(done).isdisjoint(cell.get("ranks", ()))]
-        calling = [rank for rank, cell in sorted(cells.items()) if cell.get("calls")]
-        missing = done if for_done else [rank for rank in sorted(cells) if rank not in calling]
-        first = next(iter(for_done or calling), None)
+    def _end_calls_of_some(self, cells: dict[int, dict[str, Any]]) -> None:
+        """Let the job end if only some of the ranks that are stuck are in a collective that their user's code calls."""
+        missing = [rank for rank, cell in sorted(cells.items()) if not cell.get("calls")]
+        first = next((rank for rank, cell in sorted(cells.items()) if cell.get("calls")), None)
         if first is None or not missing:
             return
         event = (

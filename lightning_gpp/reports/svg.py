@@ -44,6 +44,9 @@ def action_color(stage: int, kind: Kind) -> str:
 
 Point = tuple[float, float]
 
+PIXELS: Final = 1100
+"""Width of pictures."""
+
 FONT: Final = "-apple-system, 'Segoe UI', 'Noto Sans', Helvetica, Arial, sans-serif"
 
 LETTER: Final = 6.6

@@ -48,11 +48,12 @@ def timeline_text(timeline: Timeline, width: int = WIDTH) -> str:
         timeline: simulated or measured.
         width: characters of the longest line.
     """
-    labels = [f"device {device}" for device in range(len(timeline.devices))]
-    notes = [_note(timeline, device) for device in range(len(timeline.devices))]
+    shown = rows_of(timeline)
+    labels = [f"device {ranges(row)}" for row in shown]
+    notes = [_note(timeline, *row) for row in shown]
     indent = max(map(len, labels))
     columns = max(8, width - indent - max(map(len, notes)) - 6)
-    bars = (_bar(spans, timeline, columns) for spans in timeline.devices)
+    bars = (_bar(timeline.devices[row[0]], timeline, columns) for row in shown)
     rows = [f"{label.rjust(indent)} |{bar}| {note}" for label, bar, note in zip(labels, bars, notes, strict=True)]
     axis = " " * indent + " 0" + duration(timeline.makespan).rjust(columns)
     return "\n".join([*rows, axis, summary(timeline), *(wrapped(line, width) for line in _legend(timeline))])
@@ -71,7 +72,16 @@ def summary(timeline: Timeline) -> str:
     return f"{whole} {duration(timeline.makespan)}, idle {percent(timeline.bubble_fraction)}"
 
 
-def _note(timeline: Timeline, device: int) -> str:
+def rows_of(timeline: Timeline) -> list[list[int]]:
+    """The devices of each row: one, or at last all that are not used."""
+    unused = [device for device, spans in enumerate(timeline.devices) if not spans]
+    used = [[device] for device, spans in enumerate(timeline.devices) if spans]
+    return [*used, *([unused] if unused else [])]
+
+
+def _note(timeline: Timeline, device: int, *_: int) -> str:
+    if not timeline.devices[device]:
+        return "unused"
     memory = f", {size(timeline.peak_bytes[device])}" if timeline.peak_bytes else ""
     return f"idle {percent(timeline.bubble_fractions[device])}{memory}"
 
@@ -130,8 +140,8 @@ def computed_kinds(timeline: Timeline) -> list[Kind]:
     return [kind for kind in MEANINGS if kind in kinds]
 
 
-PIXELS, BAR, GAP, LEFT, MARGIN = 1000, 24, 8, 150, 16
-"""Pixels: width; heights of a bar and of the gap between devices; before the axis, and around all."""
+BAR, GAP, LEFT, MARGIN = 24, 8, 150, 16
+"""Pixels: heights of a bar and of the gap between devices; before the axis, and around all."""
 
 TICK: Final = 90
 """Least distance of two ticks of the axis."""
@@ -146,8 +156,8 @@ def timeline_svg(timelines: Timeline | Mapping[str, Timeline]) -> str:
     Args:
         timelines: a timeline, or several of one plan by their names, such as simulated and measured.
     """
-    chart = Chart(timelines, PIXELS)
-    return svg.document(PIXELS, chart.height, chart.elements(), label=chart.label)
+    chart = Chart(timelines, svg.PIXELS)
+    return svg.document(svg.PIXELS, chart.height, chart.elements(), label=chart.label)
 
 
 class Chart:
@@ -160,8 +170,10 @@ class Chart:
         self.width = width - LEFT - MARGIN
         self.kinds = sorted({kind for each in self.timelines.values() for kind in computed_kinds(each)}, key=_ORDER)
         self.row = len(self.timelines) * (BAR + 2) + GAP
-        self.bottom = MARGIN + len(self.first.devices) * self.row
-        self.height = self.bottom + 72 + 20 * len(self.first.stages) + MARGIN
+        self.devices = rows_of(self.first)
+        self.bottom = MARGIN + len(self.devices) * self.row
+        self.legend = list(self._legend(width - MARGIN))
+        self.height = self.legend[-1][1] + 20 + MARGIN if self.legend else self.bottom + 40
 
     @property
     def label(self) -> str:
@@ -172,25 +184,41 @@ class Chart:
         """Axis, rows, summary and legend."""
         yield from self.rows()
         yield svg.text(MARGIN, self.bottom + 38, summary(self.first))
-        yield from _kinds_legend(self.kinds, MARGIN, self.bottom + 50)
-        yield from _stages(self.first, self.bottom + 72)
+        for x, y, color, hatched, label in self.legend:
+            yield svg.rectangle(x, y, 12, 12, color)
+            if hatched:
+                yield svg.rectangle(x, y, 12, 12, "url(#hatch)")
+            yield svg.text(x + 18, y + 11, label)
 
     def rows(self) -> Iterator[str]:
         """The axis, and the rows of all devices."""
         yield from self._axis()
-        for device in range(len(self.first.devices)):
-            yield from self._device(device, MARGIN + device * self.row)
+        for number, devices in enumerate(self.devices):
+            yield from self._device(devices, MARGIN + number * self.row)
 
     def _axis(self) -> Iterator[str]:
         for time, label in ticks(self.seconds, self.width // TICK):
             yield svg.line((self._x(time), MARGIN), (self._x(time), self.bottom))
             yield svg.text(self._x(time), self.bottom + 13, label, "middle", "muted small")
 
-    def _device(self, device: int, top: float) -> Iterator[str]:
-        idle = self.first.bubble_fractions[device]
-        yield svg.text(MARGIN, top + 16, f"device {device}")
-        below = top + 32 + (len(self.timelines) - 1) * (BAR + 2)
-        yield svg.text(MARGIN, below, f"idle {100 * idle:.0f} %{self._peak(device)}", classes="muted small")
+    def _legend(self, right: float) -> Iterator[tuple[float, float, str, bool, str]]:
+        """Place, colour, whether it is hatched, and text of each entry: kinds of actions, then stages, in lines."""
+        greys = {kind: NEUTRAL if action_color(0, kind) == stage_color(0) else tint(NEUTRAL) for kind in self.kinds}
+        entries = [(grey, kind in HATCHED, f"{kind.value} {MEANINGS[kind]}") for kind, grey in greys.items()]
+        entries += [(stage_color(stage), False, f"{stage} {name}") for stage, name in enumerate(self.first.stages)]
+        x, y = float(MARGIN), self.bottom + 50
+        for color, hatched, label in entries:
+            needed = 34 + svg.LETTER * len(label)
+            if x > MARGIN and x + needed > right:
+                x, y = float(MARGIN), y + 20
+            yield x, y, color, hatched, label
+            x += needed
+
+    def _device(self, devices: Sequence[int], top: float) -> Iterator[str]:
+        device = devices[0]
+        yield svg.text(MARGIN, top + 13, f"device {ranges(devices)}")
+        below = top + 27 + (len(self.timelines) - 1) * (BAR + 2)
+        yield svg.text(MARGIN, below, _note(self.first, device), classes="muted small")
         for name, timeline in self.timelines.items():
             if name:
                 yield svg.text(LEFT - 6, top + 16, name, "end", "muted small")
@@ -198,9 +226,6 @@ class Chart:
                 if computes(span.action):
                     yield from self._box(timeline, span, top)
             top += BAR + 2
-
-    def _peak(self, device: int) -> str:
-        return f", {size(self.first.peak_bytes[device])}" if self.first.peak_bytes else ""
 
     def _box(self, timeline: Timeline, span: Span, top: float) -> Iterator[str]:
         action, start, stop = span.action, span.start - timeline.start, span.stop - timeline.start
@@ -219,21 +244,3 @@ class Chart:
 
 
 _ORDER: Final = list(Kind).index
-
-
-def _kinds_legend(kinds: Sequence[Kind], x: float, top: float) -> Iterator[str]:
-    """The kinds of actions in a line: their boxes, letters and meanings."""
-    for kind in kinds:
-        yield svg.rectangle(x, top, 12, 12, NEUTRAL if action_color(0, kind) == stage_color(0) else tint(NEUTRAL))
-        if kind in HATCHED:
-            yield svg.rectangle(x, top, 12, 12, "url(#hatch)")
-        label = f"{kind.value} {MEANINGS[kind]}"
-        yield svg.text(x + 18, top + 11, label)
-        x += 34 + svg.LETTER * len(label)
-
-
-def _stages(timeline: Timeline, top: float) -> Iterator[str]:
-    for stage, name in enumerate(timeline.stages):
-        y = top + 20 * stage
-        yield svg.rectangle(MARGIN, y, 12, 12, stage_color(stage))
-        yield svg.text(MARGIN + 20, y + 11, f"{stage} {name}")

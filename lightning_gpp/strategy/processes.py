@@ -97,7 +97,7 @@ class JobProcesses:
     _launcher: Any
     _num_nodes: int
     _control: Control | None
-    _told_world_size = False
+    _told_world_size = _told_gather = False
     _phase: tuple[str, str] | None = None
     """The activity of this rank between two actions, for messages, and the place in the steps where it began."""
 
@@ -244,6 +244,16 @@ class JobProcesses:
         group = None if self._control is None else self._peers or self._control.mesh.replica_group
         return None if group is None or group.size() == 1 else group
 
+    def _tell_of_gathers(self) -> None:
+        """Tell users once that code for ranks of DDP gets no dimension of ranks here."""
+        if self._control is not None and self._control.num_processes > 1 and not self._told_gather:
+            self._told_gather = True
+            self._control.warn(
+                f"all_gather returned its tensor as it is, without a dimension of ranks: the "
+                f"{self._control.num_processes} processes are one pipeline, whose step has all samples of its "
+                "mini-batch. Leave it out; strategy.step=whole is for losses that compare samples."
+            )
+
     def _reduced(self, tensor: Any, group: Any, reduce_op: Any) -> Any:
         """Reduce over the pipelines: stages of one pipeline hold parts of one computation, not copies of it."""
         pipelines = self._over_pipelines()
@@ -255,6 +265,7 @@ class JobProcesses:
         """Stack the tensors of all pipelines; with one pipeline, return the tensor itself."""
         pipelines = self._over_pipelines()
         if pipelines is None:
+            self._tell_of_gathers()
             return tensor
         everyone = group is None or group is dist.group.WORLD
         gathered: Tensor = super().all_gather(tensor, pipelines if everyone else group, sync_grads)  # type: ignore[misc]

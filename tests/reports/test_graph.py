@@ -8,14 +8,16 @@ import networkx as nx
 from hypothesis import given, settings
 
 from lightning_gpp.plan import SOURCE, Plan
-from lightning_gpp.reports.graph import GAP_X, HEIGHT, WIDTH, GraphPicture, columns
+from lightning_gpp.planning import manual
+from lightning_gpp.reports.graph import GAP_X, HEIGHT, LABEL, ROOM, WIDTH, GraphPicture, columns
+from tests.planning import graphs
 from tests.strategies import plans
 
 
 @settings(max_examples=60, deadline=None)
 @given(plans())
 def test_no_edge_crosses_a_box(plan: Plan) -> None:
-    """Curves stay in the gaps between columns; straight lines pass below all boxes, each at its own height."""
+    """Curves stay in the gaps between columns; straight lines pass below a band, each at its own height."""
     picture, heights = GraphPicture(plan), list[float]()
     assert sorted(stage for column in picture.columns for stage in column) == list(range(len(plan.stages)))
     for column in picture.columns:
@@ -24,12 +26,23 @@ def test_no_edge_crosses_a_box(plan: Plan) -> None:
     for src, dst in {(edge.src, edge.dst) for edge in plan.edges if edge.src != SOURCE}:
         points = picture.route(src, dst)
         for (start, _), (stop, _) in zip(points[::2], points[1::2], strict=True):
-            assert stop - start == GAP_X
-            assert not any(start < x < stop or x <= start < x + WIDTH for x, _ in picture.corners.values())
+            assert stop - start in (GAP_X, 0)
+            assert not any(start < x < stop or x <= start < x + picture.box for x, _ in picture.corners.values())
         for (_, y), (_, other) in zip(points[1:-1:2], points[2::2], strict=True):
-            assert y == other > max(top for _, top in picture.corners.values()) + HEIGHT
+            assert y == other
+            assert not any(top <= y <= top + HEIGHT for _, top in picture.corners.values())
             heights.append(y)
     assert len(set(heights)) == len(heights)
+    assert picture.width <= ROOM
+
+
+def test_long_chains_are_folded_and_boxes_have_room_for_names() -> None:
+    stages = [{"name": f"a_long_name_of_stage_{k}", "modules": [f"blocks.{k}"]} for k in range(9)]
+    plan = manual(graphs.chain(9), stages, batch_size=4)
+    picture = GraphPicture(plan)
+    assert [len({y for _, y in picture.corners.values()}), len(picture.columns)] == [3, 9]
+    assert picture.box > WIDTH
+    assert picture.height < 3 * (HEIGHT + 3 * LABEL)
 
 
 def test_branches_are_side_by_side_and_do_not_cross() -> None:
