@@ -93,12 +93,11 @@ def problem_on(
 
 def without_data(graph: OperatorGraph) -> OperatorGraph:
     """The same operators with samples of 0 bytes; costs need the graph with its data."""
-    light = replace(graph, nx=graph.nx.copy())
-    for operator in graph:
-        if operator.target == "input":
-            outputs = (replace(spec, shape=(*spec.shape, Affine())) for spec in operator.outputs)
-            light.add(replace(operator, outputs=tuple(outputs)))
-    return light
+    return graph.with_operators(
+        replace(operator, outputs=tuple(replace(spec, shape=(*spec.shape, Affine())) for spec in operator.outputs))
+        for operator in graph
+        if operator.target == "input"
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

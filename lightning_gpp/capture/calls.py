@@ -159,11 +159,12 @@ def tied(graph: OperatorGraph, groups: Sequence[frozenset[str]]) -> OperatorGrap
             nx.add_path(ties, [*users, operator, *([f"@{operator.cluster}"] if operator.cluster else [])])
         elif operator.cluster:
             ties.add_edge(f"@{operator.cluster}", operator)
-    result = replace(graph, nx=graph.nx.copy())
-    for number, members in enumerate(nx.connected_components(ties)):
-        for operator in (each for each in members if not isinstance(each, str)):
-            result.nx.nodes[operator.name]["operator"] = replace(operator, cluster=f"coupled{number}")
-    return result
+    return graph.with_operators(
+        replace(operator, cluster=f"coupled{number}")
+        for number, members in enumerate(nx.connected_components(ties))
+        for operator in members
+        if not isinstance(operator, str)
+    )
 
 
 def _outlined(module: nn.Module, recording: Recording, call: ModuleCall) -> CallArguments:

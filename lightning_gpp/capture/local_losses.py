@@ -81,7 +81,4 @@ def _no_losses(captured: Capture, path: str) -> str:
 
 def _marked(graph: OperatorGraph, specs: Mapping[str, Sequence[TensorSpec]]) -> OperatorGraph:
     """The graph with other outputs of these operators."""
-    marked = replace(graph, nx=graph.nx.copy())
-    for name, outputs in specs.items():
-        marked.add(replace(graph[name], outputs=tuple(outputs)))
-    return marked
+    return graph.with_operators(replace(graph[name], outputs=tuple(outputs)) for name, outputs in specs.items())

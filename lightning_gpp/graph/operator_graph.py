@@ -5,7 +5,7 @@ Sizes are affine in the number of samples (`Affine`), so one graph serves every 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
@@ -143,7 +143,7 @@ class Operator:
 
 @dataclass(slots=True)
 class OperatorGraph:
-    """Operators and the tensors between them: in `nx`, as node attribute `operator` and edge attribute `outputs`.
+    """Operators by name, in recorded order, and the tensors between them: edge attribute `outputs` of `nx`.
 
     `whole`: operators known to work on other sequences than the one along which the model may be cut.
     `uncalled`: paths around modules that are never called themselves, as those of lists of modules.
@@ -154,6 +154,7 @@ class OperatorGraph:
     """
 
     nx: nx.DiGraph = field(default_factory=nx.DiGraph)
+    operators: dict[str, Operator] = field(default_factory=dict)
     parameter_bytes: dict[str, int] = field(default_factory=dict)
     parameter_sizes: dict[str, int] = field(default_factory=dict)
     buffer_bytes: dict[str, int] = field(default_factory=dict)
@@ -172,12 +173,18 @@ class OperatorGraph:
     def for_inference(self) -> OperatorGraph:
         """The same operators without a backward: no tensor needs a gradient, and nothing is saved for one."""
         detail = None if self.detail is None else self.detail.for_inference()
-        graph = replace(self, nx=nx.DiGraph(), detail=detail)
-        for operator in self:
-            outputs = tuple(replace(spec, requires_grad=False) for spec in operator.outputs)
-            graph.add(replace(operator, outputs=outputs, saved_bytes=Affine()))
-        graph.nx.add_edges_from(self.nx.edges(data=True))
-        return graph
+        return replace(self, detail=detail).with_operators(
+            replace(
+                operator,
+                outputs=tuple(replace(spec, requires_grad=False) for spec in operator.outputs),
+                saved_bytes=Affine(),
+            )
+            for operator in self
+        )
+
+    def with_operators(self, operators: Iterable[Operator]) -> OperatorGraph:
+        """The same graph with these operators in place of those of their names."""
+        return replace(self, operators={**self.operators, **{operator.name: operator for operator in operators}})
 
     @property
     def mixes_samples(self) -> bool:
@@ -192,7 +199,8 @@ class OperatorGraph:
         return sum((self[name].outputs[output].affine_bytes for name, output in read), Affine())
 
     def add(self, operator: Operator) -> None:
-        self.nx.add_node(operator.name, operator=operator)
+        self.operators[operator.name] = operator
+        self.nx.add_node(operator.name)
 
     def connect(self, source: str, target: str, output: int) -> None:
         """Add an edge: `target` reads output number `output` of `source`."""
@@ -203,13 +211,11 @@ class OperatorGraph:
             self.nx.add_edge(source, target, outputs=(output,))
 
     def __getitem__(self, name: str) -> Operator:
-        operator: Operator = self.nx.nodes[name]["operator"]
-        return operator
+        return self.operators[name]
 
     def __iter__(self) -> Iterator[Operator]:
         """Operators in recorded order, which is a topological one."""
-        for _, operator in self.nx.nodes(data="operator"):
-            yield operator
+        return iter(self.operators.values())
 
     def __len__(self) -> int:
-        return int(self.nx.number_of_nodes())
+        return len(self.operators)

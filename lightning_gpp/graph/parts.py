@@ -13,8 +13,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import networkx as nx
-
 from lightning_gpp.graph.operator_graph import Affine, Operator, OperatorGraph, TensorSpec
 
 
@@ -56,16 +54,12 @@ def _part(graph: OperatorGraph, number: int) -> OperatorGraph:
     detail = None if graph.detail is None else _detail(graph.detail, graph, number)
     part = replace(
         graph,
-        nx=nx.DiGraph(),
         parameter_bytes=_shares(graph.parameter_bytes, graph, number),
         parameter_sizes=_shares(graph.parameter_sizes, graph, number),
         divided={},
         detail=detail,
     )
-    for operator in graph:
-        part.add(_operator(graph, part, operator, number))
-    part.nx.add_edges_from(graph.nx.edges(data=True))
-    return part
+    return part.with_operators(_operator(graph, part, operator, number) for operator in graph)
 
 
 def _shares(sizes: dict[str, int], graph: OperatorGraph, number: int) -> dict[str, int]:
@@ -86,15 +80,14 @@ def _operator(graph: OperatorGraph, part: OperatorGraph, operator: Operator, num
 
 def _detail(detail: OperatorGraph, graph: OperatorGraph, number: int) -> OperatorGraph:
     """The part of the detail: inside of regions results are divided, too."""
-    part = replace(detail, nx=nx.DiGraph(), parameter_bytes=_shares(detail.parameter_bytes, graph, number))
-    results: set[str] = set()
+    parts, results = list[Operator](), set[str]()
     for operator in detail:
         reads = not results.isdisjoint(detail.nx.predecessors(operator.name))
         if region_of(graph, operator) and _has_divided_result(graph, operator, reads):
             results.add(operator.name)
-        part.add(_inner(operator, number, reads=reads, uses=divides(graph, operator), makes=operator.name in results))
-    part.nx.add_edges_from(detail.nx.edges(data=True))
-    return part
+        makes = operator.name in results
+        parts.append(_inner(operator, number, reads=reads, uses=divides(graph, operator), makes=makes))
+    return replace(detail, parameter_bytes=_shares(detail.parameter_bytes, graph, number)).with_operators(parts)
 
 
 def _has_divided_result(graph: OperatorGraph, operator: Operator, reads: bool) -> bool:

@@ -194,7 +194,9 @@ class StepRunner:
             outputs.append((micro_batch, output))
             return {}
         output, loss = self._weighed(micro_batch, output)
-        detached = output.detach() if isinstance(output, Tensor) else pytree.tree_map_only(Tensor, Tensor.detach, output)
+        detached = (
+            output.detach() if isinstance(output, Tensor) else pytree.tree_map_only(Tensor, Tensor.detach, output)
+        )
         outputs.append((micro_batch, detached))
         return {LOSS: loss}
 

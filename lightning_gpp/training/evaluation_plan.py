@@ -150,10 +150,8 @@ def with_reductions_in_step(captured: Capture) -> Capture:
     found = [graph[name] for name in names]
     if not found or any(each.parameters or each.buffers or each.random or each.cluster for each in found):
         return captured
-    moved = replace(graph, nx=graph.nx.copy())
-    for operator in found:
-        moved.nx.nodes[operator.name]["operator"] = replace(operator, cluster=_CLUSTER)
-    return replace(captured, graph=moved)
+    moved = (replace(operator, cluster=_CLUSTER) for operator in found)
+    return replace(captured, graph=graph.with_operators(moved))
 
 
 def _mixes(operator: Operator) -> bool:

@@ -54,7 +54,7 @@ def step_of(config: DictConfig) -> Step:
 
 
 def content(graph: OperatorGraph) -> list[Any]:
-    return [*graph.nx.nodes(data=True), *graph.nx.edges(data=True), graph.parameter_bytes, graph.buffer_bytes]
+    return [*graph, *graph.nx.edges(data=True), graph.parameter_bytes, graph.buffer_bytes]
 
 
 def test_a_model_larger_than_memory_is_planned() -> None:

@@ -313,17 +313,17 @@ def compress(graph: OperatorGraph, stage_modules: Sequence[Sequence[str]]) -> li
     """The same stages with the fewest paths: a module replaces its submodules if the stage computes all of it."""
     assignment = assign(graph, stage_modules)
     found: list[list[str]] = [[] for _ in stage_modules]
-    _collect(module_tree(graph), {name: set(stages) for name, stages in assignment.items()}, found)
+    for path, stage in _collected(module_tree(graph), assignment)[1]:
+        found[stage].append(path)
     step = next(index for index, modules in enumerate(stage_modules) if STEP in modules)
     found[step].append(STEP)
     return [tuple(paths) for paths in found]
 
 
-def _collect(node: ModuleNode, assignment: dict[str, set[int]], found: list[list[str]]) -> None:
-    stages: set[int] = set().union(*(assignment[operator.name] for operator in node.all_operators()))
-    once = all(len(assignment[operator.name]) == 1 for operator in node.all_operators())
-    if len(stages) == 1 and once:
-        found[stages.pop()].append(node.path)
-    else:
-        for child in node.children.values():
-            _collect(child, assignment, found)
+def _collected(node: ModuleNode, assignment: Assignment) -> tuple[set[tuple[int, ...]], list[tuple[str, int]]]:
+    """The stages of the operators in a module, and the largest modules inside that are on one stage, with that."""
+    inside = [_collected(child, assignment) for child in node.children.values()]
+    stages = set().union({assignment[operator.name] for operator in node.operators}, *(found for found, _ in inside))
+    if len(stages) == 1 and len(only := next(iter(stages))) == 1:
+        return stages, [(node.path, only[0])]
+    return stages, [entry for _, entries in inside for entry in entries]

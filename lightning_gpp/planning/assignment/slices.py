@@ -113,10 +113,7 @@ def kept_together(graph: OperatorGraph) -> OperatorGraph:
         if operator.cluster:
             ties.add_edge(operator.name, clusters.setdefault(operator.cluster, operator.name))
     names = {name: f"tokens{i}" for i, tied in enumerate(nx.connected_components(ties)) for name in tied}
-    result = replace(graph, nx=graph.nx.copy())
-    for name, cluster in names.items():
-        result.nx.nodes[name]["operator"] = replace(graph[name], cluster=cluster)
-    return result
+    return graph.with_operators(replace(graph[name], cluster=cluster) for name, cluster in names.items())
 
 
 def _inside(operator: Operator, carrier: Operator) -> bool:
