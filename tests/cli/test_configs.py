@@ -41,7 +41,7 @@ def test_the_strategy_file_is_written_from_the_options() -> None:
 def test_a_wrong_key_is_refused_at_composition() -> None:
     with pytest.raises(ConfigCompositionException) as caught:
         composed("experiment=two_tower", "strategy.shedule=gpipe")
-    assert "Could not override 'strategy.shedule'" in told(caught.value)
+    assert "strategy.shedule: there is no such key. Did you mean strategy.schedule?" in told(caught.value)
 
 
 @pytest.mark.parametrize(
