@@ -1,15 +1,18 @@
 """The pictures of the documentation, simulated anew: docs/pictures/*.svg.
 
-python -m benchmarks.pictures
+python -m benchmarks.pictures [NAME ...]   # clip, recommender, ...: only these models of docs/tutorials/real_models.md
 """
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
 import torch
+from hydra import compose, initialize_config_dir
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -17,7 +20,9 @@ from benchmarks.planners.case_study import draft_of
 from benchmarks.planners.common import simulated
 from benchmarks.workloads.layers import Block, Trained
 from lightning_gpp.capture import capture_step
+from lightning_gpp.cli.task import predict, task_of
 from lightning_gpp.cluster.presets import preset_cluster
+from lightning_gpp.config_files import config_folder
 from lightning_gpp.graph import Affine
 from lightning_gpp.plan import SOURCE, STEP, Edge, Figures, Plan, Stage
 from lightning_gpp.planning import Prediction, Request
@@ -37,6 +42,19 @@ MARGIN: Final = 16
 """Width of the picture, and of its edge."""
 
 MODALITIES: Final = ("vision", "video", "audio", "text")
+
+LAYERS: Final = ("model.width=1024", "model.num_layers=8", "model.num_heads=16")
+MODELS: Final = {
+    "clip": ("data.batch_size=1024", *LAYERS),
+    "translation": ("data.batch_size=1024", *LAYERS),
+    "recommender": ("data.batch_size=8192", "model.width=2048", "model.num_layers=4"),
+    "captioning": ("data.batch_size=512", "model.width=2048", "model.num_layers=4", "model.num_heads=16"),
+    "album": ("data.batch_size=256", *LAYERS),
+    "sorting": ("data.batch_size=1024", *LAYERS),
+    "mixture": ("data.batch_size=128", *LAYERS),
+    "diffusion": ("data.batch_size=1024", "model.channels=256", *LAYERS),
+}
+"""Experiments, in sizes for GPUs."""
 
 SCHEDULES: Final = ("gpipe", "1f1b", "zb_h1")
 
@@ -81,6 +99,29 @@ def chain_and_graph() -> str:
             for name, chained in (("Chain", True), ("Graph", False))
         }
     )
+
+
+def real_model(name: str) -> str:
+    """The plan of an example on eight H100, and how much longer the step is as a chain, and on one H100."""
+    graph, chain, one = (
+        planned(name, *settings)
+        for settings in (
+            ("strategy.num_pipelines=1",),
+            ("strategy.num_pipelines=1", "strategy=chain"),
+            ("cluster.num_devices=1",),
+        )
+    )
+    longer = [f"{other.seconds / graph.seconds:.2f}" for other in (chain, one)]
+    print(name, *(duration(each.seconds) for each in (graph, chain, one)), *longer, flush=True)
+    return above_each_other({f"8 H100 (as a chain {longer[0]} times, on one {longer[1]} times as long)": graph})
+
+
+def planned(name: str, *settings: str) -> Prediction:
+    """The plan that `gpp-plan` makes."""
+    hardware = ("cluster=dgx_h100", "trainer.precision=bf16-mixed")
+    with initialize_config_dir(str(config_folder()), version_base="1.3"):
+        config = compose("plan", overrides=[f"experiment={name}", *MODELS[name], *hardware, *settings])
+    return predict(task_of(config))
 
 
 def above_each_other(predictions: dict[str, Prediction]) -> str:
@@ -132,11 +173,14 @@ def schedules() -> str:
     return svg.document(PIXELS, top, elements, label=", ".join(timelines))
 
 
-def main() -> None:
+def main(names: Sequence[str]) -> None:
     FOLDER.mkdir(exist_ok=True)
-    (FOLDER / "chain_and_graph.svg").write_text(chain_and_graph())
-    (FOLDER / "schedules.svg").write_text(schedules())
+    if not names:
+        (FOLDER / "chain_and_graph.svg").write_text(chain_and_graph())
+        (FOLDER / "schedules.svg").write_text(schedules())
+    for name in names or MODELS:
+        (FOLDER / f"{name}.svg").write_text(real_model(name))
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -52,7 +52,7 @@ class BlockFigures:
 
 @dataclass(kw_only=True, eq=False)
 class Problem:
-    """Units, devices, and a partitioner's choices.
+    """Units, devices, and a partitioner's choices. Arguments that are not described are those of `planning.Request`.
 
     Args:
         graph: the captured operators.
@@ -72,8 +72,6 @@ class Problem:
             one.
         single_step: the user's step has to run on one device, so a last stage with replicas gives it to a stage of its
             own.
-        schedules, footprint, max_replicas, weight_copies, idle_devices, every_device, simplicity, slack: see
-            `planning.Request`.
     """
 
     graph: OperatorGraph
