@@ -143,7 +143,9 @@ def close_to(name: str, known: Iterable[str]) -> list[str]:
     """The known names that a wrong one may stand for: the closest first, or those with its letters as initials."""
     known = list(known)
     initials = [each for each in known if "".join(part[:1] for part in each.split("_")) == name]
-    return get_close_matches(name, known, n=3, cutoff=0.5) or initials
+    return (
+        get_close_matches(name, known, n=3, cutoff=0.8) or get_close_matches(name, known, n=3, cutoff=0.5) or initials
+    )
 
 
 def did_you_mean(name: object, known: Iterable[str]) -> str:
