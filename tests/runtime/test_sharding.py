@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from tests.distributed import run_distributed
-from tests.runtime import replicas
 from tests.runtime.replicas import (
     OPTIMIZERS,
     Replica,
@@ -43,36 +42,6 @@ def test_training_equals_one_process(num_replicas: int) -> None:
         if kind == "zero1":
             plain = results[0]["none", optimizer, clip]
             assert all(torch.equal(plain[name], value) for name, value in first.items()), "not bit for bit"
-
-
-def _accumulated(rank: int) -> list[dict[str, Tensor]]:
-    """One optimizer step after two mini-batches."""
-    results = []
-    for kind in KINDS:
-        replica = Replica(kind, rank, 2)
-        optimizer = replica.optimizer("adamw")
-        for step in range(2):
-            replica.sync.last = step == 1
-            accumulate(replica.module, replica.sync, micro_batches(rank, step))
-        replica.sync.sync()
-        replica.step(optimizer, clip=True)
-        results.append(replica.whole())
-    return results
-
-
-def test_gradients_accumulate_over_mini_batches() -> None:
-    module = replicas.model()
-    optimizer = OPTIMIZERS["adamw"](replicas.grouped(module.named_parameters()))
-    for rank in range(2):
-        for step in range(2):
-            for samples in micro_batches(rank, step):
-                module(samples).backward()
-    nn.utils.clip_grad_norm_(module.parameters(), replicas.CLIP)
-    optimizer.step()
-    expected = {name: parameter.detach() for name, parameter in module.named_parameters()}
-    for results in run_distributed(2, _accumulated):
-        for kind, ours in zip(KINDS, results, strict=True):
-            assert_close(ours, expected, kind)
 
 
 def _counted(rank: int) -> list[dict[str, int]]:

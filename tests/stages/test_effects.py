@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from lightning_gpp.capture import capture_step
-from lightning_gpp.capture.kept import kept_by, without_effects
+from lightning_gpp.capture.kept import kept_by, unmoved, without_effects
 from lightning_gpp.errors import CaptureError
 from lightning_gpp.runtime.stage import MicroBatch
 from lightning_gpp.stages import build
@@ -110,6 +113,17 @@ def test_a_graph_that_has_saved_a_buffer_stays_valid() -> None:
     with without_effects([module], [module.count], kept_by([module])):
         pass
     result.backward()
+
+
+def test_random_generators_are_restored() -> None:
+    sources = np.random.default_rng(0), np.random.RandomState(1), random.Random(2), torch.Generator()
+    with unmoved(sources):
+        first = _draw(*sources)
+    assert _draw(*sources) == first
+
+
+def _draw(one: np.random.Generator, two: np.random.RandomState, three: random.Random, four: torch.Generator) -> Any:
+    return one.random(), two.rand(), three.random(), torch.rand((), generator=four).item()
 
 
 def test_parts_of_a_container_whose_calls_are_answered_are_called_themselves() -> None:

@@ -38,7 +38,6 @@ class Body(nn.Module):
         super().__init__()
         self.a, self.b = nn.Linear(4, 6), nn.Linear(6, 3)
         self.temperature, self.squared, self.calls = 1.0, False, 0
-        self.bias = torch.zeros(6, dtype=torch.float64)
         self.config = SimpleNamespace(scale=1.0, inner={"shift": 0.0, "loss": F.mse_loss})
         self.inner = nn.Sequential(nn.Identity())
         self.act, self.function, self.slots = nn.Identity(), torch.abs, Slots()
@@ -47,7 +46,7 @@ class Body(nn.Module):
         self.mode, self.options = Mode.PLAIN, {"a", "b", "c"}
 
     def forward(self, x: Tensor, prior: Tensor | None = None) -> Tensor:
-        h = self.a(x) / self.temperature + self.bias
+        h = self.a(x) / self.temperature
         h = h * self.config.scale * self.hydra.head.scale + self.config.inner["shift"]
         h = self.act(self.inner(h)) + self.function(h) * self.tensors[0] * float(self.numbers[0])
         h = h * self.factor * self.slots.scale * self.mode.value + self.offset()
@@ -86,11 +85,6 @@ class Changing(pl.LightningModule):
 class Annealed(Changing):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self.body.temperature = 1 / (1 + self.global_step)
-
-
-class Shifted(Changing):
-    def on_train_epoch_start(self) -> None:
-        self.body.bias = torch.full((6,), float(self.current_epoch), dtype=torch.float64)
 
 
 class Configured(Changing):
@@ -241,7 +235,7 @@ class Later(Changing):
 KINDS = {
     kind.__name__: kind
     for kind in (
-        *(Annealed, Shifted, Configured, Sundry, ByStep, Swapped, Frozen, Optional, Replaced, Truncated, Running),
+        *(Annealed, Configured, Sundry, ByStep, Swapped, Frozen, Optional, Replaced, Truncated, Running),
         *(Tempered, Later, Changing),
     )
 }

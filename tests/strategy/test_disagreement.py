@@ -24,6 +24,15 @@ class Wider(TwoTowers):
         self.unused = torch.nn.Linear(4, 4 + dist.get_rank())
 
 
+class Longer(TwoTowers):
+    """With the same parameters everywhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        if dist.get_rank() == 1:
+            self.left.append(torch.nn.Tanh())
+
+
 class Rate(TwoTowers):
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.1 * (1 + self.trainer.global_rank))
@@ -55,6 +64,7 @@ CASES: dict[str, tuple[Fit, str]] = {
         lambda rank: fit(module=Wider),
         r"disagree on parameter 'unused.weight': it is \[4, 4\] torch.float64 on rank 0, but \[5, 4\] torch.float64 on",
     ),
+    "step": (lambda rank: fit(module=Longer), "The ranks disagree on the captured step"),
     "length": (lambda rank: fit(n=16 + 8 * rank), r"number of training batches .*: it is 2 on rank 0, but 3 on rank 1"),
 }
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import lightning.pytorch as pl
@@ -11,30 +10,19 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW
 
-from gpp_examples.plain_loop import Batch, Branches, batches, loss_of
-from lightning_gpp import CheckpointError, ConfigError, GPPError, Options
+from gpp_examples.plain_loop import Batch, Branches, loss_of
+from lightning_gpp import CheckpointError, ConfigError
 from lightning_gpp._compat.lightning_module import set_device
 from lightning_gpp.plan import STEP, Plan, Stage
 from lightning_gpp.runtime.mesh import Mesh
 from lightning_gpp.runtime.named_tensors import tensors_of
 from lightning_gpp.training.control import Control
-from lightning_gpp.training.data.incoming import Incoming
-from lightning_gpp.training.host import Job
 from lightning_gpp.training.planner import check_step_device
-from lightning_gpp.training.setup import set_up
 from lightning_gpp.training.states import load_state, whole_state
 from lightning_gpp.training.tensors.foreign import Whereabouts
 from lightning_gpp.training.tensors.parameters import Layout, drop, move, settle
 from lightning_gpp.training.updates.optimizers import OptimizerIndex
 from tests.distributed import run_distributed
-
-
-class Bias(nn.Module):
-    """A module without a way to give its parameter values."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bias = nn.Parameter(torch.zeros(6))
 
 
 class Towers(Branches):
@@ -94,41 +82,6 @@ def test_shared_tensors_become_equal_and_states_are_merged() -> None:
     assert "left.0.weight" not in first["held"]
     assert first["state"].keys() == first["own"].keys()
     assert first["state"]["left.0.weight"] == second["own"]["left.0.weight"]
-
-
-def hopeless(rank: int) -> str:
-    module = make_module()
-    with torch.device("meta"):
-        module.left = nn.Sequential(nn.Linear(4, 16), Bias())
-    try:
-        settle(module, Layout(plan=PLAN, devices=dict.fromkeys(tensors_of(module), (0,))), control_of(rank, 1), CPU)
-    except ConfigError as error:
-        return str(error)
-    return ""
-
-
-def test_modules_that_cannot_be_initialised() -> None:
-    assert re.search(
-        r"'left.1' \(Bias\) was built on the meta device and has no reset_parameters", run_distributed(1, hopeless)[0]
-    )
-
-
-def disagree(rank: int) -> str:
-    module = make_module()
-    if rank == 1:
-        module.left.append(nn.Tanh())
-    control, options = control_of(rank, 2), Options(stages={"left": 1, "right": 0, "head": 0}, num_micro_batches=4)
-    job = Job(module=module, control=control, options=options, device=torch.device("cpu"), seed=0)
-    try:
-        set_up(job, Incoming(module, control), batches()[0])
-    except GPPError as error:
-        return str(error)
-    return ""
-
-
-def test_ranks_with_different_models() -> None:
-    for message in run_distributed(2, disagree):
-        assert re.search("The ranks disagree on the captured step", message)
 
 
 def test_a_step_on_several_devices() -> None:

@@ -110,19 +110,6 @@ class Averages(Chain):
         return self.loss(batch) + F.mse_loss(self.first(batch[0]), self.teacher(batch[0]))
 
 
-class KeptByHook(Chain):
-    """A loss of what a hook keeps of a layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.kept: list[Tensor] = []
-        self.first[0].register_forward_hook(lambda module, args, result: self.kept.append(result))
-
-    def loss(self, batch: Any) -> Tensor:
-        self.kept.clear()
-        return super().loss(batch) + sum(each.square().mean() for each in self.kept)
-
-
 class Remembering(nn.Module):
     """Adds what it has seen, if it is told to, and what is in a buffer, in evaluation."""
 
@@ -235,7 +222,6 @@ family(
     _trained,
     {
         "averages": {"kind": Averages, **STAGES},
-        "kept_by_hook": {"kind": KeptByHook},
         "remembers": {"kind": RemembersInTraining},
     },
 )
