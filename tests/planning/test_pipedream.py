@@ -51,11 +51,6 @@ def chain_problem(
     return replace(problem, **changes)  # type: ignore[arg-type]
 
 
-def with_memory(problem: Problem, memory: float) -> Problem:
-    devices = tuple(replace(device, memory_bytes=memory) for device in problem.cluster.devices)
-    return replace(problem, cluster=replace(problem.cluster, devices=devices))
-
-
 def compositions(total: int, parts: int) -> Iterator[tuple[int, ...]]:
     """Ways to write `total` as a sum of `parts` positive numbers."""
     if parts == 1:

@@ -21,7 +21,7 @@ from tests.strategies import chain
 from tests.strategy import harness
 from tests.strategy.harness import TwoTowers, loader, make_data, make_module
 from tests.strategy.test_checkpoints import assert_same_optimizer
-from tests.strategy.test_training import EXACT, Report, Union, plain
+from tests.strategy.test_training import EXACT, Report, plain
 
 PIPELINES: dict[str, Any] = {
     "num_pipelines": 2,
@@ -66,6 +66,18 @@ class Watched(Callback):
             trainer.strategy.load_optimizer_state_dict(checkpoint)
 
 
+class Union(torch.utils.data.Sampler[list[int]]):
+    """The mini-batches that two pipelines take together: batches of 4 each of every second sample."""
+
+    def __iter__(self) -> Any:
+        for start in range(0, 10, 4):
+            rows = range(start, min(start + 4, 10))
+            yield [2 * row + pipeline for pipeline in range(2) for row in rows]
+
+    def __len__(self) -> int:
+        return 3
+
+
 def pipeline_loader(strategy: Any, samples: int = 20) -> DataLoader[Any]:
     sampler = DistributedSampler(make_data(samples), num_replicas=2, rank=strategy, shuffle=False)
     return DataLoader(make_data(samples), batch_size=4, sampler=sampler)
@@ -93,6 +105,8 @@ def fit(
     return {
         "losses": module.losses,
         "val": [entry["val_loss"] for entry in module.metrics if "val_loss" in entry],
+        "accuracies": [entry["val_acc"] for entry in module.metrics if "val_acc" in entry],
+        "sampler": getattr(trainer.strategy, "distributed_sampler_kwargs", {}).get("rank"),
         "state": {name: value for name, value in module.state_dict().items() if not value.is_meta},
         "held": watched.held,
         "after": [float(trainer.callback_metrics["val_loss"])] if path else [],
@@ -167,7 +181,11 @@ def test_equals_plain_lightning(runs: Any, layout: str, kind: str, name: str) ->
     after = values_of(found, (layout, kind, name), layout, "after")
     assert after == pytest.approx(expected[layout, name]["after"], **EXACT)
     assert set(found[0][layout, kind, name]["state"]) == set(expected[layout, name]["state"])
+    samplers = [report[layout, kind, name]["sampler"] for report in found]
+    assert samplers == ([0, 0, 1, 1] if layout == "pipelines" else [0] * 4)
     for report in found:
+        accuracies = report[layout, kind, name]["accuracies"]  # a metric object is synchronised over pipelines
+        assert accuracies == pytest.approx(expected[layout, name]["accuracies"])
         assert report[layout, kind, name]["moved"]
         for parameter, value in report[layout, kind, name]["state"].items():
             assert_close(value, expected[layout, name]["state"][parameter])

@@ -10,7 +10,6 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
-from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_gpp import GPPStrategy
 from lightning_gpp.training.tensors.parameters import bytes_of
@@ -152,47 +151,3 @@ def test_evaluation_keeps_the_plan_of_training(tmp_path: Path) -> None:
     first, *others = harness.run(2, run_with_one_plan, str(tmp_path))[0]
     assert first
     assert all(other == first for other in others)
-
-
-class Union(torch.utils.data.Sampler[list[int]]):
-    """The mini-batches that two pipelines take together: batches of 4 each of every second sample."""
-
-    def __iter__(self) -> Any:
-        for start in range(0, 10, 4):
-            rows = range(start, min(start + 4, 10))
-            yield [2 * row + pipeline for pipeline in range(2) for row in rows]
-
-    def __len__(self) -> int:
-        return 3
-
-
-def fit_two_pipelines(rank: int) -> Report:
-    module = make_module()
-    strategy = harness.strategy(num_micro_batches=2, num_pipelines=2)
-    trainer = harness.trainer(strategy, 4, gradient_clip_val=0.05)
-    data = make_data(20)
-    sampler = DistributedSampler(data, num_replicas=2, rank=rank // 2, shuffle=False)
-    trainer.fit(module, DataLoader(data, batch_size=4, sampler=sampler), loader(8, batch_size=4, seed=2))
-    return {**report(module, trainer), "sampler": strategy.distributed_sampler_kwargs, "world": trainer.world_size}
-
-
-def fit_union(_: str) -> Report:
-    module = make_module()
-    trainer = harness.trainer(gradient_clip_val=0.05)
-    trainer.fit(module, DataLoader(make_data(20), batch_sampler=Union()), loader(8, batch_size=8, seed=2))
-    return report(module, trainer)
-
-
-def test_two_pipelines_equal_one_process_with_the_joined_mini_batches() -> None:
-    found = harness.run(4, fit_two_pipelines)
-    expected = plain(fit_union, "")
-    assert [entry["sampler"]["rank"] for entry in found] == [0, 0, 1, 1]
-    for entry in found:
-        for name, value in entry["state"].items():
-            torch.testing.assert_close(
-                torch.tensor(value), torch.tensor(expected["state"][name]), rtol=1e-9, atol=1e-12
-            )
-    both = [(a + b) / 2 for a, b in zip(found[0]["losses"], found[2]["losses"], strict=True)]
-    assert both == pytest.approx(expected["losses"], **EXACT)
-    accuracies = [entry["metrics"][-1]["val_acc"] for entry in found]  # a metric object is synchronised over pipelines
-    assert accuracies == pytest.approx([expected["metrics"][-1]["val_acc"]] * 4)

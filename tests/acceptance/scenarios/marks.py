@@ -18,7 +18,6 @@ _DOOR: Final = (
     *("averages_in_a_checkpoint", "finetuning_resumed", "undivided_remembers"),
     *("samples_in_a_hook", "samples_in_a_callback", "probe_stops", "weights_in_a_hook"),
 )
-_FILLED: Final = tuple(f"filled_{name}" for name in ("batch", "list", "options", "object"))
 WAYS_OUT: Final[Mapping[str, str]] = {
     "batch_size_found": "gpp-plan",
     "callback_pruning": "Prune the module before trainer.fit",
@@ -30,7 +29,7 @@ WAYS_OUT: Final[Mapping[str, str]] = {
     "refused_clouds": "depends on the number of samples",
     "refused_averages": "combines first.0.weight",
     "refused_remembers": "which the step or another network call has set",
-    **dict.fromkeys(_FILLED, "copy it at the beginning of the forward"),
+    "filled_object": "copy it at the beginning of the forward",
     "refused_squares": "self.trainer.strategy.grad_norm()",
     "refused_norms_of_clamped": "self.trainer.strategy.grad_norm()",
     "refused_teacher": "with lightning_gpp.summon_full_params(module):",

@@ -227,24 +227,6 @@ family(
 )
 
 
-class Fills(nn.Module):
-    """Writes into one of the containers that it gets."""
-
-    def __init__(self, layers: nn.Module, where: str) -> None:
-        super().__init__()
-        self.layers, self.where = layers, where
-
-    def forward(self, batch: Any, found: list[Tensor], *, options: dict[str, Any]) -> None:
-        if self.where == "object":
-            batch.hidden = self.layers(batch.x)
-        elif self.where == "batch":
-            batch["hidden"] = self.layers(batch["x"])
-        elif self.where == "list":
-            found.append(self.layers(batch["x"]))
-        else:
-            options["inner"]["hidden"] = self.layers(batch["x"])
-
-
 @dataclass
 class Pair:
     """An object with attributes instead of a dictionary."""
@@ -254,29 +236,36 @@ class Pair:
     hidden: Any = None
 
 
-class Filled(Chain):
-    """A batch, a list and options go to a module, which leaves its result there."""
+class Fills(nn.Module):
+    """Writes into the object that it gets."""
 
-    def __init__(self, where: str = "batch") -> None:
+    def __init__(self, layers: nn.Module) -> None:
         super().__init__()
-        self.first, self.where = Fills(self.first, where), where
+        self.layers = layers
+
+    def forward(self, batch: Pair) -> None:
+        batch.hidden = self.layers(batch.x)
+
+
+class Filled(Chain):
+    """A batch goes to a module, which leaves its result there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = Fills(self.first)
 
     def loss(self, batch: Any) -> Tensor:
-        found, options = list[Tensor](), {"inner": dict[str, Any]()}
-        self.first(batch, found, options=options)
-        given = vars(batch) if isinstance(batch, Pair) else batch
-        (hidden,) = (*found, *(each["hidden"] for each in (given, options["inner"]) if each.get("hidden") is not None))
-        return F.mse_loss(self.last(hidden), given["y"])
+        self.first(batch)
+        return F.mse_loss(self.last(batch.hidden), batch.y)
 
 
-def _filled(make: Make, folder: Path, where: str) -> Facts:
-    def collated(samples: Any) -> Any:
-        x, y = (torch.stack(part) for part in zip(*samples, strict=True))
-        return Pair(x, y) if where == "object" else {"x": x, "y": y}
+def _filled(make: Make, folder: Path) -> Facts:
+    def collated(samples: Any) -> Pair:
+        return Pair(*(torch.stack(part) for part in zip(*samples, strict=True)))
 
-    module, trainer, data = build(Filled, where=where), make(), loader(16, collate_fn=collated)
+    module, trainer, data = build(Filled), make(), loader(16, collate_fn=collated)
     trainer.fit(module, data, data)
     return facts_of(trainer, module)
 
 
-family("filled", _filled, {where: {"where": where} for where in ("batch", "list", "options", "object")})
+family("filled", _filled, {"object": {}})
