@@ -151,6 +151,7 @@ class OperatorGraph:
     `regions`: paths of modules that are one operator because results inside are divided.
     `detail`: the same step with the operators inside of regions; None if it is not known.
     `parts`: see `graph.parts`. `assigned`: the stages of operators by the stages' modules, see `assign`.
+    `model`: a graph of the same operators, which are assigned as there, though their sizes differ; None for itself.
     """
 
     nx: nx.DiGraph = field(default_factory=nx.DiGraph)
@@ -165,6 +166,13 @@ class OperatorGraph:
     detail: OperatorGraph | None = None
     parts: dict[int, OperatorGraph] = field(default_factory=dict, init=False, repr=False, compare=False)
     assigned: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+    model: OperatorGraph | None = field(default=None, init=False, repr=False, compare=False)
+
+    def follow(self, other: OperatorGraph) -> None:
+        """Assign operators to stages as those of another graph, if it has the same ones, perhaps of other sizes."""
+        mine, theirs = ([(each.name, each.module, each.cluster) for each in graph] for graph in (self, other))
+        if mine == theirs and [*self.nx.edges(data="outputs")] == [*other.nx.edges(data="outputs")]:
+            self.model = other
 
     def with_whole(self, whole: frozenset[str]) -> OperatorGraph:
         """The same graph with these operators as `whole`."""

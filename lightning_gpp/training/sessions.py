@@ -107,6 +107,8 @@ class Sessions:
     def _made(self, step: str, captured: Captured) -> Session:
         if step != TRAINING and isinstance(captured, Capture):
             captured = with_reductions_in_step(captured)
+        if self.job.division is not None:  # all micro-batches have one program
+            captured.graph.follow(self.captured.graph)
         plan, trains = self._plan(step, captured), step == TRAINING
         site, streams = self.site if trains else self._evaluating, not trains and self._streams(plan)
         session = Session(site, capture=captured, plan=plan, streams=streams)

@@ -91,6 +91,27 @@ class Pictures(Language):
         return {**batch, "pixels": torch.randn(count, 4, dtype=torch.float64)}
 
 
+class Boxes(Language):
+    """Boxes in pictures: of some micro-batches there is one, which is less than the pictures that it is chosen from."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.eyes, self.corners = nn.Linear(3, WIDTH), nn.Linear(4, WIDTH)
+        del self.words, self.mixer
+
+    def loss(self, batch: Any) -> Tensor:
+        seen = self.eyes(batch["pictures"])[batch["owner"]]
+        return F.cross_entropy(self.head(torch.tanh(seen * self.corners(batch["boxes"]))), batch["kinds"])
+
+    @staticmethod
+    def batch(lengths: list[int]) -> dict[str, Tensor]:
+        counts = torch.tensor([length // 3 for length in lengths])
+        numbers = lambda *shape: torch.randn(*shape, dtype=torch.float64)  # noqa: E731
+        owner = torch.arange(len(counts)).repeat_interleave(counts)
+        boxes = {"boxes": numbers(len(owner), 4), "kinds": torch.randint(WORDS, owner.shape), "owner": owner}
+        return {"pictures": numbers(len(counts), 3), **boxes}
+
+
 class Packed(Language):
     """Documents in one row, which do not see each other."""
 
@@ -146,12 +167,14 @@ def graphs(batch: dict[str, Tensor], number: int) -> list[dict[str, Tensor]]:
 LENGTHS = [[3, 1, 7, 2], [2, 6, 1, 4], [5, 5, 1, 3], [1, 4, 6, 2], [8, 2, 3, 1], [4, 2, 1, 7], [2, 3, 4], [6, 6, 2, 5]]
 KINDS: dict[str, tuple[type[Language], dict[str, Any]]] = {
     "rows": (Pictures, {"batch_rows": {"pixels": "ids:only1"}, "loss_reduction": "labels"}),
+    "boxes": (Boxes, {"batch_rows": {"boxes": "owner", "kinds": "owner"}, "loss_reduction": "kinds"}),
     "work": (Language, {"micro_batch_by": "mask:except0", "loss_reduction": "labels"}),
     "documents": (Packed, {"micro_batch_by": "documents", "loss_reduction": "labels", "num_micro_batches": 4}),
     "function": (Graphs, {"micro_batch_by": graphs}),
 }
 STAGES: dict[type[Language], dict[str, int]] = {Graphs: {"into": 0, "out": 1}}
 STAGES |= {kind: {"words": 0, "mixer": 0, "head": 1} for kind in (Language, Packed)}
+STAGES[Boxes] = {"eyes": 0, "corners": 0, "head": 1}
 STAGES[Pictures] = {"eyes": 0, "words": 0, "mixer": 1, "head": 1}
 Report = tuple[list[float], dict[str, float], dict[str, Tensor], list[str]]
 """Losses, metrics, weights and warnings."""

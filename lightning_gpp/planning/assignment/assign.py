@@ -31,6 +31,7 @@ def assign(graph: OperatorGraph, stage_modules: Sequence[Sequence[str]]) -> Assi
     Raises:
         PlanError: a module is listed twice.
     """
+    graph = graph.model or graph
     key = graph.nx.number_of_nodes(), tuple(map(tuple, stage_modules))
     if key not in graph.assigned:  # a plan that is drafted, completed and timed is assigned several times
         if len(graph.assigned) >= _REMEMBERED:
