@@ -30,6 +30,7 @@ class StageCosts:
         mini_batch_bytes: bytes of the mini-batch, which device 0 loads.
         parameter_copies: copies of each parameter's bytes on a device: parameter, gradient, optimizer states. 4 for
             Adam, 2 for plain gradient descent, 1 for inference.
+        work: of each micro-batch beside that of one with as many samples; empty: 1.
     """
 
     stages: tuple[Figures, ...]
@@ -42,6 +43,7 @@ class StageCosts:
     data: Affine = Affine()
     mini_batch_bytes: float = 0
     parameter_copies: float = 4
+    work: tuple[float, ...] = ()
 
     def loaded_bytes(self, device: int) -> float:
         """Bytes of the mini-batch on a device; the others receive the parts that their stages read."""
@@ -69,7 +71,8 @@ class StageCosts:
             return 0
         if action.kind is Kind.DATA:
             return self.data.at(num_samples)
-        return duration(self.replica(action.stage, device), action.kind, num_samples)
+        work = self.work[action.micro_batch] if action.micro_batch < len(self.work) else 1.0
+        return work * duration(self.replica(action.stage, device), action.kind, num_samples)
 
     def host_copy(self, action: Action, device: int, num_samples: int) -> tuple[float, float]:
         """Seconds and bytes of an OFFLOAD or LOAD of a micro-batch share; no seconds if the host link is unknown."""

@@ -8,7 +8,7 @@ micro-batch is a mini-batch of its own, with sizes of its own.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Final
@@ -27,6 +27,7 @@ from lightning_gpp.capture.batch import (
 )
 from lightning_gpp.errors import ConfigError, did_you_mean
 from lightning_gpp.plan_parts import even_parts, share_of
+from lightning_gpp.simulation import Timeline
 from lightning_gpp.stages.counts import Counted
 from lightning_gpp.stages.rows import RowOwner, index_owners, rows_of_samples
 from lightning_gpp.wording import with_article
@@ -56,12 +57,36 @@ class Division:
     number: int
     dims: BatchDims
 
-    def note(self, parts: Sequence[Any]) -> str:
-        """A sentence that says how a mini-batch is divided."""
+    def note(self, batch: Any, parts: Sequence[Any], timeline: Callable[[Iterable[float]], Timeline]) -> str:
+        """Sentences that say how a mini-batch is divided, and what that saves.
+
+        `timeline`: simulates micro-batches, from the work of each beside that of the first one.
+        """
         by = getattr(self.by, "__qualname__", self.by)
         rows = f" The rows of {', '.join(self.owners)} go with their samples." if self.owners else ""
         sizes = ", ".join(str(samples_in(part, self.dims)) for part in parts)
-        return f"Mini-batches are divided by {by}, the first one into micro-batches of {sizes} samples.{rows}"
+        saving = "" if callable(self.by) or self.by == SAMPLES else self._saving(batch, parts, timeline)
+        return f"Mini-batches are divided by {by}, the first one into micro-batches of {sizes} samples.{rows}{saving}"
+
+    def _saving(self, batch: Any, parts: Sequence[Any], timeline: Callable[[Iterable[float]], Timeline]) -> str:
+        own, others = self._tokens(batch, parts)
+        here, there = (timeline(number / own[0] for number in tokens) for tokens in (own, others))
+        return (
+            f" Simulated, it takes {here.makespan / there.makespan:.2f} of the time of equal numbers of "
+            f"{'documents' if self.by == DOCUMENTS else 'samples'} as they come, with a bubble of "
+            f"{here.bubble_fraction:.0%} instead of {there.bubble_fraction:.0%}."
+        )
+
+    def _tokens(self, batch: Any, parts: Sequence[Any]) -> tuple[list[int], list[int]]:
+        """The tokens of these micro-batches, with padding, and of as many of equal numbers of samples or documents."""
+        if self.by == DOCUMENTS:
+            own, each = [_bounds(part)[-1] for part in parts], [b - a for a, b in pairwise(_bounds(batch))]
+        else:
+            found = (_Lengths.of(str(self.by), of, samples_in(of, self.dims), self.dims) for of in (batch, *parts))
+            each, *rows = ([lengths.padded] * len(lengths.of_samples) for lengths in found)
+            own = [*map(sum, rows)]
+        shares = (share_of(len(each), place, len(parts)) for place in range(len(parts)))
+        return own, [sum(each[slice(*share)]) for share in shares]
 
     def parts(self, batch: Any, number: int | None = None) -> list[Any]:
         """The micro-batches of a mini-batch, at most `number` of them.

@@ -53,7 +53,7 @@ from lightning_gpp.training.data.batches import Feed, outline
 from lightning_gpp.training.data.incoming import Incoming
 from lightning_gpp.training.engine import Engine
 from lightning_gpp.training.host import TRAINING, Job
-from lightning_gpp.training.measured.machine import JobMachine
+from lightning_gpp.training.measured.machine import JobMachine, simulated
 from lightning_gpp.training.option_values import SYNCHRONOUS
 from lightning_gpp.training.options import Options
 from lightning_gpp.training.planner import part_of_member, plan_for
@@ -194,7 +194,12 @@ def _set_up(
         _check_undivided(plan)
     facts = {"the captured step": str(captured.fingerprint), "the plan (strategy.plan)": str(plan)}
     check_alike(facts, job.control.everyone)
-    _announce(job, captured, plan, [] if division is None else [division.note(parts)])
+    notes = list[str]()
+    if division is not None and parts:
+        there = machine.look()
+        timeline = partial(simulated, plan, there.part(captured.graph), there, job.control.num_pipelines)
+        notes.append(division.note(batch, parts, timeline))
+    _announce(job, captured, plan, notes)
     transport = _connect(job, plan, "training")
     if found_calls is not None:
         check_states(found_calls, build(captured, plan, job.module), plan)

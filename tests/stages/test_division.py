@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,8 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_gpp.errors import ConfigError
+from lightning_gpp.schedules import compile_program
+from lightning_gpp.simulation import StageCosts, Timeline, simulate
 from lightning_gpp.stages.division import SAMPLES, Division, documents, equal_work, with_rows
 from lightning_gpp.stages.rows import RowOwner, known_rows, owners_of, rows_of_samples
+from tests.strategies import chain
 
 
 def division(by: Any = SAMPLES, number: int = 2, rows: dict[str, str] | None = None) -> Division:
@@ -144,3 +149,19 @@ def test_functions_return_as_many_as_they_are_asked_for() -> None:
 @pytest.mark.parametrize("text", ["count", "a.b", "ids:only-1", "grid:product"])
 def test_owners_are_written_as_they_are_read(text: str) -> None:
     assert str(RowOwner.parsed(text)) == text
+
+
+def two_stages(work: Iterable[float]) -> Timeline:
+    plan = chain((1, 1), 2)
+    return simulate(compile_program(plan), replace(StageCosts.uniform(plan), work=tuple(work)))
+
+
+def test_a_note_says_what_equal_work_saves() -> None:
+    """Micro-batches of 8 and 3 words instead of 8 and 12; of 5 and 8 instead of 9 and 4."""
+    by_work, batch = division("mask:except0"), padded([4, 1, 1, 2, 1])
+    told = by_work.note(batch, by_work.parts(batch), two_stages)
+    assert "0.58 of the time of equal numbers of samples as they come, with a bubble of 37% instead of 33%" in told
+    places = torch.cat([torch.arange(length) for length in (5, 4, 1, 1, 2)])[None]
+    by_documents, packed = division("documents"), {"ids": places, "position_ids": places}
+    told = by_documents.note(packed, by_documents.parts(packed), two_stages)
+    assert "0.97 of the time of equal numbers of documents as they come, with a bubble of 33% instead of 35%" in told

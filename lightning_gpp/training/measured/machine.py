@@ -147,13 +147,17 @@ def _optimizer_name(optimizer: Optimizer) -> str:
     return name if name in OPTIMIZER_STATES else "adam"
 
 
-def simulated(plan: Plan, graph: OperatorGraph, machine: Machine, num_pipelines: int = 1) -> Timeline:
+def simulated(
+    plan: Plan, graph: OperatorGraph, machine: Machine, num_pipelines: int = 1, work: Iterable[float] = ()
+) -> Timeline:
     """The timeline of one mini-batch on a machine; without known costs, all actions take the same time.
+
+    `work`: see `StageCosts`.
 
     Raises:
         PlanError: the machine has fewer devices than the plan.
     """
-    costs = costs_of(plan, graph, machine, num_pipelines)
+    costs = replace(costs_of(plan, graph, machine, num_pipelines), work=tuple(work))
     return simulate(compile_program(plan, training=machine.footprint.training, copies=num_pipelines), costs)
 
 
