@@ -7,7 +7,7 @@ mean over micro-batches is that over all tokens of the mini-batch, for the loss 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -138,6 +138,11 @@ def share(counts: Sequence[float], start: int, stop: int) -> float:
     return len(counts) * sum(counts[start:stop]) / total if total else stop - start
 
 
-def scaled(loss: Tensor, factor: float) -> Tensor:
-    """The loss of a micro-batch times its share; one that averages nothing is NaN in torch, and does not count."""
-    return torch.nan_to_num(loss) * 0 if factor == 0 else loss * factor
+def scaled(loss: Tensor, factor: float, sources: Iterable[Tensor]) -> Tensor:
+    """The loss of a micro-batch times its share. One that averages nothing is NaN in torch, as its gradient may be; it
+    does not count, so it is a zero of the tensors from which it is computed (`sources`).
+    """
+    if factor:
+        return loss * factor
+    zeros = [source.reshape(-1)[:0].sum() for source in sources if source.requires_grad]
+    return sum(zeros, torch.zeros_like(loss)).to(loss.dtype) if zeros else torch.nan_to_num(loss) * 0

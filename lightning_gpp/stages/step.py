@@ -33,6 +33,7 @@ class Invocation:
         around: entered around each call, with the number of samples and what they count for, see `counts.share`.
         sums: whether the loss is a sum over samples; it is divided by their number, because the pipeline weights means.
         counted: by which entries samples count, if they do not count the same.
+        empty: whether there are none, but other mini-batches of the optimizer step may have some.
     """
 
     function: Callable[..., Any]
@@ -40,6 +41,7 @@ class Invocation:
     around: Callable[[int, float], AbstractContextManager[Any]] = lambda *_: nullcontext()
     sums: bool = False
     counted: Counted | None = None
+    empty: bool = False
 
     def __call__(self, samples: Any, num_samples: int, share: float) -> Any:
         with self.around(num_samples, share):
@@ -47,6 +49,8 @@ class Invocation:
 
     def factor(self, num_samples: int, share: float) -> float:
         """The factor that makes the loss of a training step a mean over samples."""
+        if self.empty:
+            return 0.0
         return 1 / num_samples if self.sums else share / num_samples
 
 
@@ -172,20 +176,20 @@ class StepRunner:
 
     def run(self, micro_batch: MicroBatch, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Run the step, with what other stages have computed for it. Returns `{LOSS: loss}` in training."""
-        return self.finish(micro_batch, self.call(micro_batch))
+        return self.finish(micro_batch, self.call(micro_batch), self.module.parameters())
 
     def whole(self, micro_batch: MicroBatch) -> Any:
         """Run the unsplit step with its modules and return its result. Draws the same random numbers."""
         output = self.call(micro_batch, copied=self.changes_batch)
-        return self._weighed(micro_batch, output)[0] if self.returns_loss else output
+        return self._weighed(micro_batch, output, self.module.parameters())[0] if self.returns_loss else output
 
     @property
     def changes_batch(self) -> bool:
         """True if the step changes tensors of its mini-batch in place."""
         return False
 
-    def finish(self, micro_batch: MicroBatch, output: Any) -> dict[str, Tensor]:
-        """Record what the step returned; returns `{LOSS: loss}` in training.
+    def finish(self, micro_batch: MicroBatch, output: Any, sources: Iterable[Tensor]) -> dict[str, Tensor]:
+        """Record what the step returned, and computed from `sources`; returns `{LOSS: loss}` in training.
 
         In training without its graph, which even after its backward holds the inputs of the stage and their gradients.
         """
@@ -193,19 +197,19 @@ class StepRunner:
         if not self.returns_loss:
             outputs.append((micro_batch, output))
             return {}
-        output, loss = self._weighed(micro_batch, output)
+        output, loss = self._weighed(micro_batch, output, sources)
         detached = (
             output.detach() if isinstance(output, Tensor) else pytree.tree_map_only(Tensor, Tensor.detach, output)
         )
         outputs.append((micro_batch, detached))
         return {LOSS: loss}
 
-    def _weighed(self, micro_batch: MicroBatch, output: Any) -> tuple[Any, Tensor]:
+    def _weighed(self, micro_batch: MicroBatch, output: Any, sources: Iterable[Tensor]) -> tuple[Any, Tensor]:
         """A training step's output with the loss as a mean over samples, and that loss."""
         loss = output if isinstance(output, Tensor) and output.numel() == 1 else loss_of(output)
         invocation, share = self._open[micro_batch.lane].invocation, self.share(micro_batch)
         factor = invocation.factor(micro_batch.num_samples, share)
-        loss = loss if factor == 1 else scaled(loss, factor)
+        loss = loss if factor == 1 else scaled(loss, factor, sources)
         return ({**output, "loss": loss} if isinstance(output, Mapping) else loss), loss
 
     def call(self, micro_batch: MicroBatch, *, copied: bool = False) -> Any:

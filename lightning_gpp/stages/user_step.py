@@ -265,7 +265,7 @@ class UserStep(StepRunner):
         self._called = 0
         with self._answers.given(answer), holes or nullcontext():
             output = self.call(micro_batch)
-        return self.finish(micro_batch, output)
+        return self.finish(micro_batch, output, values.values())
 
     def _check_again(
         self, first: Mapping[str, tuple[torch.Tensor, int]], call: ModuleCall, number: int, leaves: Sequence[Any]

@@ -8,6 +8,7 @@ everywhere.
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -49,6 +50,11 @@ class Call:
         name = given if isinstance(given, str) else getattr(given, "__name__", "mean")
         return {"avg": "mean"}.get(name.lower(), name.lower())
 
+    @property
+    def is_shared_mean(self) -> bool:
+        """True for a mean, of which ranks with other data get the mean over all."""
+        return self.reduction == "mean" and self.metric is None and bool(dict(self.kwargs).get("sync_dist"))
+
 
 @dataclass(slots=True)
 class Values:
@@ -77,14 +83,18 @@ class Values:
 
         Sizes that grow with the micro-batch, such as numbers of tokens, add up.
         """
-        weights = self.shares if self.is_of_mini_batch or self.sizes == self.samples else self.sizes
-        entries = [*zip(self.values, weights, strict=True)]
+        entries = [*zip(self.values, self.sizes if self.are_items else self.shares, strict=True)]
         if reduction not in ("sum", "min", "max"):  # a mean over nothing is NaN, and has no weight
             entries = [entry for entry in entries if entry[1]] or entries
         values = torch.stack([value.detach().to(torch.float64).reshape(()) for value, _ in entries])
         weighed = torch.tensor([weight for _, weight in entries], dtype=torch.float64)
         weighed = weighed.to(values.device, non_blocking=True)
         return _combine(values, weighed, reduction), self.sizes[0] if self.is_of_mini_batch else sum(self.sizes)
+
+    @property
+    def are_items(self) -> bool:
+        """True if the call says of how many items each value is the mean."""
+        return not self.is_of_mini_batch and self.sizes != self.samples
 
     @property
     def are_counts(self) -> bool:
@@ -110,16 +120,26 @@ def _combine(values: Tensor, weights: Tensor, reduction: str) -> Tensor:
 
 @dataclass(slots=True)
 class Record:
-    """The logs of runs of user code on a mini-batch, and the number of samples on which they ran."""
+    """The logs of runs of user code on a mini-batch, and the number of samples on which they ran.
+
+    `entries`: what the mini-batch counts for beside those of other pipelines; None for its samples.
+    """
 
     calls: dict[Call, Values] = field(default_factory=dict)
     samples: int = 0
+    entries: float | None = None
 
     def add(self, run: Iterable[tuple[Call, Tensor, int | None]], num_samples: int, share: float) -> None:
         """Add a run on `num_samples` samples, and what they count for."""
         self.samples += num_samples
         for call, value, size in run:
             self.calls.setdefault(call, Values()).add(value, num_samples, share, size)
+
+    def weight(self, values: Values) -> float:
+        """The weight of a call's mean beside those of other pipelines."""
+        if values.are_items or self.entries is None:
+            return sum(values.sizes)
+        return self.entries * sum(values.shares) / self.samples
 
     def means_of_some(self) -> list[str]:
         """Names of means that only some of the runs logged, and for which no number of items was given."""
@@ -166,9 +186,13 @@ class LogRecorder:
         known = call.reduction == "mean" or call.reduction in REDUCTIONS
         return self.combined.get(call.name, call.reduction) if known else call.reduction
 
-    def turn(self, batch: int) -> None:
-        """Take up what was recorded for this mini-batch of training, some perhaps before its turn."""
+    def turn(self, batch: int, entries: float | None = None) -> None:
+        """Take up what was recorded for this mini-batch of training, some perhaps before its turn.
+
+        `entries`: see `Record`.
+        """
         self.record = self._early.pop(batch, Record())
+        self.record.entries = entries
         self._counts |= {call.name for call, values in self.calls.items() if values.are_counts}
         self._constants |= {call.name for call, values in self.calls.items() if values.is_of_mini_batch}
         for call, values in self.calls.items():
@@ -238,8 +262,10 @@ class LogRecorder:
         return value
 
 
-Logged = tuple[Call, float, int]
-"""A call, its value, and the number of samples that it counts for."""
+Logged = tuple[Call, float, Any, float]
+"""A call, its value, the number of samples that it counts for, and its weight beside those of other pipelines. The
+number may have a fraction, if it is a mean, which `log` takes, whatever its annotation says.
+"""
 
 
 def exchange(
@@ -254,9 +280,24 @@ def exchange(
     return shared
 
 
+def over_pipelines(control: Control, calls: Sequence[Logged]) -> list[Logged]:
+    """The calls; of means that are logged with `sync_dist` with the value over all pipelines, by weight. All ranks call
+    it.
+    """
+    found = list(calls)
+    means = [place for place, (call, *_) in enumerate(found) if call.is_shared_mean]
+    sums = torch.zeros(len(means), 3, dtype=torch.float64)
+    for row, place in zip(sums, means, strict=True):
+        _, value, size, weight = found[place]
+        row += torch.tensor([weight * value if weight else 0.0, weight, size], dtype=torch.float64)
+    for place, (total, weight, size) in zip(means, control.sum(sums).tolist(), strict=True):
+        found[place] = found[place][0], total / (weight or math.nan), size / control.num_pipelines, weight
+    return found
+
+
 def replay(module: pl.LightningModule, calls: Sequence[Logged], device: torch.device) -> None:
     """Call `module.log` as the step did, with the combined values."""
-    for call, value, samples in calls:
+    for call, value, samples, _ in calls:
         # filling a tensor there waits for nothing, unlike a copy of the number
         logged: Any = torch.full((), value, dtype=call.dtype or torch.get_default_dtype(), device=device)
         if call.metric is not None:
@@ -269,7 +310,8 @@ def _values(recorder: LogRecorder, results: Sequence[Tensor]) -> tuple[list[Logg
     """The calls with their combined values, and the results, in one transfer from their device."""
     pairs = [entry.combined(recorder.reduction(call)) for call, entry in recorder.calls.items()]
     numbers, count = _read([*results, *(value for value, _ in pairs)]), len(results)
-    calls = zip(recorder.calls, numbers[count:], (samples for _, samples in pairs), strict=True)
+    weights = map(recorder.record.weight, recorder.calls.values())
+    calls = zip(recorder.calls, numbers[count:], (samples for _, samples in pairs), weights, strict=True)
     return list(calls), numbers[:count]
 
 

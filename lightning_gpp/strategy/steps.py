@@ -23,7 +23,7 @@ from lightning_gpp.errors import ConfigError, GPPError
 from lightning_gpp.strategy.batch_readers import RESULT, BatchReaders, packed
 from lightning_gpp.strategy.checks import facts_of_trainer
 from lightning_gpp.strategy.data import Placeholder
-from lightning_gpp.strategy.logs import LogRecorder, exchange, replay
+from lightning_gpp.strategy.logs import LogRecorder, exchange, over_pipelines, replay
 from lightning_gpp.strategy.metrics import MetricStates
 from lightning_gpp.strategy.optimization import stand_ins
 from lightning_gpp.training.control import Control
@@ -253,7 +253,7 @@ class Steps:
         changed = self._changed()
         self._tell_changes(changed, len(outputs))
         self._trained = True
-        self.host.recorder.turn(engine.num_steps - 1)
+        self.host.recorder.turn(engine.num_steps - 1, engine.entries)
         if self.trace is not None:
             self.trace.add(engine)
         loss, rest = engine.loss_of(outputs) if outputs else (torch.zeros(()), {})
@@ -358,6 +358,8 @@ class Steps:
             self._set(received.pop(_SETTINGS, ()))
             self.mirrored.take(received)
         trainer.should_stop = trainer.should_stop or stop
+        if self.control.num_pipelines > 1 and self.host.recorder.record.entries is not None:
+            calls = over_pipelines(self.control, calls)
         replay(self.module, calls, self.device)
         return shared, result
 

@@ -214,7 +214,7 @@ class GPPStrategy(RanksStrategy):
         A step as a whole runs on all ranks, and its result is its own.
         """
         if self._training.trains_whole:
-            with self._training.whole_step():
+            with self._training.whole_step(self._steps.module.trainer.accumulate_grad_batches):
                 result = super().training_step(*args, **kwargs)
             return SKIPPED if result is None and self._running.skips_together else result
         return self._steps.train([*args, *kwargs.values()], last=not self._accumulating)

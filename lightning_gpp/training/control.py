@@ -98,6 +98,16 @@ class Control:
             self._receive_numbers(numbers, 0, group)
         return numbers
 
+    def sum(self, numbers: Tensor) -> Tensor:
+        """Add numbers (a CPU tensor, in place) of the processes that load data, of all pipelines, on all processes."""
+        if self.num_pipelines == 1:
+            return self.share(numbers)
+        if not self.loads:
+            numbers.zero_()
+        with self._waiting(_TOGETHER):
+            dist.all_reduce(numbers, group=self.everyone)
+        return numbers
+
     def sum_later(self, numbers: Tensor) -> dist.Work | None:
         """Start to sum numbers (a CPU tensor, in place) over all ranks of the pipeline; wait for the result.
 

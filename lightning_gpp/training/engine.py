@@ -119,6 +119,11 @@ class Engine(DividedStates):
         return self._runner.current
 
     @property
+    def entries(self) -> float | None:
+        """The entries by which this pipeline's latest mini-batch counted in its optimizer step; None: all alike."""
+        return self._runner.entries.here
+
+    @property
     def runs_step(self) -> bool:
         """True if this rank runs the user's step and needs data."""
         return self.control.runs_step
@@ -164,7 +169,7 @@ class Engine(DividedStates):
 
     def _train_whole(self, batch: Any, batch_idx: int, accumulated: int) -> Tensor:
         batch, step = self.whole.share(batch), getattr(self.module, TRAINING)
-        with self.whole_step(), self.job.host.context(TRAINING)():
+        with self.whole_step(accumulated), self.job.host.context(TRAINING)():
             loss = loss_of(step(batch, *step_arguments(step, batch_idx)))
         with self.whole.reducing():
             (loss / accumulated).backward()
@@ -172,9 +177,16 @@ class Engine(DividedStates):
         return loss.detach().to(CPU, torch.float64)
 
     @contextmanager
-    def whole_step(self) -> Iterator[None]:
-        """Inside, the user's training step runs as a whole, on all ranks, and sees the optimizers of all."""
+    def whole_step(self, accumulated: int = 1) -> Iterator[None]:
+        """Inside, the user's training step runs as a whole, on all ranks, and sees the optimizers of all, each of which
+        steps after `accumulated` mini-batches.
+        """
         self.evaluation.end()
+        if self._runner.counted is not None and accumulated * self.control.num_pipelines > 1 and not self.num_steps:
+            self.control.warn(
+                f"strategy.loss_reduction={self._runner.counted} does not weigh the mini-batches of steps that run as "
+                "a whole: those of an accumulation and of several pipelines count alike, as in DDP."
+            )
         with self.whole.running(self.num_steps), self.undivided_optimizers():
             yield
         self.num_steps += 1
@@ -293,6 +305,7 @@ class Engine(DividedStates):
     def sum_gradients(self) -> None:
         """Complete the reductions of gradients over ranks with the same parameters, before an optimizer step."""
         self._training.finish()
+        self._runner.entries.end()
         if self._gradients is not None and self.job.options.on_nonfinite != "ignore":
             self._gradients.check(self.num_steps - 1)
         if self._finite is not None:

@@ -223,8 +223,8 @@ class Options(SearchOptions):
         "mean",
         "how the loss combines over samples: mean, sum, or the tensor of the mini-batch over whose entries it is a "
         "mean, for example labels (those that are not -100), labels:shifted (without the first of each sample, as "
-        "language models shift them) or mask:except0. Then micro-batches count by these entries, also in what the "
-        "step logs.",
+        "language models shift them) or mask:except0. Then micro-batches, and all mini-batches of an optimizer step, "
+        "count by these entries, also in what the step logs.",
         convert=reduction_given,
     )
     local_losses: Sequence[str] | None = option(

@@ -6,7 +6,7 @@ The results of the user's step on micro-batches are combined into that on the mi
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from numbers import Integral, Number
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_gpp.errors import CaptureError, GPPError
+from lightning_gpp.errors import CaptureError, ConfigError, GPPError
 from lightning_gpp.runtime.stage import MicroBatch
 from lightning_gpp.stages.counts import counted
 from lightning_gpp.stages.division import Division
@@ -28,6 +28,7 @@ from lightning_gpp.training.host import TRAINING
 from lightning_gpp.training.session import Part, Session
 from lightning_gpp.training.sessions import Sessions
 from lightning_gpp.training.tensors.foreign import alone
+from lightning_gpp.training.updates.entries import EntriesOfStep
 
 Outputs = Sequence[tuple[MicroBatch, Any]]
 """The results of the user's step for each micro-batch, in order."""
@@ -46,13 +47,16 @@ class Runner:
     Attributes:
         current: the session of the last mini-batch.
         sums: whether the loss of the training step is a sum over samples.
+        counted: the entries by which micro-batches count, and the mini-batches of an optimizer step; None for samples.
+        entries: what these mini-batches count for.
     """
 
     def __init__(self, sessions: Sessions, optimizers: Callable[[], list[Optimizer]]) -> None:
         self._new, self._optimizers, self._asynchronous = sessions.new, optimizers, sessions.site.asynchronous
         self._job, self._incoming, self._division = sessions.job, sessions.incoming, sessions.job.division
         self.sums = self._job.options.loss_reduction == "sum"
-        self._counted = counted(self._job.options.loss_reduction)
+        self.counted = counted(self._job.options.loss_reduction)
+        self.entries = EntriesOfStep(self._job.module, self._job.control)
         self.current: Session | None = None
         self._sessions = SessionCache[Session](self._job.control.warn)
         self._trained: Session | None = None
@@ -87,11 +91,22 @@ class Runner:
         if self._asynchronous is not None:
             return self._train_ahead(self._asynchronous, arguments, weight, accumulated, number)
         if self._division is not None:
-            return self._train_parts(self._division, arguments, weight, number)
-        session = self.session(TRAINING, arguments)
+            return self._train_parts(self._division, arguments, weight, accumulated, number)
+        session, (batch, *_) = self.session(TRAINING, arguments), arguments
+        weight *= self._emphasis(session, [(batch, self._incoming.batch_size)], accumulated)
         return self.flushed(session, arguments, weight, number)
 
-    def _train_parts(self, division: Division, arguments: Sequence[Any], weight: float, number: int) -> Outputs:
+    def _emphasis(self, session: Session, parts: Iterable[tuple[Any, int]], accumulated: int) -> float:
+        """The weight of a mini-batch, of such parts and their samples, beside the others of its optimizer step."""
+        number, counted = accumulated * self._job.control.num_pipelines, self.counted
+        if counted is None or number == 1:
+            return 1.0
+        dims, here = session.pipeline.step.dims, parts if self._job.control.runs_step else ()
+        return number * self.entries.add(sum(counted.in_part(part, size, dims) for part, size in here))
+
+    def _train_parts(
+        self, division: Division, arguments: Sequence[Any], weight: float, accumulated: int, number: int
+    ) -> Outputs:
         """Run a mini-batch whose micro-batches have sizes of their own, in one program that all such ones share."""
         incoming, (batch, *rest) = self._incoming, arguments
         incoming.follow_hooks()
@@ -105,6 +120,7 @@ class Runner:
             weight *= incoming.batch_size / sum(part.num_samples for part in parts)
         ways = _ways(parts)
         leading = self.current = self._leading.setdefault((incoming.trained(), ways), parts[0].session)
+        weight *= self._emphasis(leading, [(part.batch, part.num_samples) for part in parts], accumulated)
         invocation = self._invocation(leading, rest, number)
         with on_one_rank():
             return leading.run_parts(parts, invocation, loss_weight=weight, step=number)
@@ -163,14 +179,20 @@ class Runner:
         step, trains = session.capture.step, session.training
         host = self._job.host
         around, function = host.around(step, number if trains else None), getattr(self._job.module, step)
-        sums = self.sums and trains
-        return Invocation(function=function, rest=rest, around=around, sums=sums, counted=self._counted)
+        sums, empty = self.sums and trains, trains and self.entries.here == 0
+        return Invocation(function=function, rest=rest, around=around, sums=sums, counted=self.counted, empty=empty)
 
     def _train_ahead(
         self, asynchronous: Asynchronous, arguments: Sequence[Any], weight: float, accumulated: int, number: int
     ) -> Outputs:
         if self._incoming.anew:
             self.give_up(number)
+        if self.counted is not None and accumulated * self._job.control.num_pipelines > 1:
+            raise ConfigError(
+                f"strategy.loss_reduction={self.counted} weighs the mini-batches of an optimizer step, which needs a "
+                "flush: set strategy.weights=synchronous, or train one pipeline (strategy.num_pipelines=1) without "
+                f"accumulation (trainer.accumulate_grad_batches={accumulated})."
+            )
         self._trained = session = self.session(TRAINING, arguments)
         size, facts = self._incoming.batch_size, self._incoming.facts
         weights = partial(session.weights_of, size, self._optimizers)

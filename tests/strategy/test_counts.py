@@ -35,7 +35,7 @@ class Labelled(pl.LightningModule):
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
         loss = self.loss(batch)
-        self.log("loss", loss, on_step=True, on_epoch=True)
+        self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True)
         return {"loss": loss}
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
@@ -61,7 +61,7 @@ class Hidden(Labelled):
 
     def loss(self, batch: dict[str, Tensor]) -> Tensor:
         each = F.cross_entropy(self.head(self.words(batch["ids"])).transpose(1, 2), batch["ids"], reduction="none")
-        return (each * batch["mask"]).sum() / batch["mask"].sum().clamp(min=1)
+        return (each * batch["mask"]).sum() / batch["mask"].sum()  # NaN, as its gradient, where all is hidden
 
 
 def batches() -> list[dict[str, Tensor]]:
@@ -73,6 +73,43 @@ def batches() -> list[dict[str, Tensor]]:
         mask = torch.arange(7) < torch.tensor(lengths)[:, None]
         found.append({"ids": ids, "labels": ids.where(mask, -100), "mask": mask.long()})
     return found
+
+
+class InItems(Labelled):
+    """In one process: mini-batches count by their labels in an optimizer step, as `num_items_in_batch` lets them."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        logged = self.loss({name: batch[name].flatten(0, 1) for name in ("ids", "labels")})
+        self.log("loss", logged, on_step=True, on_epoch=True, batch_size=batch["ids"][..., 0].numel())
+        logits = self.head(self.words(batch["ids"])).flatten(0, 2)
+        total = F.cross_entropy(logits, batch["labels"].flatten(), reduction="sum")
+        return total * self.trainer.accumulate_grad_batches / batch["items"]
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.losses.append(float(self.trainer.callback_metrics["loss_step"]))
+
+
+ACCUMULATED = 2
+
+
+def over_pipelines(pipelines: int) -> list[dict[str, Tensor]]:
+    """The mini-batches of several pipelines together, with the labels of their optimizer step."""
+    found = []
+    for of_step in even(pipelines * ACCUMULATED):
+        items = sum((each["labels"] != -100).sum() for each in of_step)
+        for place in range(0, len(of_step), pipelines):
+            together = of_step[place : place + pipelines]
+            joint = {name: torch.stack([each[name] for each in together]) for name in ("ids", "labels")}
+            found.append({**joint, "items": items})
+    return found
+
+
+def even(number: int) -> list[list[dict[str, Tensor]]]:
+    """The mini-batches of each optimizer step; one has no labels."""
+    first, second, third = batches()
+    empty = {**first, "labels": torch.full_like(first["labels"], -100)}
+    rows = [first, second, empty, third, third, empty, second, first]
+    return [rows[place : place + number] for place in range(0, len(rows), number)]
 
 
 KINDS: list[tuple[type[Labelled], str]] = [
@@ -113,6 +150,69 @@ def test_micro_batches_count_by_their_tokens(reports: list[tuple[Report, Report]
         assert losses == pytest.approx(expected, rel=1e-12), kind
         assert metrics == pytest.approx(known, rel=1e-12), kind
         assert not [text for text in told if "undivided" in text or "no mean" in text], told
+
+
+Trained = tuple[list[float], float, dict[str, Tensor]]
+"""Losses of mini-batches, that of the epoch, and the parameters."""
+
+
+def accumulated(module: Labelled, loader: Any, ranks: int, strategy: Any) -> Trained:
+    trainer = harness.trainer(
+        strategy,
+        ranks,
+        max_epochs=1,
+        accumulate_grad_batches=ACCUMULATED,
+        gradient_clip_val=0.5,
+        limit_val_batches=0,
+        use_distributed_sampler=False,
+    )
+    data = DataLoader(loader, batch_size=None)
+    trainer.fit(module, data, data)
+    return module.losses, float(trainer.callback_metrics["loss_epoch"]), {**module.state_dict()}
+
+
+def count_over_all(rank: int, pipelines: int, options: dict[str, Any]) -> Trained | None:
+    ranks, pipeline = 2 * pipelines, rank // 2
+    mine = [of_step[pipeline::pipelines] for of_step in even(pipelines * ACCUMULATED)]
+    strategy = harness.strategy(
+        stages=STAGES, num_micro_batches=3, num_pipelines=pipelines, loss_reduction="labels", **options
+    )
+    found = accumulated(Labelled().double(), sum(mine, []), ranks, strategy)
+    return found if rank == 0 else None
+
+
+@pytest.mark.parametrize(
+    ("pipelines", "cases"),
+    [
+        (1, [{}, {"micro_batch_by": "mask:except0"}]),
+        (2, [{}, {"sharding": "zero1"}, {"sharding": "fsdp"}]),
+    ],
+)
+def test_mini_batches_of_an_optimizer_step_count_by_their_tokens(pipelines: int, cases: list[dict[str, Any]]) -> None:
+    losses, epoch, trained = accumulated(InItems().double(), over_pipelines(pipelines), 1, "auto")
+    given = [(pipelines, options) for options in cases]
+    for found, *_ in harness.run_each(2 * pipelines, count_over_all, given):
+        assert found[0] == pytest.approx(losses, rel=1e-12, nan_ok=True)
+        assert found[1] == pytest.approx(epoch, rel=1e-12, nan_ok=True)
+        torch.testing.assert_close(found[2], trained, rtol=1e-12, atol=1e-14)
+
+
+def told_alone(rank: int, options: dict[str, Any]) -> str:
+    """The error, or the warnings, of an accumulation in one process."""
+    strategy = harness.strategy(stages={"words": 0, "head": 0}, num_micro_batches=2, loss_reduction="labels", **options)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            accumulated(Labelled(), batches(), 1, strategy)
+        except ConfigError as error:
+            return str(error)
+    return " ".join(str(each.message) for each in caught)
+
+
+def test_what_cannot_count_by_tokens_is_told() -> None:
+    whole, ahead = harness.run_each(1, told_alone, [({"step": "whole"},), ({"weights": "stash"},)])
+    assert re.search("loss_reduction.*labels.* does not weigh the mini-batches of steps that run as a whole", whole[0])
+    assert re.search("loss_reduction.*labels.* weighs .*synchronous.*accumulate_grad_batches=2", ahead[0])
 
 
 def test_the_self_check_names_what_the_loss_averages(reports: list[tuple[Report, Report]]) -> None:
