@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from contextvars import ContextVar
 from operator import attrgetter
+from pathlib import Path
+from types import FunctionType
 from typing import Any, Final
 
 import torch
@@ -33,6 +35,8 @@ FLASH_ATTENTION_FOR_CPU: Final = torch.ops.aten._scaled_dot_product_flash_attent
 """The attention of CPUs, which torch's own table of FLOPs lacks."""
 
 COMPILED_IN_PLACE: Final = "_compiled_call_impl"
+
+_DYNAMO: Final = str(Path(torch.__file__).parent / "_dynamo")
 
 # --- tensors and modules
 
@@ -354,13 +358,15 @@ def autograd_function_calls(handler: Callable[..., Any]) -> Iterator[None]:
 
 def uncompiled(function: Any) -> Any:
     """The function that `torch.compile` was given, if it made this one; otherwise the function itself."""
-    if not callable(function):
-        return function
-    while getattr(function, "_torchdynamo_wrapper_id", None) == id(function):
+    while _file_of(function).startswith(_DYNAMO) and hasattr(function, "_torchdynamo_orig_callable"):
         function = function._torchdynamo_orig_callable
-    inline = getattr(function, "__code__", None)  # torch puts a function of its own around those of torch.nn
-    is_torchs = inline is not None and inline.co_filename.endswith("external_utils.py")
+    is_torchs = _file_of(function).endswith("external_utils.py")  # one of torch's around those of torch.nn
     return function.__wrapped__ if is_torchs else function
+
+
+def _file_of(function: Any) -> str:
+    """The file of a function's code: wrappers of users have the attributes of what they wrap, but not its code."""
+    return function.__code__.co_filename if isinstance(function, FunctionType) else ""
 
 
 def wraps_compiled(module: torch.nn.Module) -> bool:

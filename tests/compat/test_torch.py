@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import threading
 from pathlib import Path
@@ -220,7 +221,10 @@ def test_uncompiled() -> None:
         return x
 
     assert uncompiled(function) is function
-    assert uncompiled(torch.compile(function, backend="eager")) is function
+    compiled = torch.compile(function, backend="eager")
+    assert uncompiled(compiled) is function
+    wrapper = functools.wraps(compiled)(lambda x: compiled(x))
+    assert uncompiled(wrapper) is wrapper
     assert uncompiled(torch.compile(nn.functional.gelu, backend="eager")) is nn.functional.gelu
     assert uncompiled(None) is None
 

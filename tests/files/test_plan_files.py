@@ -11,6 +11,7 @@ import pytest
 
 from lightning_gpp import ConfigError, PlanError
 from lightning_gpp.plan import Plan
+from tests.schedules.random_plans import case_of
 from tests.strategies import chain
 
 
@@ -27,7 +28,10 @@ def written(folder: Path, old: str = "", new: str = "") -> Path:
 def test_a_plan_is_read_as_it_was_written(tmp_path: Path) -> None:
     path = written(tmp_path)
     assert path.read_text().startswith("version: 1\n")
-    assert Plan.load(path) == chain([1, 1], 4)
+    for number in range(48):  # three of each schedule, with replicas and slices in any order
+        plan = case_of(number).plan
+        plan.save(path)
+        assert Plan.load(path) == plan
 
 
 def test_the_option_names_the_processes_of_a_plan_that_does_not() -> None:
