@@ -37,8 +37,9 @@ _REMEDY: Final = (
 def meeting_point(environment: ClusterEnvironment, patience: timedelta) -> Store | None:
     """The store in which ranks find each other before there is a process group; None if there is one already.
 
-    Each restart by torchrun has its own part of the store: in the old one are the addresses of processes that ended.
-    Likewise each process group, if user code destroys one between two runs.
+    Where torchrun's agents keep the store, each restart has its own part of it: in the old one are the addresses of
+    processes that ended. Rank 0's own store ends with it, and numbers no restarts: of these, nodes that came later have
+    counted fewer. Each process group has its own part, too, if user code destroys one between two runs.
 
     Raises:
         ConfigError: the port is another job's, another process is this rank, or SLURM has not started this process.
@@ -52,14 +53,15 @@ def meeting_point(environment: ClusterEnvironment, patience: timedelta) -> Store
             f"SLURM has {size} tasks for this job (SLURM_NTASKS), but srun has not started this process (there is no "
             "SLURM_STEP_ID), so that the others would not come. Write srun before the command."
         )
-    attempt = f"gpp/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{next(_meetings)}"
+    kept = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    part = f"gpp/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0') if kept else 0}/{next(_meetings)}"
     address, port, rank = environment.main_address, environment.main_port, environment.global_rank()
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+    if kept:
         store, _, _ = next(rendezvous("env://", timeout=patience))
     else:
         store = _store(address, port, rank, patience)
         store.set_timeout(patience)
-    store = PrefixStore(attempt, store)
+    store = PrefixStore(part, store)
     _check_job(store, rank, f"{address}:{port}")
     _take(store, rank, f"{address}:{port}")
     return store

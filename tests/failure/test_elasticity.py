@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
+import subprocess
+import sys
 import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import chain, islice, repeat
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.failure.pipeline_rank import processes_running
-from tests.failure.program import as_torchrun_would
+from tests.failure import elastic
+from tests.failure.pipeline_rank import free_port, processes_running
+from tests.failure.program import Numbers, as_torchrun_would
+from tests.interpreter import PATH
 
 USR1 = signal.SIGUSR1
 ValuesByStep = dict[tuple[str, ...], list[float]]
@@ -49,3 +58,100 @@ def test_four_then_two_then_four_processes(tmp_path: Path) -> None:
     run(tmp_path, 4, 1, USR1, "step 4")
     run(tmp_path, 2, 0, USR1, "step 9")
     assert_close(run(tmp_path, 4), undisturbed)
+
+
+NODES, STEPS = 3, 100
+"""Agents of torchrun that stand for nodes of one process each, and the steps of the run."""
+
+
+class Nodes:
+    """Agents of torchrun; those that are left go on without one that is lost, and with one that comes."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.agents = folder, list[subprocess.Popen[bytes]]()
+        self._endpoint = f"127.0.0.1:{free_port()}"
+
+    def start(self) -> None:
+        limits = f"--nnodes={NODES - 1}:{NODES}", "--nproc-per-node=1", "--max-restarts=3"
+        meeting = "--rdzv-backend=c10d", f"--rdzv-endpoint={self._endpoint}", "--rdzv-id=elastic"
+        settings = f"--rdzv-conf=keep_alive_interval=3,is_host={not self.agents}"
+        with (self.folder / f"node{len(self.agents)}.txt").open("w") as log:
+            arguments = "-m", "torch.distributed.run", *limits, *meeting, settings, "-m", "tests.failure.elastic"
+            given = {"PYTHONPATH": PATH, "STEP_SECONDS": "0.3", "STEPS": str(STEPS), "OMP_NUM_THREADS": "1"}
+            environment = {**os.environ, **given, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+            command = (sys.executable, *arguments)
+            agent = subprocess.Popen(command, cwd=self.folder, env=environment, stdout=log, stderr=log)
+        self.agents.append(agent)
+
+    def lose(self, number: int) -> None:
+        """As if the power of the node failed."""
+        pid = self.agents[number].pid
+        for each in (pid, *map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())):
+            os.kill(each, signal.SIGKILL)
+
+    def trained(self) -> list[tuple[int, float, int, float]]:
+        """Step, loss, number of processes, and time of every step."""
+        lines = [
+            line.split()
+            for log in self.folder.glob("*.txt")
+            for line in re.findall("^trained .*", log.read_text(), re.M)
+        ]
+        found = [(int(step), float.fromhex(loss), int(number), float(at)) for _, step, loss, number, at in lines]
+        return sorted(found, key=lambda each: each[3])
+
+    def seconds_until(self, there: Callable[[int, float], bool], steps: int = 1) -> float:
+        """Seconds until so many steps were trained by processes of that number, after that time."""
+        began = time.time()
+        while len(found := [each for each in self.trained() if there(each[2], each[3])]) < steps:
+            assert time.time() - began < 300, [log.read_text() for log in self.folder.glob("*.txt")]
+            time.sleep(0.2)
+        return found[0][3] - began
+
+
+@contextmanager
+def nodes(folder: Path) -> Iterator[Nodes]:
+    job = Nodes(folder)
+    try:
+        for _ in range(NODES):
+            job.start()
+        yield job
+    finally:
+        for agent in job.agents:
+            agent.terminate()
+        for agent in job.agents:
+            agent.wait(60)
+
+
+@pytest.mark.timeout(1500)
+@pytest.mark.acceptance
+def test_a_node_is_lost_and_one_comes(tmp_path: Path) -> None:
+    """torchrun starts processes again, which plan for what there is, and go on."""
+    most, fewer = NODES, NODES - 1
+    with nodes(tmp_path) as job:
+        job.seconds_until(lambda number, _: number == most, steps=12)
+        lost = time.time()
+        job.lose(NODES - 1)
+        print(f"goes on {job.seconds_until(lambda number, _: number == fewer):.0f} s after a node was lost")
+        job.seconds_until(lambda number, _: number == fewer, steps=8)
+        job.start()
+        print(f"goes on {job.seconds_until(lambda number, at: number == most and at > lost + 5):.0f} s after one came")
+        assert [agent.wait(300) for agent in job.agents[: NODES - 1]] == [0] * (NODES - 1)
+        done = job.trained()
+    assert {step for step, *_ in done} == set(range(1, STEPS + 1))
+    expected = undivided(STEPS)
+    for step, loss, *_ in done:
+        assert loss == pytest.approx(expected[step - 1], rel=1e-10)
+
+
+def undivided(steps: int) -> list[float]:
+    """The losses of one process without a Trainer."""
+    module = elastic.Module()
+    optimizer = module.configure_optimizers()
+    losses = []
+    for batch in islice(chain.from_iterable(repeat(Numbers())), steps):
+        optimizer.zero_grad()
+        loss = module.training_step(batch, 0)
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss))
+    return losses

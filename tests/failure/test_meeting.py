@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import re
 import socket
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from lightning.fabric.plugins.environments import SLURMEnvironment
+from lightning.fabric.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
 
 from lightning_gpp.errors import ConfigError
 from lightning_gpp.strategy import meeting
@@ -94,3 +95,19 @@ def test_a_rank_that_is_there_is_named() -> None:
     meeting._take(store, 1, "host:1")
     with pytest.raises(ConfigError, match=rf"Rank 1 of the job at host:1 .* is process {os.getpid()} on .*MASTER_PORT"):
         meeting._take(store, 1, "host:1")
+
+
+def test_a_node_that_came_later_has_counted_fewer_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks of one job whose nodes joined at different times find each other."""
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    told = {"TORCHELASTIC_RUN_ID": "test", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+    for rank, restarts in ((0, 1), (1, 0)):
+        for name, value in {**told, "RANK": str(rank), "TORCHELASTIC_RESTART_COUNT": str(restarts)}.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr(meeting, "_meetings", itertools.count())
+        store = meeting.meeting_point(TorchElasticEnvironment(), timedelta(seconds=2))
+        assert store is not None
+        store.set(f"rank {rank} met", "")
+    assert store.check(["rank 0 met", "rank 1 met"])
