@@ -153,5 +153,5 @@ def undivided(steps: int) -> list[float]:
         loss = module.training_step(batch, 0)
         loss.backward()
         optimizer.step()
-        losses.append(float(loss))
+        losses.append(float(loss.detach()))
     return losses
