@@ -305,7 +305,8 @@ class Engine(DividedStates):
     def sum_gradients(self) -> None:
         """Complete the reductions of gradients over ranks with the same parameters, before an optimizer step."""
         self._training.finish()
-        self._runner.entries.end()
+        if self._runner.counted is not None:
+            self._runner.entries.end()
         if self._gradients is not None and self.job.options.on_nonfinite != "ignore":
             self._gradients.check(self.num_steps - 1)
         if self._finite is not None:
