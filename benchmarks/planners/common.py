@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from math import exp, inf, log
 
-from benchmarks.workloads import graph
 from lightning_gpp.cluster import Cluster, preset_cluster
 from lightning_gpp.costs.model import Footprint, Roofline
 from lightning_gpp.graph import Affine, OperatorGraph
@@ -67,11 +66,6 @@ class Hardware:
 def powers_of_two(batch_size: int) -> tuple[int, ...]:
     """Micro-batch sizes that the paper searches and that divide the mini-batch."""
     return tuple(1 << power for power in range(batch_size.bit_length()) if batch_size % (1 << power) == 0)
-
-
-def problem_of(model: str, cluster: Cluster, batch_size: int, num_pieces: float = inf) -> Problem:
-    """The problem of a workload; see `problem_on`."""
-    return problem_on(graph(model), cluster, batch_size, num_pieces)
 
 
 def problem_on(

@@ -179,7 +179,7 @@ def _capture(subject: Subject, uniform: Mapping[int, int], changes: Changes) -> 
         are recorded apart.
         """
         now, later = RunTime(), _other_run_time(module, step)
-        other, base = run(SIZES[1], later), run(SIZES[0], now)  # what the step may leave outside is that of now
+        base, other = run(SIZES[0], now), run(SIZES[1], later)
         with suppress(CaptureError):
             network, specs = merge(base, base, other)
             if only_scales(network, [*specs, input_specs(base, other)]):

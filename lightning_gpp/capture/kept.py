@@ -221,6 +221,11 @@ def without_effects(modules: Sequence[nn.Module], changed: Sequence[Tensor], ins
             tensor.data.copy_(value)  # a graph that has saved the tensor finds it unchanged
 
 
+def groups_of_optimizers(module: nn.Module) -> list[Holder]:
+    """The groups of the user's optimizers, in which a step may set learning rates wherever it runs."""
+    return [group for each in getattr(trainer_of(module), "optimizers", ()) for group in each.param_groups]
+
+
 @contextmanager
 def unchanged(holders: Sequence[Holder], most: int = 1 << 14) -> Iterator[None]:
     """Restore containers and attributes afterwards; lists of more than `most` items are only shortened again."""

@@ -29,7 +29,7 @@ from lightning_gpp.capture.attributes import originals
 from lightning_gpp.capture.batch import BatchDims, resized
 from lightning_gpp.capture.isolate import isolated_copy
 from lightning_gpp.capture.items import are_plain, watched
-from lightning_gpp.capture.kept import metrics_of
+from lightning_gpp.capture.kept import groups_of_optimizers, metrics_of, unchanged
 from lightning_gpp.capture.meter import Meter
 from lightning_gpp.capture.reads import AttributeReads, Switches, buffers_in, observe, refuse_made_buffers
 from lightning_gpp.capture.recorder import Recorder
@@ -152,7 +152,7 @@ def record(
         recorder.runs_rest = subject.function is None
         prepare(replica, recorder)
         fake, recorder.examples = _fake_batch(subject, num_samples, mode, recorder.refuse_read_items, uniform)
-        with _recording(recorder, mode):
+        with _recording(recorder, mode), unchanged(groups_of_optimizers(module)):
             seed_streams(run_time.global_step)
             for number, leaf in enumerate(pytree.tree_leaves(fake)):
                 if isinstance(leaf, torch.Tensor):

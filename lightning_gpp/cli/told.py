@@ -51,7 +51,7 @@ def _no_key(wrong: str, siblings: Iterable[object]) -> str:
     """A sentence about a key that is missing beside its siblings, or that is an option of the strategy."""
     group, _, name = wrong.rpartition(".")
     options = [f"strategy.{option.name}" for option in options_of(Options)]
-    close = [f"{group}.{each}".strip(".") for each in close_to(name, list(map(str, siblings)))]
+    close = [f"{group}.{each}".strip(".") for each in close_to(name, map(str, siblings))]
     meant = [each for each in options if each.endswith(f".{name}")] or close
     guess = f" Did you mean {' or '.join(meant)}?" if meant else ""
     return f"{wrong}: there is no such key.{guess} What the configuration does not have yet takes a plus: +{wrong}=..."

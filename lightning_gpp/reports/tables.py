@@ -202,12 +202,9 @@ def comparison_text(simulated: Timeline, measured: Sequence[Timeline]) -> str:
         measured: one timeline per mini-batch and pipeline of the same plan, with the same number of samples.
 
     Raises:
-        ScheduleError: nothing was measured.
+        ScheduleError: nothing was measured, or the timelines have other stages.
     """
-    if not measured:
-        raise ScheduleError(
-            "No mini-batch of the plan's size was measured. Train on at least one with strategy.trace=true."
-        )
+    _check(simulated, measured)
     expected, taken = _computing(simulated), [_computing(timeline) for timeline in measured]
     both = _action_seconds([expected]), _action_seconds(taken)
     keys = sorted({**both[0], **both[1]}, key=lambda key: (key[0], list(Kind).index(key[1])))
@@ -219,6 +216,19 @@ def comparison_text(simulated: Timeline, measured: Sequence[Timeline]) -> str:
     idle = expected.bubble_fraction, fmean(timeline.bubble_fraction for timeline in taken)
     rows.append(["all", "idle", *map(percent, idle), "-"])
     return markdown(TIMES, rows)
+
+
+def _check(simulated: Timeline, measured: Sequence[Timeline]) -> None:
+    for timeline in measured:
+        if timeline.stages != simulated.stages:
+            raise ScheduleError(
+                f"A timeline of the stages {list(timeline.stages)} cannot be compared with a simulation of the stages "
+                f"{list(simulated.stages)}. Take both from one plan."
+            )
+    if not measured:
+        raise ScheduleError(
+            "No mini-batch of the plan's size was measured. Train on at least one with strategy.trace=true."
+        )
 
 
 def _computing(timeline: Timeline) -> Timeline:

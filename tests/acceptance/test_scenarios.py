@@ -12,7 +12,8 @@ from tests.acceptance.scenarios.runner import Outcome, run_scenarios
 
 SAMPLE = """
 order_of_hooks hook_ClipsAll callback_early_stopping log_of_own_size gathered batch_nested step_Adversarial
-whole_accumulates resumed_within_an_epoch exception_in_a_hook habit_DrawsBehind refused_squares kept_decides
+whole_accumulates resumed_within_an_epoch exception_in_a_hook habit_DrawsBehind habit_SetsRate refused_squares
+kept_decides
 """.split()  # noqa: SIM905  a list of so many words is easier to read
 """Some of each kind."""
 

@@ -177,3 +177,5 @@ def test_what_one_side_lacks() -> None:
 def test_what_cannot_be_compared() -> None:
     with pytest.raises(ScheduleError, match="No mini-batch of the plan's size was measured"):
         comparison_text(SIMULATED, [])
+    with pytest.raises(ScheduleError, match=r"stages \['stage0', 'stage1'\] cannot be compared .* 'stage2'\]"):
+        comparison_text(SIMULATED, [timeline_of(chain([1, 1], 4), 1, 2)])

@@ -135,6 +135,11 @@ def test_a_graph_is_as_late_as_it_is_deep() -> None:
     assert [chain[stage, 5][0] for stage in range(3)] == [3, 4, 5]
 
 
+def test_double_buffering_is_one_version_late_everywhere() -> None:
+    found = versions(AsyncCase(plan=TOWERS, policy="double_buffer", segments=(5, 3)))
+    assert all(found[stage, batch] == (max(batch - 1, 0),) * 2 for stage in range(3) for batch in range(8))
+
+
 def test_latest_goes_backward_with_the_newest() -> None:
     found = versions(AsyncCase(plan=CHAIN, policy="latest", segments=(6,)))
     assert all(found[stage, batch] == (max(batch - 2 + stage, 0), batch) for stage in range(3) for batch in range(6))

@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
+from lightning_gpp.errors import PlanError
 from lightning_gpp.runtime import Mesh
 from lightning_gpp.runtime.sharding import ShardedStages
 from lightning_gpp.runtime.sharding.shards import local
@@ -214,3 +216,20 @@ def test_stages_with_different_replicas() -> None:
         assert norm == pytest.approx(sum(squares) ** 0.5, rel=1e-14)
         assert {name[0] for name in grads} == [{"0"}, {"0", "1"}, {"1", "2"}][rank]
         assert all(bool((grad == sums[name[0]] * len(name)).all()) for name, grad in grads.items())
+
+
+def _refused(rank: int) -> str:
+    module = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+    module[1].weight = module[0].weight
+    parameters = dict(module.named_parameters())
+    stages = {"0.weight": (0, 1), "0.bias": (0,), "1.bias": (1,)}
+    with pytest.raises(PlanError) as refusal:
+        ShardedStages(module, parameters, dict.fromkeys(parameters, (0, 1)), Mesh(2, 1, rank), stages=stages)
+    dist.barrier()
+    return str(refusal.value)
+
+
+def test_tied_parameters_of_two_stages_are_refused() -> None:
+    for message in run_distributed(2, _refused):
+        assert "parameter '0.weight' is used by the stages 0 and 1" in message
+        assert "strategy.sharding=zero1" in message

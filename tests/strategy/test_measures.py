@@ -7,7 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
+import torch
+from torch import nn
 
 from lightning_gpp import ConfigError, GPPStrategy, PlanError
 from lightning_gpp.capture import Capture, capture_step
@@ -15,7 +18,8 @@ from lightning_gpp.plan import STEP, Plan, Stage
 from lightning_gpp.reports import plan_table
 from lightning_gpp.training.evaluation_plan import evaluation_plan
 from lightning_gpp.training.planner import plan_for, refitted
-from tests.strategy.harness import make_data, make_module
+from tests.strategy import harness
+from tests.strategy.harness import TwoTowers, make_data, make_module
 
 MEASURES = ("recompute", "offload")
 
@@ -115,3 +119,46 @@ def test_offload_does_not_go_with_everything() -> None:
     step = Stage(name="s", modules=(STEP,), devices=(0,), micro_batch_size=1)
     with pytest.raises(PlanError, match=r"Stage 's0' has offload=true, but is a slice.*strategy.slices"):
         Plan(stages=(sliced, replace(sliced, name="s1", tokens=(1, 2)), step), edges=(), batch_size=1)
+
+
+class Noisy(TwoTowers):
+    """With dropout, and with statistics that validation reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Dropout(), nn.Linear(6, 6))
+
+
+def fit(precision: str, weights: str, measures: dict[str, list[str]]) -> dict[str, Any]:
+    pl.seed_everything(7, verbose=False)
+    module = Noisy().double() if precision == "64-true" else Noisy()
+    strategy = harness.strategy(weights=weights, self_check=bool(measures), **measures)
+    trainer = harness.trainer(strategy, 2, precision=precision)
+    data = make_data(22) if precision == "64-true" else [(a.float(), b.float(), y) for a, b, y in make_data(22)]
+    loaders = [torch.utils.data.DataLoader(data, batch_size=8, drop_last=weights != "synchronous") for _ in range(2)]
+    trainer.fit(module, *loaders)
+    assert strategy.plan is not None
+    assert all(chosen(strategy.plan, measure) == stages for measure, stages in measures.items())
+    state = {name: value.tolist() for name, value in module.state_dict().items() if not value.is_meta}
+    return {"losses": module.losses, "metrics": module.metrics, "state": state}
+
+
+OFFLOADED, RECOMPUTED = {"offload": ["left", "right+head"]}, {"recompute": ["left"]}
+RUNS: list[tuple[str, str, list[dict[str, list[str]]]]] = [
+    ("64-true", "synchronous", [RECOMPUTED, OFFLOADED]),
+    ("bf16-mixed", "synchronous", [RECOMPUTED, OFFLOADED]),
+    ("64-true", "stash", [OFFLOADED]),
+]
+
+
+def fit_all(rank: int, runs: slice) -> list[list[dict[str, Any]]]:
+    return [[fit(precision, weights, each) for each in ({}, *measures)] for precision, weights, measures in RUNS[runs]]
+
+
+@pytest.mark.parametrize("runs", [slice(1, 2), pytest.param(slice(None), marks=pytest.mark.acceptance)])
+def test_whole_runs_compute_the_same(runs: slice) -> None:
+    """In float64, in mixed precision, and without a flush; the self-check runs the measures, too."""
+    for found in harness.run(2, fit_all, runs):
+        for kept, *others in found:
+            assert all(other == kept for other in others)
+        assert len({str(kept["losses"]) for kept, *_ in found}) == len(found)

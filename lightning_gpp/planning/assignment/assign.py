@@ -32,7 +32,7 @@ def assign(graph: OperatorGraph, stage_modules: Sequence[Sequence[str]]) -> Assi
         PlanError: a module is listed twice.
     """
     graph = graph.model or graph
-    key = graph.nx.number_of_nodes(), tuple(map(tuple, stage_modules))
+    key = len(graph), tuple(map(tuple, stage_modules))
     if key not in graph.assigned:  # a plan that is drafted, completed and timed is assigned several times
         if len(graph.assigned) >= _REMEMBERED:
             graph.assigned.clear()

@@ -26,6 +26,7 @@ from lightning_gpp._compat.torch import BatchNorm
 from lightning_gpp.capture import Capture, slice_batch
 from lightning_gpp.capture.batch import UNCOUNTED, cut_note, loose_rows
 from lightning_gpp.capture.captured import loss_of, trained_loss
+from lightning_gpp.capture.kept import groups_of_optimizers, unchanged
 from lightning_gpp.errors import GPPError, IndivisibleError, SelfCheckError
 from lightning_gpp.measure.memory import free_bytes
 from lightning_gpp.plan import Plan
@@ -97,7 +98,8 @@ def check_first(job: Job, captured: Captured, plan: Plan, batch: Any, transport:
         return job
     outcome: Findings | IndivisibleError = ({}, False)
     if job.control.pipeline == 0:
-        with undisturbed(), fork_rng([] if job.device.type == "cpu" else [job.device]):
+        generators = fork_rng([] if job.device.type == "cpu" else [job.device])
+        with undisturbed(), generators, unchanged(groups_of_optimizers(job.module)):
             try:
                 outcome = self_check(job, captured, _comparable(job, captured, plan), batch, transport)
             except IndivisibleError as error:

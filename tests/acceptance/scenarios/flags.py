@@ -95,6 +95,13 @@ def stop_in_step(make: Make, folder: Path) -> Facts:
 
 
 @scenario
+def two_fits(make: Make, folder: Path) -> Facts:
+    module = build()
+    fitted(make, module)
+    return fitted(make, module)
+
+
+@scenario
 def validate_first(make: Make, folder: Path) -> Facts:
     module, trainer = build(), make()
     found = trainer.validate(module, loader(10, seed=2), verbose=False)

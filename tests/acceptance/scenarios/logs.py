@@ -141,6 +141,15 @@ def several_validations(make: Make, folder: Path) -> Facts:
 
 
 @scenario
+def tested_on_several(make: Make, folder: Path) -> Facts:
+    class Two(Chain):
+        def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+            self.log("test_loss", self.loss(batch))
+
+    return {"found": make().test(build(Two), [loader(10, seed=2), loader(6, seed=3)], verbose=False)}
+
+
+@scenario
 def csv_logger(make: Make, folder: Path) -> Facts:
     from lightning.pytorch.loggers import CSVLogger
 
@@ -181,6 +190,16 @@ def log_directly(make: Make, folder: Path) -> Facts:
     trainer = make(with_logger=True)
     trainer.fit(build(Direct), loader())
     return {"zero rows": [row for row in trainer.logger.rows if "direct" in row]}
+
+
+@scenario
+def two_loggers(make: Make, folder: Path) -> Facts:
+    from lightning.pytorch.loggers import CSVLogger
+
+    loggers = [CSVLogger(str(folder), name=name, version=0) for name in ("one", "two")]
+    facts = validated(make, logger=loggers, log_every_n_steps=1)
+    files = [(folder / name / "version_0" / "metrics.csv").exists() for name in ("one", "two")]
+    return {**facts, "zero files": files}
 
 
 @scenario

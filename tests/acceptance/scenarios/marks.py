@@ -18,6 +18,7 @@ _DOOR: Final = (
     *("averages_in_a_checkpoint", "finetuning_resumed", "undivided_remembers"),
     *("samples_in_a_hook", "samples_in_a_callback", "probe_stops", "weights_in_a_hook"),
 )
+_FILLED: Final = tuple(f"filled_{name}" for name in ("batch", "list", "options", "object"))
 WAYS_OUT: Final[Mapping[str, str]] = {
     "batch_size_found": "gpp-plan",
     "callback_pruning": "Prune the module before trainer.fit",
@@ -28,15 +29,18 @@ WAYS_OUT: Final[Mapping[str, str]] = {
     "loader_single_samples": "More micro-batches than samples",
     "refused_clouds": "depends on the number of samples",
     "refused_averages": "combines first.0.weight",
+    "refused_kept_by_hook": "the step reads a tensor that a module computed but did not return (a hook",
     "refused_remembers": "which the step or another network call has set",
-    "filled_object": "copy it at the beginning of the forward",
+    **dict.fromkeys(_FILLED, "copy it at the beginning of the forward"),
     "refused_squares": "self.trainer.strategy.grad_norm()",
     "refused_norms_of_clamped": "self.trainer.strategy.grad_norm()",
+    "refused_drops_gradients": "strategy.on_nonfinite=skip",
     "refused_teacher": "with lightning_gpp.summon_full_params(module):",
     "refused_early_metric": "The value of the metric mean is asked for between",
     "refused_large": "is_global_zero",
     "refused_gradient_hook": "on_before_optimizer_step",
     "refused_late_gradient_hook": "on_before_optimizer_step",
+    "refused_repeated_closure": "called its closure more than once",
     "refused_texts": "reads texts or numbers of the batch that are no tensors",
     "refused_texts_whole": "reads texts or numbers of the batch that are no tensors",
     "refused_freezes_without_flush": "were frozen or unfrozen while mini-batches are",

@@ -33,6 +33,14 @@ class NormsOfClamped(Chain):
         float(torch.stack([p.grad.norm() for p in self.parameters() if p.grad is not None]).sum())
 
 
+class DropsGradients(Chain):
+    """Drops gradients if one is not finite, as forums pass it on."""
+
+    def on_after_backward(self) -> None:
+        if any(each.grad.isnan().any() for each in self.parameters() if each.grad is not None):
+            self.zero_grad()
+
+
 class TeacherOfOther(Teacher):
     """A mean of weights that another rank has."""
 
@@ -90,6 +98,17 @@ class HooksGradientLate(HooksGradient):
     late = True
 
 
+class EvaluatesTwice(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        closure()
+        return super().step(closure)
+
+
+class RepeatsClosure(Chain):
+    def configure_optimizers(self) -> Any:
+        return EvaluatesTwice(self.parameters(), lr=0.1)
+
+
 def _trained(make: Make, folder: Path, kind: type[Chain], most_bytes: int = 0, **gpp: Any) -> Facts:
     before = readers.MOST_BYTES
     readers.MOST_BYTES = most_bytes or before  # type: ignore[misc]
@@ -106,11 +125,13 @@ family(
     {
         "squares": {"kind": Squares},
         "norms_of_clamped": {"kind": NormsOfClamped},
+        "drops_gradients": {"kind": DropsGradients},
         "teacher": {"kind": TeacherOfOther},
         "early_metric": {"kind": ComputesEarly},
         "large": {"kind": ReadsLarge, "most_bytes": 100},
         "gradient_hook": {"kind": HooksGradient},
         "late_gradient_hook": {"kind": HooksGradientLate, **WHOLE},
+        "repeated_closure": {"kind": RepeatsClosure, **WHOLE},
     },
 )
 

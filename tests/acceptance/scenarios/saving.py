@@ -96,6 +96,11 @@ def _file(make: Make, folder: Path, **options: Any) -> str:
 
 
 @scenario
+def loaded_by_class(make: Make, folder: Path) -> Facts:
+    return {"state": Chain.load_from_checkpoint(_file(make, folder)).double().state_dict()}
+
+
+@scenario
 def tested_with_the_best(make: Make, folder: Path) -> Facts:
     callback = ModelCheckpoint(folder, monitor="val_loss")
     module, trainer = build(), make(callbacks=[callback], enable_checkpointing=True)

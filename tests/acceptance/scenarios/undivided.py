@@ -110,6 +110,19 @@ class Averages(Chain):
         return self.loss(batch) + F.mse_loss(self.first(batch[0]), self.teacher(batch[0]))
 
 
+class KeptByHook(Chain):
+    """A loss of what a hook keeps of a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: list[Tensor] = []
+        self.first[0].register_forward_hook(lambda module, args, result: self.kept.append(result))
+
+    def loss(self, batch: Any) -> Tensor:
+        self.kept.clear()
+        return super().loss(batch) + sum(each.square().mean() for each in self.kept)
+
+
 class Remembering(nn.Module):
     """Adds what it has seen, if it is told to, and what is in a buffer, in evaluation."""
 
@@ -222,9 +235,28 @@ family(
     _trained,
     {
         "averages": {"kind": Averages, **STAGES},
+        "kept_by_hook": {"kind": KeptByHook},
         "remembers": {"kind": RemembersInTraining},
     },
 )
+
+
+class Fills(nn.Module):
+    """Writes into one of the containers that it gets."""
+
+    def __init__(self, layers: nn.Module, where: str) -> None:
+        super().__init__()
+        self.layers, self.where = layers, where
+
+    def forward(self, batch: Any, found: list[Tensor], *, options: dict[str, Any]) -> None:
+        if self.where == "object":
+            batch.hidden = self.layers(batch.x)
+        elif self.where == "batch":
+            batch["hidden"] = self.layers(batch["x"])
+        elif self.where == "list":
+            found.append(self.layers(batch["x"]))
+        else:
+            options["inner"]["hidden"] = self.layers(batch["x"])
 
 
 @dataclass
@@ -236,36 +268,29 @@ class Pair:
     hidden: Any = None
 
 
-class Fills(nn.Module):
-    """Writes into the object that it gets."""
-
-    def __init__(self, layers: nn.Module) -> None:
-        super().__init__()
-        self.layers = layers
-
-    def forward(self, batch: Pair) -> None:
-        batch.hidden = self.layers(batch.x)
-
-
 class Filled(Chain):
-    """A batch goes to a module, which leaves its result there."""
+    """A batch, a list and options go to a module, which leaves its result there."""
 
-    def __init__(self) -> None:
+    def __init__(self, where: str = "batch") -> None:
         super().__init__()
-        self.first = Fills(self.first)
+        self.first, self.where = Fills(self.first, where), where
 
     def loss(self, batch: Any) -> Tensor:
-        self.first(batch)
-        return F.mse_loss(self.last(batch.hidden), batch.y)
+        found, options = list[Tensor](), {"inner": dict[str, Any]()}
+        self.first(batch, found, options=options)
+        given = vars(batch) if isinstance(batch, Pair) else batch
+        (hidden,) = (*found, *(each["hidden"] for each in (given, options["inner"]) if each.get("hidden") is not None))
+        return F.mse_loss(self.last(hidden), given["y"])
 
 
-def _filled(make: Make, folder: Path) -> Facts:
-    def collated(samples: Any) -> Pair:
-        return Pair(*(torch.stack(part) for part in zip(*samples, strict=True)))
+def _filled(make: Make, folder: Path, where: str) -> Facts:
+    def collated(samples: Any) -> Any:
+        x, y = (torch.stack(part) for part in zip(*samples, strict=True))
+        return Pair(x, y) if where == "object" else {"x": x, "y": y}
 
-    module, trainer, data = build(Filled), make(), loader(16, collate_fn=collated)
+    module, trainer, data = build(Filled, where=where), make(), loader(16, collate_fn=collated)
     trainer.fit(module, data, data)
     return facts_of(trainer, module)
 
 
-family("filled", _filled, {"object": {}})
+family("filled", _filled, {where: {"where": where} for where in ("batch", "list", "options", "object")})
