@@ -89,8 +89,16 @@ def main() -> None:
     if first:
         print("| | first epoch, median | first epoch, mean | later, mean |\n|---|---|---|---|")
         report("plain Lightning", *(fit(lengths, 1, "auto") for lengths in (1, LENGTHS)))
+    halves = {f"model.transformer.h.{layer}": 2 * layer // LAYERS for layer in range(LAYERS)}
+    stages = {
+        "model.transformer.wte": 0,
+        "model.transformer.wpe": 0,
+        **halves,
+        "model.transformer.ln_f": 1,
+        "model.lm_head": 1,
+    }
     found = [
-        fit(lengths, 2, GPPStrategy(num_micro_batches=2, num_pipelines=1, search_seconds=2)) for lengths in (1, LENGTHS)
+        fit(lengths, 2, GPPStrategy(num_micro_batches=2, num_pipelines=1, stages=stages)) for lengths in (1, LENGTHS)
     ]
     if first:
         report("pipeline of two", *found)

@@ -2,24 +2,29 @@
 
 With dynamic padding nearly every mini-batch has sequences of another length. All that depends on the length are
 numbers (`stages/sizes.py`). So a few lengths are captured. If their numbers lie on one line, those of a length between
-them do, too. A network that takes another way for some lengths has other stages there; a length that does not lie
-between like ones is captured.
+them do, too. The second length that a run meets is not captured itself, but a shorter and a longer one, so that most
+of those to come lie between. A network that takes another way for some lengths has other stages there; a length that
+does not lie between like ones is captured.
 """
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Hashable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Final
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lightning_gpp._compat.torch import pytree
 from lightning_gpp.capture import Capture
 from lightning_gpp.capture.batch import GUESSED, BatchDims
 from lightning_gpp.capture.known_values import values_at
+from lightning_gpp.errors import GPPError
 from lightning_gpp.plan import Plan
 from lightning_gpp.stages.sizes import are_alike, may_be_resized, numbers_of, resized
 from lightning_gpp.training.data.batches import one_sample
@@ -61,6 +66,7 @@ class KnownLengths:
         key, sizes = self._described(step, example, values)
         serving = [lengths for lengths in self._groups.get(key, ()) if lengths.serves(example)]
         found = next(filter(None, (lengths.made(sizes) for lengths in serving)), None)
+        found = found or next(filter(None, (lengths.widened(example, sizes, make) for lengths in serving)), None)
         if found is None:
             found = make(example)
             self._add(key, sizes, found)
@@ -90,8 +96,9 @@ class Lengths:
     """
 
     def __init__(self, sizes: Sizes, session: Session) -> None:
-        self._first = session
+        self._first, self._sizes = session, sizes
         self._numbers = {sizes: numbers_of(session.pipeline)}
+        self._may_widen = True
 
     def serves(self, example: Any) -> bool:
         """True if a mini-batch has the values on which the captures depend, see `Capture.decided`."""
@@ -108,6 +115,24 @@ class Lengths:
         if len(self._numbers) < _MOST:
             self._numbers[sizes] = numbers_of(session.pipeline)
         return True
+
+    def widened(self, example: Any, sizes: Sizes, make: Callable[[Any], Session]) -> Session | None:
+        """A session for this length, after shorter and longer mini-batches are captured; None if they do not serve.
+
+        `example`: a mini-batch of this length, without memory.
+        """
+        found, known = None, dict(self._numbers)
+        whole = len(sizes) == sum(
+            leaf.dim() for leaf in pytree.tree_leaves(example) if isinstance(leaf, Tensor)
+        )  # a list of samples has several of each
+        corners = corners_around(self._sizes, sizes) if whole and self._may_widen else []
+        with suppress(GPPError):  # the network may take no sequences of such a length
+            new = [corner for corner in corners if corner not in known]
+            if new and all(self.add(corner, make(of_sizes(example, sizes, corner))) for corner in new):
+                found = self.made(sizes)
+        if found is None:
+            self._numbers, self._may_widen = known, False
+        return found
 
     def made(self, sizes: Sizes) -> Session | None:
         """A session for this length; None if it does not follow from the captured ones."""
@@ -155,6 +180,41 @@ def _between(points: Array, at: Array) -> bool:
     steps = np.gcd.reduce((points - low).astype(np.int64), axis=0)
     even = np.where(steps > 0, (at - low).astype(np.int64) % np.maximum(steps, 1), at - low) == 0
     return bool(((low <= at) & (at <= high) & even).all())
+
+
+def corners_around(known: Sizes, other: Sizes) -> list[Sizes]:
+    """Sizes around two others which, with the first ones, show whether numbers are affine functions of them: half of
+    all that differ, twice all, and for each but the last twice it alone. Sizes that are equal in both are one.
+    """
+    pairs = sorted({pair for pair in zip(known, other, strict=True) if pair[0] != pair[1]})
+    lows = {pair: max(2, min(pair) // 4) for pair in pairs}
+    if not all(lows[pair] < pair[0] for pair in pairs):
+        return []
+    highs = {pair: _beyond(pair[0] - lows[pair], lows[pair], 2 * max(pair)) for pair in pairs}
+    choices = [lows, highs, *({pair: highs[pair]} for pair in pairs[:-1])] if pairs else []
+    return [tuple(choice.get(pair, pair[0]) for pair in zip(known, other, strict=True)) for choice in choices]
+
+
+def _beyond(step: int, low: int, least: int) -> int:
+    """A size of at least `least` whose distance from `low` has no factor in common with the step."""
+    return low + 1 + step * -(-(least - low - 1) // step)
+
+
+def of_sizes(batch: Any, known: Sizes, wanted: Sizes) -> Any:
+    """A mini-batch of other sizes, see `Sizes`: its elements repeat."""
+    leaves, structure = pytree.tree_flatten(batch)
+    old, new = iter(known), iter(wanted)
+
+    def other(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        made = leaf.detach()
+        for dim, (size, more) in enumerate([(next(old), next(new)) for _ in leaf.shape]):
+            if size != more:
+                made = made.index_select(dim, torch.arange(more, device=leaf.device) % size)
+        return made.requires_grad_(leaf.requires_grad)
+
+    return pytree.tree_unflatten([other(leaf) for leaf in leaves], structure)
 
 
 def kind_and_sizes(batch: Any, dims: BatchDims | None) -> tuple[int, Sizes]:
