@@ -34,6 +34,7 @@ class Invocation:
         sums: whether the loss is a sum over samples; it is divided by their number, because the pipeline weights means.
         counted: by which entries samples count, if they do not count the same.
         empty: whether there are none, but other mini-batches of the optimizer step may have some.
+        skips: whether a training step may return None, and its micro-batch adds nothing then.
     """
 
     function: Callable[..., Any]
@@ -42,6 +43,7 @@ class Invocation:
     sums: bool = False
     counted: Counted | None = None
     empty: bool = False
+    skips: bool = False
 
     def __call__(self, samples: Any, num_samples: int, share: float) -> Any:
         with self.around(num_samples, share):
@@ -192,11 +194,13 @@ class StepRunner:
         """Record what the step returned, and computed from `sources`; returns `{LOSS: loss}` in training.
 
         In training without its graph, which even after its backward holds the inputs of the stage and their gradients.
+        A micro-batch that the step skips by returning None adds nothing.
         """
-        outputs = self._open[micro_batch.lane].outputs
-        if not self.returns_loss:
+        entry = self._open[micro_batch.lane]
+        outputs = entry.outputs
+        if not self.returns_loss or (output is None and entry.invocation.skips):
             outputs.append((micro_batch, output))
-            return {}
+            return {LOSS: scaled(torch.zeros((), device=entry.device), 0, sources)} if self.returns_loss else {}
         output, loss = self._weighed(micro_batch, output, sources)
         detached = (
             output.detach() if isinstance(output, Tensor) else pytree.tree_map_only(Tensor, Tensor.detach, output)

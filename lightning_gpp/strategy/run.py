@@ -169,7 +169,7 @@ class Run:
         check_copies(self.job.parallel, copies)
         for copied in copies:
             self.steps.engine.divide(copied)
-        self.skips_together = self.job.whole and self.control.num_pipelines == 1 and self.module.automatic_optimization
+        self.skips_together = self.control.num_pipelines == 1 and self.module.automatic_optimization
         if self.skips_together:
             self.trainer.fit_loop.epoch_loop.automatic_optimization.output_result_cls = SharedResult
 

@@ -33,6 +33,7 @@ from lightning_gpp.training.host import TRAINING, Host
 from lightning_gpp.training.measured.trace import TraceFile
 from lightning_gpp.training.mirrored_state import MirroredState
 from lightning_gpp.training.options import Context
+from lightning_gpp.training.runner import Outputs
 from lightning_gpp.training.updates.gradients import LossScale
 from lightning_gpp.wording import some, spoken
 
@@ -49,6 +50,9 @@ _SETTINGS: Final[Attribute] = "", "trainer.optimizers"
 
 _RESULT: Final[Attribute] = "", "trainer.result"
 """Stands for the result of a step beside them."""
+
+_SKIPPED: Final = "None"
+"""Stands for micro-batches that were skipped, among the names of which a warning has told."""
 
 _LATE: Final = (
     "Only the ranks that run the step have this at once: hooks around mini-batches find on others what was there at "
@@ -178,13 +182,18 @@ class StepGradients:
         Raises:
             ConfigError: a hook of the module has not zeroed the others.
         """
-        for parameter, gradient in self._aside:
+        for parameter, _ in self._aside:
             if parameter.grad is not None and not parameter.is_meta and bool(parameter.grad.any()):
                 raise ConfigError(
                     f"{type(self._trainer.lightning_module).__name__}.optimizer_zero_grad has left gradients, to which "
                     "those of the next mini-batch would be added. Zero all of them, and sum over mini-batches by "
                     "trainer.accumulate_grad_batches."
                 )
+        self.put_back()
+
+    def put_back(self) -> None:
+        """Let the parameters have the gradients of the step at once, in the place of others."""
+        for parameter, gradient in self._aside:
             if gradient is not None:
                 parameter.grad = gradient
         self._aside = []
@@ -239,7 +248,7 @@ class Steps:
         return self.engine is not None and self.engine.runs_whole(step_of(self.module.trainer))
 
     def train(self, arguments: Sequence[Any], last: bool) -> Any:
-        """Run forwards and backwards of a mini-batch; returns the loss.
+        """Run forwards and backwards of a mini-batch; returns the loss, or None for a mini-batch that the step skips.
 
         With the rest of a dict where the step ran, and everywhere if hooks of callbacks read it.
         """
@@ -249,7 +258,7 @@ class Steps:
         accumulated = self.module.trainer.accumulate_grad_batches
         self._begin(first=not self._trained)  # one process looks at its first step only
         with self.gradients.computed():
-            outputs = engine.train(arguments, accumulated=accumulated, last=last, scale=scale)
+            outputs = engine.train(arguments, accumulated=accumulated, last=last, scale=scale, skips=self._skips)
         changed = self._changed()
         self._tell_changes(changed, len(outputs))
         self._trained = True
@@ -257,10 +266,35 @@ class Steps:
         if self.trace is not None:
             self.trace.add(engine)
         loss, rest = engine.loss_of(outputs) if outputs else (torch.zeros(()), {})
-        (number,), rest = self._share(TRAINING, rest or None, [loss], changed if self.control.num_devices > 1 else {})
+        numbers = [loss, torch.full_like(loss, self._skipped(outputs))]
+        (number, skipped), rest = self._share(
+            TRAINING, rest or None, numbers, changed if self.control.num_devices > 1 else {}
+        )
+        engine.skipped = self._skips and skipped > 0
+        if self._skips and skipped == 1:
+            self.gradients.put_back()  # Lightning zeroes them after a step without a loss
+            engine.sum_gradients()
+            return None
         if not self.control.loads:
             loss = torch.full((), number, dtype=torch.float64, device=self.device)
         return {"loss": loss, **rest} if rest else loss
+
+    @property
+    def _skips(self) -> bool:
+        """True if the training step may skip micro-batches, and ranks know of it before they use their gradients."""
+        return self.scale is None and self.module.trainer.accumulate_grad_batches == self.control.num_pipelines == 1
+
+    def _skipped(self, outputs: Outputs) -> float:
+        """The part of the micro-batches for which the step returned None; warns once unless it is none or all."""
+        skipped = sum(value is None for _, value in outputs)
+        if 0 < skipped < len(outputs) and _SKIPPED not in self._told:
+            self._told.add(_SKIPPED)
+            self.control.warn(
+                f"training_step returned None for {skipped} of {len(outputs)} micro-batches: they add no gradient. One "
+                "process decides for the whole mini-batch, as strategy.step=whole does. To leave out mini-batches "
+                "whose numbers are not finite, set strategy.on_nonfinite=skip."
+            )
+        return skipped / max(1, len(outputs))
 
     def _begin(self, *, first: bool = False) -> None:
         self._observed = first or self.control.num_devices > 1

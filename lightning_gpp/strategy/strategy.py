@@ -216,8 +216,9 @@ class GPPStrategy(RanksStrategy):
         if self._training.trains_whole:
             with self._training.whole_step(self._steps.module.trainer.accumulate_grad_batches):
                 result = super().training_step(*args, **kwargs)
-            return SKIPPED if result is None and self._running.skips_together else result
-        return self._steps.train([*args, *kwargs.values()], last=not self._accumulating)
+        else:
+            result = self._steps.train([*args, *kwargs.values()], last=not self._accumulating)
+        return SKIPPED if result is None and self._running.skips_together else result
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """The result of the user's step on the rank that runs it; a step as a whole runs on all ranks."""

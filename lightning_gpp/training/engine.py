@@ -57,6 +57,8 @@ class Engine(DividedStates):
         trains_whole: whether the training step runs as a whole.
         whole: see above.
         evaluation: runs evaluation steps.
+        skipped: whether the training step has returned None for micro-batches of the latest mini-batch; to be set on
+            all ranks before `sum_gradients`.
     """
 
     def __init__(
@@ -81,6 +83,7 @@ class Engine(DividedStates):
         self._peers = self.control.mesh.peers()
         self._door = Door(self.job, self._layout)
         install(self._door)
+        self.skipped = False
         self._runner = Runner(sessions, lambda: [index.optimizer for index in self._indices])
         self._feed = Feed(self.ahead)
         self.evaluation = EvaluationSteps(
@@ -205,7 +208,7 @@ class Engine(DividedStates):
         Raises:
             GPPError: on all ranks; a number is not finite, and steps are not left out.
         """
-        if self._finite is not None:
+        if self._finite is not None and self._finite.always:
             self._finite.note([loss.detach()])
             if last:
                 self._finite.before_update(self.num_steps - 1)
@@ -274,7 +277,13 @@ class Engine(DividedStates):
         return self._incoming.announce(batch)
 
     def train(
-        self, arguments: Sequence[Any], *, accumulated: int = 1, last: bool = True, scale: float = 1.0
+        self,
+        arguments: Sequence[Any],
+        *,
+        accumulated: int = 1,
+        last: bool = True,
+        scale: float = 1.0,
+        skips: bool = False,
     ) -> Outputs:
         """Run forwards and backwards of the announced mini-batch. Returns the results of the user's step where it ran.
 
@@ -283,7 +292,9 @@ class Engine(DividedStates):
             accumulated: mini-batches per optimizer step.
             last: whether an optimizer step follows.
             scale: factor of the gradients, for half precision.
+            skips: whether the step may return None for micro-batches. Then `skipped` is to be set.
         """
+        self._runner.skips = self._finite is not None and (skips or self._finite.skips)
         self._training.begin(last=last)
         if self.evaluation.number is not None:
             self.evaluation.end()
@@ -292,7 +303,7 @@ class Engine(DividedStates):
             weight /= self._incoming.batch_size * self.control.num_pipelines
         with self._peers:
             outputs = self._runner.train(arguments, weight, accumulated, self.num_steps)
-        if self._finite is not None:
+        if self._finite is not None and self._finite.always:
             self._finite.note(losses_of(outputs))
         self.num_steps += 1
         return outputs
@@ -309,8 +320,8 @@ class Engine(DividedStates):
             self._runner.entries.end()
         if self._gradients is not None and self.job.options.on_nonfinite != "ignore":
             self._gradients.check(self.num_steps - 1)
-        if self._finite is not None:
-            self._finite.before_update(self.num_steps - 1)
+        if self._finite is not None and (self._finite.always or self.skipped):
+            self._finite.before_update(self.num_steps - 1, self.skipped)
         if self._asynchronous is not None:
             self._asynchronous.before_update()
 

@@ -49,6 +49,7 @@ class Runner:
         sums: whether the loss of the training step is a sum over samples.
         counted: the entries by which micro-batches count, and the mini-batches of an optimizer step; None for samples.
         entries: what these mini-batches count for.
+        skips: whether the training step may return None for micro-batches.
     """
 
     def __init__(self, sessions: Sessions, optimizers: Callable[[], list[Optimizer]]) -> None:
@@ -58,6 +59,7 @@ class Runner:
         self.counted = counted(self._job.options.loss_reduction)
         self.entries = EntriesOfStep(self._job.module, self._job.control)
         self.current: Session | None = None
+        self.skips = False
         self._sessions = SessionCache[Session](self._job.control.warn)
         self._trained: Session | None = None
         self._leading: dict[tuple[bytes, Ways], Session] = {}
@@ -180,7 +182,15 @@ class Runner:
         host = self._job.host
         around, function = host.around(step, number if trains else None), getattr(self._job.module, step)
         sums, empty = self.sums and trains, trains and self.entries.here == 0
-        return Invocation(function=function, rest=rest, around=around, sums=sums, counted=self.counted, empty=empty)
+        return Invocation(
+            function=function,
+            rest=rest,
+            around=around,
+            sums=sums,
+            counted=self.counted,
+            empty=empty,
+            skips=self.skips,
+        )
 
     def _train_ahead(
         self, asynchronous: Asynchronous, arguments: Sequence[Any], weight: float, accumulated: int, number: int
@@ -290,12 +300,15 @@ def _detached(value: Any) -> Any:
 
 
 def losses_of(outputs: Outputs) -> list[Tensor]:
-    """The losses of the micro-batches."""
-    return [value["loss"] if isinstance(value, Mapping) else value for _, value in outputs]
+    """The losses of the micro-batches that the step has not skipped."""
+    return [value["loss"] if isinstance(value, Mapping) else value for _, value in outputs if value is not None]
 
 
 def loss_and_rest(outputs: Outputs) -> tuple[Tensor, dict[str, Any]]:
-    """The mini-batch's loss, and the rest of the dict that a training step returned."""
+    """The mini-batch's loss, zero if the step skipped it, and the rest of the dict that a training step returned."""
+    outputs = [output for output in outputs if output[1] is not None]
+    if not outputs:
+        return torch.zeros(()), {}
     losses = losses_of(outputs)
     rest = [
         (part, {key: item for key, item in value.items() if key != "loss"})

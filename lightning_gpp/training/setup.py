@@ -227,7 +227,6 @@ def _set_up(
         gradients = StageGradients(job, layout)
         ahead = asynchronous.ahead
         incoming.feed = Feed(lambda: ahead)
-    looks = step == TRAINING and asynchronous is None and job.options.on_nonfinite in ("stop", "skip")
     site = Site(
         job=job,
         layout=layout,
@@ -245,7 +244,7 @@ def _set_up(
         as_whole=steps_as_whole(job, step),
         indices=indices,
         gradients=gradients,
-        finite=FiniteCheck(job, layout, optimizers) if looks else None,
+        finite=FiniteCheck(job, layout, optimizers) if step == TRAINING and asynchronous is None else None,
         machine=machine.look,
         num_steps=num_steps,
     )

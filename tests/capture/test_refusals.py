@@ -243,6 +243,16 @@ REFUSED = [
 ]
 
 
+class NoLoss(Base):
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        self.b(self.a(batch["x"]))
+
+
+def test_a_step_without_a_loss_names_what_skips_mini_batches() -> None:
+    with pytest.raises(CaptureError, match="returned None instead of a loss.*on_nonfinite=skip.*step=whole"):
+        _split(NoLoss)
+
+
 def _split(kind: type[Base]) -> None:
     module = kind().double()
     captured = capture_step(module, zoo.batch())

@@ -98,3 +98,76 @@ def test_all_ranks_leave_out_the_step(place: str, options: dict[str, Any], uncha
 def test_asynchronous_training_cannot_skip() -> None:
     with pytest.raises(ConfigError, match=r"strategy.on_nonfinite='skip' does not go together.*weights=stash"):
         harness.strategy(weights="stash", on_nonfinite="skip")
+
+
+class Skipping(TwoTowers):
+    """Returns None for what is not finite, in the mini-batch `BAD`, or for micro-batches without the first class."""
+
+    def __init__(self, reason: str) -> None:
+        torch.manual_seed(0)
+        super().__init__()
+        self.reason, self.weights = reason, []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss, _ = self.loss(batch)
+        skips = {"not finite": not loss.isfinite(), "number": batch_idx == BAD, "class": not (batch[2] == 0).any()}
+        return None if skips[self.reason] else loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), lr=0.05)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.weights.append({name: p.detach().clone() for name, p in self.named_parameters() if not p.is_meta})
+
+
+def samples(reason: str) -> list[list[torch.Tensor]]:
+    """Mini-batches of eight; one has a number that is none, and of one only the first micro-batch has class 0."""
+    batches = [list(batch) for batch in harness.loader(32)]
+    for batch in batches:
+        batch[2][::4] = 0
+    if reason == "not finite":
+        batches[BAD][0][1] = torch.nan
+    if reason == "class":
+        batches[BAD][2][4:] = 1
+    return batches
+
+
+def fit_skipping(rank: int, reason: str, ranks: int, **options: Any) -> tuple[list[dict[str, torch.Tensor]], list[str]]:
+    module = Skipping(reason).double()
+    strategy = harness.strategy(self_check=False, num_micro_batches=2, **options) if ranks > 1 else "auto"
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer = harness.trainer(strategy, devices=ranks, max_epochs=1, use_distributed_sampler=False)
+        trainer.fit(module, torch.utils.data.DataLoader(samples(reason), batch_size=None))  # type: ignore[arg-type]
+    return module.weights, [str(each.message) for each in caught]
+
+
+@pytest.mark.parametrize("reason", ["not finite", "number"])
+def test_a_step_skips_a_mini_batch_as_in_one_process(reason: str) -> None:
+    alone, _ = fit_skipping(0, reason, 1)
+    for found, _ in harness.run(2, fit_skipping, reason, 2):
+        for ours, theirs in zip(found, alone, strict=True):
+            torch.testing.assert_close(ours, {name: theirs[name] for name in ours}, rtol=1e-12, atol=0)
+
+
+def test_a_micro_batch_that_is_skipped_adds_nothing() -> None:
+    (first, told), (second, _) = harness.run(2, fit_skipping, "class", 2)
+    weights = [here | there for here, there in zip(first, second, strict=True)]
+    module = Skipping("class").double()
+    optimizer = module.configure_optimizers()
+    for number, batch in enumerate(samples("class")):
+        counted = [[part[:4] for part in batch], [part[4:] for part in batch]][: 1 if number == BAD else 2]
+        optimizer.zero_grad()
+        sum(module.loss(half)[0] / 2 for half in counted).backward()  # type: ignore[union-attr]
+        optimizer.step()
+        torch.testing.assert_close(weights[number], dict(module.named_parameters()), rtol=1e-12, atol=0)
+    assert any("training_step returned None for 1 of 2 micro-batches" in text for text in told)
+
+
+def refused(rank: int) -> None:
+    fit_skipping(rank, "number", 2, weights="stash")
+
+
+def test_a_step_that_skips_without_a_flush_names_the_ways_out() -> None:
+    with pytest.raises(AssertionError, match=r"(?s)returned None instead of a loss.*on_nonfinite=.*step=.*whole"):
+        harness.run(2, refused)

@@ -108,11 +108,6 @@ class Foreign(TwoTowers):
         return torch.optim.SGD([*self.parameters(), torch.nn.Parameter(torch.zeros(2))])
 
 
-class Skipping(TwoTowers):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        self.loss(batch)
-
-
 class Early(TwoTowers):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return None if batch_idx == 2 else super().training_step(batch, batch_idx)
@@ -222,7 +217,6 @@ CASES: dict[str, Case] = {
     "repeated closure": (Sharpness, {}, {}, "called its closure more than once"),
     "foreign parameter": (Foreign, {}, {}, r"a parameter of shape \(2,\) that is not one of the module's"),
     "no rule of prediction": (Unpredictable, {"weights": "predicted"}, {}, "cannot predict Adagrad .*weights=stash"),
-    "no loss": (Skipping, {"step": "micro_batches"}, {}, "returned None instead of a loss.*step=whole"),
     "no loss in the dict": (Misspelt, {}, {}, r"it returned a dict with the keys \['Loss'\]"),
     "logging a tensor": (Scalarless, {}, {}, r"self.log\('logits', ...\) was given a tensor of shape \(\d, 3\)"),
     "a layer that a hook appends": (Longer, {}, {}, "Longer got parameters that no stage has: left.3.weight, left.3.b"),

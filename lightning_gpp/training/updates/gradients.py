@@ -186,22 +186,28 @@ class FiniteCheck(_Held):
         job: the job of the run, whose options say whether to leave out the step or end the run.
         layout: the stages that use them.
         optimizers: the optimizers, whose gradients are dropped for a step that is left out.
+
+    Attributes:
+        always: whether ranks look after each mini-batch, not only where the step has skipped micro-batches.
+        skips: whether an optimizer step is left out.
     """
 
     def __init__(self, job: Job, layout: Layout, optimizers: Sequence[Optimizer]) -> None:
         super().__init__(job, layout)
-        self._optimizers, self._skips = optimizers, job.options.on_nonfinite == "skip"
+        self._optimizers, self.skips = optimizers, job.options.on_nonfinite == "skip"
+        self.always = job.options.on_nonfinite in ("stop", "skip")
         self._losses: list[Tensor] = []
 
     def note(self, losses: Iterable[Tensor]) -> None:
         """Note the losses of the micro-batches of a mini-batch, on the rank that runs the step."""
         self._losses += [loss.isfinite().all() for loss in losses]
 
-    def before_update(self, step: int) -> None:
+    def before_update(self, step: int, skipped: bool = False) -> None:
         """Look at what was noted, and at the gradients. All ranks call this together.
 
         Args:
             step: number of the mini-batch.
+            skipped: whether the step has skipped micro-batches, of which gradients may not be finite.
 
         Raises:
             GPPError: on all ranks; a number is not finite, and steps are not left out.
@@ -212,9 +218,10 @@ class FiniteCheck(_Held):
             return
         _, what = max(each for each in self._control.gather_all(worst) if each is not None)
         text = f"{what} is not finite after mini-batch {step}"
-        if not self._skips:
+        if not self.skips and not skipped:
             raise GPPError(f"{text}. {_REMEDY}")
-        self._control.warn(f"{text}, so this optimizer step is left out (strategy.on_nonfinite=skip).")
+        why = "training_step returned None" if skipped else "strategy.on_nonfinite=skip"
+        self._control.warn(f"{text}, so this optimizer step is left out ({why}).")
         for optimizer in self._optimizers:
             optimizer.zero_grad(set_to_none=True)
         for parameter in self._parameters().values():

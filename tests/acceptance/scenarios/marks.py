@@ -25,7 +25,6 @@ WAYS_OUT: Final[Mapping[str, str]] = {
     "hook_NormOfWeights": "with lightning_gpp.summon_full_params(module):",
     "step_Quasi": "L-BFGS",
     "whole_Quasi": "L-BFGS",
-    "step_ReturnsNone": "return a zero loss",
     "loader_single_samples": "More micro-batches than samples",
     "refused_clouds": "depends on the number of samples",
     "refused_averages": "combines first.0.weight",
