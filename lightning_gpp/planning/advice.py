@@ -2,58 +2,65 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from math import isfinite
 from typing import Final
 
+from lightning_gpp.costs.model import held_copies
 from lightning_gpp.plan import STEP
-from lightning_gpp.planning.assignment.assign import compress
-from lightning_gpp.planning.assignment.modules import stage_names
 from lightning_gpp.planning.problem.draft import Draft
-from lightning_gpp.planning.problem.evaluate import Evaluation, Evaluator
+from lightning_gpp.planning.problem.evaluate import Evaluator
 from lightning_gpp.planning.problem.partitioner import SearchControl, partitioner_of
+from lightning_gpp.planning.problem.prediction import Prediction
 from lightning_gpp.planning.problem.problem import Problem
-from lightning_gpp.planning.problem.stage_figures import static_bytes
 
 SECONDS: Final = 1.0
 """Time limit of the search for a draft to describe."""
 
 
-def advice(problem: Problem, draft: Draft | None) -> str:
-    """The memory excess of the draft's worst device, its stage, and settings that may make it fit.
+def advice(problem: Problem, predict: Callable[[Draft], Prediction], closest: Prediction | None) -> str:
+    """The memory excess of the worst device, its stages, and settings that may make them fit.
 
     Args:
         problem: the one that has no plan.
-        draft: the one that comes closest; None searches for one briefly.
+        predict: simulates a draft.
+        closest: the plan that comes closest; None searches for one briefly.
     """
-    draft = draft or partitioner_of("auto")(problem, SearchControl(seconds=SECONDS)).draft
-    evaluation = Evaluator(problem)(draft) if draft is not None else None
-    if draft is None or evaluation is None or not isfinite(evaluation.seconds):
+    closest = closest or _found(problem, predict)
+    if closest is None:
         return (
             f"No stages were found that fill all {problem.num_devices} devices with {problem.num_units} pieces of the "
             "model, of which some may read data that replicas cannot divide. Raise strategy.max_replicas (null: no "
             "limit), let devices be idle (strategy.idle_devices=true), use fewer per pipeline "
             "(strategy.num_pipelines), or place stages by hand (strategy.stages)."
         )
-    if evaluation.fits:
+    if closest.fits:
         return "The partitioner 'auto' finds a plan that fits: choose strategy.partitioner=auto."
-    return f"{_described(problem, draft, evaluation)} What may help: {'; '.join(_settings(problem))}."
+    return f"{_described(problem, closest)} What may help: {'; '.join(_settings(problem))}."
 
 
-def _described(problem: Problem, draft: Draft, evaluation: Evaluation) -> str:
+def _found(problem: Problem, predict: Callable[[Draft], Prediction]) -> Prediction | None:
+    draft = partitioner_of("auto")(problem, SearchControl(seconds=SECONDS)).draft
+    return None if draft is None or not isfinite(Evaluator(problem)(draft).seconds) else predict(draft)
+
+
+def _described(problem: Problem, closest: Prediction) -> str:
     """The device that lacks most memory, what it needs, and for what."""
-    limits = [min(stage.devices, key=lambda device: problem.memory_bytes[device]) for stage in draft.stages]
-    lacks = [peak - problem.memory_bytes[device] for peak, device in zip(evaluation.peak_bytes, limits, strict=True)]
-    worst = max(range(len(lacks)), key=lacks.__getitem__)
-    stage, device, peak = draft.stages[worst], limits[worst], evaluation.peak_bytes[worst]
-    static, number = static_bytes(problem, stage, evaluation.sharding), evaluation.in_flight[worst]
-    modules = [[path for unit in stage.units for path in problem.units.units[unit].modules] for stage in draft.stages]
+    plan, usage = closest.plan, list(zip(closest.peak_bytes, closest.memory_bytes, strict=True))
+    device = max(range(plan.num_devices), key=lambda device: usage[device][0] - usage[device][1])
+    peak, limit = usage[device]
+    stages = [plan.stages[stage] for stage in plan.stages_on(device)]
+    ranks = [len(stage.devices) * closest.num_pipelines for stage in stages]
+    copies = [held_copies(problem.footprint.copies, plan.sharding, number) for number in ranks]
+    static = sum(each * stage.figures.parameter_bytes for each, stage in zip(copies, stages, strict=True))
+    number = max(closest.in_flight[stage] for stage in plan.stages_on(device))
+    samples = max(-(-stage.micro_batch_size // len(stage.devices)) for stage in stages)
     return (
-        f"The model does not fit the devices: stage {stage_names(compress(problem.graph, modules))[worst]!r} needs "
-        f"{_gb(peak)} on device {device} ({problem.cluster.devices[device].name}), which has "
-        f"{_gb(problem.memory_bytes[device])}: {_gb(lacks[worst])} too much. {_gb(static)} are weights, gradients and "
-        f"the state of the optimizer ({problem.footprint.optimizer}), {_gb(peak - static)} the activations of {number} "
-        f"micro-batch{'es' * (number > 1)} of {stage.share} samples in flight, and what else is held."
+        f"The model does not fit the devices: stage {' and '.join(repr(stage.name) for stage in stages)} needs "
+        f"{_gb(peak)} on device {device} ({problem.cluster.devices[device].name}), which has {_gb(limit)}: "
+        f"{_gb(peak - limit)} too much. {_gb(static)} are weights, gradients and the state of the optimizer "
+        f"({problem.footprint.optimizer}), {_gb(peak - static)} the activations "
+        f"of {number} micro-batch{'es' * (number > 1)} of {samples} samples in flight, and what else is held."
     )
 
 

@@ -13,7 +13,7 @@ it chose.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -48,18 +48,12 @@ def best_plan(partitioner: str, graph: OperatorGraph, request: Request) -> Predi
 
 
 @dataclass(frozen=True, slots=True)
-class _Answered:
-    """A candidate, and the answer to its question."""
+class _Outcome:
+    """A candidate whose best draft fits."""
 
     candidate: Candidate
     problem: Problem
     answer: Answer
-
-
-@dataclass(frozen=True, slots=True)
-class _Outcome(_Answered):
-    """The same with the best draft and the prediction for the candidate."""
-
     draft: Draft
     prediction: Prediction
 
@@ -71,7 +65,7 @@ class PlanSearch:
         self.name, self.partitioner = partitioner, partitioner_of(partitioner)
         self.graph, self.request, self.costs = graph, request, request.operator_costs(graph)
         self._control = SearchControl(seconds=request.seconds)
-        self._outcomes, self._failures, self._seconds = list[_Outcome](), list[GPPError | _Answered](), 0.0
+        self._outcomes, self._failures, self._seconds = list[_Outcome](), list[GPPError | Callable[[], GPPError]](), 0.0
 
     def best(self) -> Prediction:
         """See `best_plan`."""
@@ -80,7 +74,8 @@ class PlanSearch:
             with self._noted():
                 self._ask(question, group, self._control.part(1 / len(questions)))
         if not self._outcomes:
-            raise self._explanation(self._failures[0])
+            first = self._failures[0]
+            raise first if isinstance(first, GPPError) else first()
         return self._prediction(min(self._outcomes, key=lambda outcome: outcome.prediction.rank))
 
     @contextmanager
@@ -116,8 +111,8 @@ class PlanSearch:
                     trial = trial[0], predict(trial[0])
                 elif answer.draft is not None:
                     trial = best_trial(problem, answer, predict, control)
-                if trial is None or not (trial[1].fits or _fits(problem, answer)):
-                    self._failures.append(_Answered(candidate, problem, answer))
+                if trial is None or not trial[1].fits:
+                    self._failures.append(partial(self._explanation, candidate, problem, answer, trial))
                 else:
                     self._outcomes.append(_Outcome(candidate, problem, answer, *trial))
 
@@ -180,17 +175,11 @@ class PlanSearch:
             for outcome in self._outcomes
         )
 
-    def _explanation(self, failure: GPPError | _Answered) -> GPPError:
-        """The error; where nothing fits, the reason and remedies."""
-        if isinstance(failure, GPPError):
-            return failure
-        notes = (f"The partitioner {self.name!r} found no plan.", *failure.answer.notes)
-        reason = advice(failure.problem, failure.answer.draft)
-        return PlanError(_layout_hint(failure) + " ".join((*notes, reason)))
-
-
-def _fits(problem: Problem, answer: Answer) -> bool:
-    return answer.draft is not None and Evaluator(problem)(answer.draft).fits
+    def _explanation(self, candidate: Candidate, problem: Problem, answer: Answer, trial: Trial | None) -> PlanError:
+        """The reason why nothing fits, and remedies."""
+        reason = advice(problem, partial(self._predict, candidate, problem), trial and trial[1])
+        notes = (f"The partitioner {self.name!r} found no plan.", *answer.notes, reason)
+        return PlanError(_layout_hint(candidate, problem) + " ".join(notes))
 
 
 def refitted(problem: Problem, answer: Answer) -> Answer:
@@ -205,14 +194,13 @@ def refitted(problem: Problem, answer: Answer) -> Answer:
     return replace(answer, draft=draft) if evaluate(draft).rank <= evaluate(answer.draft).rank else answer
 
 
-def _layout_hint(outcome: _Answered) -> str:
-    candidate = outcome.candidate
+def _layout_hint(candidate: Candidate, problem: Problem) -> str:
     if not candidate.has_own_layout:
         return ""
     number = num_stages_per_device(candidate.request, candidate.schedule)
     return (
         f"strategy.schedule={candidate.schedule!r} with {number} stages on each of {candidate.num_devices} devices "
-        f"needs {outcome.problem.num_devices} stages. Choose fewer (strategy.stages_per_device), or fewer devices. "
+        f"needs {problem.num_devices} stages. Choose fewer (strategy.stages_per_device), or fewer devices. "
         "With that many stages there is no plan: "
     )
 

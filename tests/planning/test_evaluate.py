@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.planners.common import simulated
 from lightning_gpp.cluster import Cluster, Link
-from lightning_gpp.graph import OperatorGraph
+from lightning_gpp.graph import Affine, OperatorGraph
 from lightning_gpp.planning import Draft, DraftStage, Evaluator, Problem, Request
 from lightning_gpp.planning.problem import pipeline_clock
 from lightning_gpp.planning.problem.pipeline_clock import ClockedStages, end_times
@@ -97,6 +97,18 @@ def _replicated(problem: Problem, *replicas: tuple[int, ...]) -> Draft:
     draft = _draft(problem, (0, 1), (2, 3))
     stages = (replace(stage, devices=devices) for stage, devices in zip(draft.stages, replicas, strict=True))
     return replace(draft, stages=tuple(stages))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_the_step_of_a_replicated_stage_holds_whole_micro_batches(schedule: str) -> None:
+    graph = graphs.chain(3)
+    step = next(operator for operator in graph if operator.target == "step")
+    graph = graph.with_operators([replace(step, saved_bytes=Affine(1e6))])
+    problem = _problem(graph, 4, micro_batch_size=6, num_pipelines=1)
+    shares = zip(((0,), (1, 2)), ((3,), (0, 1, 2)), strict=True)
+    stages = (DraftStage(units=units, devices=where, micro_batch_size=6, recompute=False) for units, where in shares)
+    draft = Draft(stages=tuple(stages), schedule=schedule)
+    assert Evaluator(problem)(draft).peak_bytes[-1] == pytest.approx(simulated(problem, draft).peak_bytes[0], rel=1e-3)
 
 
 def test_values_that_cannot_be_cut_go_only_between_equal_shares() -> None:

@@ -168,7 +168,7 @@ class Evaluator:
         """Evaluate stages of `num_pipelines` pipeline replicas.
 
         If there is one, a last stage with replicas gives the user's step to a stage of its own, which adds one to the
-        depth; what it sends there takes no time here.
+        depth, and whose one device holds a whole micro-batch; what it sends there takes no time here.
         """
         apart = self.problem.single_step and len(stages[-1].devices) > 1 and num_pipelines == 1
         size = stages[0].micro_batch_size
@@ -180,6 +180,9 @@ class Evaluator:
             return Evaluation(seconds=inf)
         loaded = [loaded_bytes(self.problem, stage, num_pipelines) for stage in stages]
         besides = [sum(entry) for entry in zip(copied, loaded, strict=True)]
+        if apart:
+            step, held = self.problem.step_bytes, counts[-1] if draft.schedule == "gpipe" else 1
+            besides[-1] += held * step.at(size) - counts[-1] * step.at(stages[-1].share)
         limits = [min(self._memory[device] for device in stage.devices) for stage in stages]
         fitted = self._fit(stages, counts, [room - more for room, more in zip(limits, besides, strict=True)], draft)
         pipeline, busiest = self._pipeline(stages, fitted.figures, edges, num_pipelines > 1)

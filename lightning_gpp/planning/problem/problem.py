@@ -17,7 +17,9 @@ from numpy.typing import NDArray
 from lightning_gpp.cluster import Cluster
 from lightning_gpp.costs.model import CostModel, Footprint, held_copies, rerun_seconds
 from lightning_gpp.graph import Affine, Operator, OperatorGraph
-from lightning_gpp.planning.assignment.modules import RerunBlock, blocks_of
+from lightning_gpp.plan import STEP
+from lightning_gpp.planning.assignment.assign import assign
+from lightning_gpp.planning.assignment.modules import RerunBlock, blocks_of, operators_of
 from lightning_gpp.planning.problem.units import UnitGraph
 from lightning_gpp.simulation import WeightCopies
 
@@ -198,6 +200,13 @@ class Problem:
     def data_bytes(self) -> Affine:
         """Bytes of the data that the network reads."""
         return self.graph.input_bytes
+
+    @cached_property
+    def step_bytes(self) -> Affine:
+        """Bytes that autograd saves in the user's step, if that is a stage of its own."""
+        modules = [[path for path in unit.modules if path != STEP] for unit in self.units.units]
+        operators = operators_of(self.graph, assign(self.graph, [*modules, (STEP,)]), len(modules) + 1)
+        return sum((operator.saved_bytes for operator in operators[-1]), Affine())
 
     @cached_property
     def order(self) -> nx.DiGraph:
