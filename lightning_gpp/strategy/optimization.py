@@ -1,27 +1,13 @@
-"""Lightning's loop of optimization: steps that are skipped together, and captures that change nothing."""
+"""Lightning's loop of optimization: its accumulation, and captures that change nothing."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any, Final
+from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from torch import Tensor, nn
-
-SKIPPED: Final = object()
-"""Stands for the None that a step returns on all ranks; Lightning refuses it, because other ranks could go on."""
-
-
-class SharedResult(ClosureResult):
-    """The result of a step that all ranks run alike, and skip together."""
-
-    @classmethod
-    def from_training_step_output(cls, training_step_output: Any, normalize: int = 1) -> ClosureResult:
-        """The result that Lightning makes of it."""
-        known = None if training_step_output is SKIPPED else training_step_output
-        return super().from_training_step_output(known, normalize)
 
 
 def accumulates(trainer: pl.Trainer) -> bool:

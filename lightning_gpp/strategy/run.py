@@ -32,9 +32,8 @@ from lightning_gpp.strategy.checks import (
 from lightning_gpp.strategy.data import Placeholder, as_before, is_moved_by_reading, peek, transferred
 from lightning_gpp.strategy.hooks import Hooks
 from lightning_gpp.strategy.metrics import MetricStates
-from lightning_gpp.strategy.optimization import SharedResult
 from lightning_gpp.strategy.processes import given_seed
-from lightning_gpp.strategy.steps import LightningHost, Steps, step_of
+from lightning_gpp.strategy.steps import LightningHost, SharedResult, Steps, step_of
 from lightning_gpp.training.control import Control
 from lightning_gpp.training.data.incoming import Incoming
 from lightning_gpp.training.data.loaders import warn_of_others

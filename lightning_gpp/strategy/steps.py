@@ -12,6 +12,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.data import extract_batch_size
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -53,6 +54,9 @@ _RESULT: Final[Attribute] = "", "trainer.result"
 
 _SKIPPED: Final = "None"
 """Stands for micro-batches that were skipped, among the names of which a warning has told."""
+
+SKIPPED: Final = object()
+"""Stands for the None that a step returns on all ranks; Lightning refuses it, because other ranks could go on."""
 
 _LATE: Final = (
     "Only the ranks that run the step have this at once: hooks around mini-batches find on others what was there at "
@@ -116,6 +120,16 @@ class LightningHost(Host):
 
     def inform(self, text: str) -> None:
         rank_zero_info(spoken(text))
+
+
+class SharedResult(ClosureResult):
+    """The result of a step that all ranks run alike, and skip together."""
+
+    @classmethod
+    def from_training_step_output(cls, training_step_output: Any, normalize: int = 1) -> ClosureResult:
+        """The result that Lightning makes of it."""
+        known = None if training_step_output is SKIPPED else training_step_output
+        return super().from_training_step_output(known, normalize)
 
 
 def once(closure: Callable[[], Any]) -> Callable[[], Any]:

@@ -29,10 +29,9 @@ from lightning_gpp.simulation import Period, Timeline
 from lightning_gpp.strategy.checkpoints import saved_by_all
 from lightning_gpp.strategy.data import Taken, distribute
 from lightning_gpp.strategy.guard import Preempted
-from lightning_gpp.strategy.optimization import SKIPPED
 from lightning_gpp.strategy.ranks import Arguments, RanksStrategy
 from lightning_gpp.strategy.run import Run
-from lightning_gpp.strategy.steps import Steps, once
+from lightning_gpp.strategy.steps import SKIPPED, Steps, once
 from lightning_gpp.training.divided.tensor_parallel import TensorParallel, check_first_run, dividing
 from lightning_gpp.training.engine import Engine
 from lightning_gpp.training.measured.machine import simulated

@@ -276,6 +276,11 @@ class Options(SearchOptions):
         "cannot be recorded, and says why; auto does not.",
         section="Running",
     )
+    compile: bool = option(
+        False,
+        "compile modules that repeat, such as the layers of a transformer, by torch.compile, once for all of a kind "
+        "(docs/reference/capture.md#compiled-modules). A plan that cuts through one runs it as it is.",
+    )
     concurrent_stages: Count = option(
         1,
         "number of stages that a GPU computes at the same time, if they do not depend on each other "

@@ -12,12 +12,12 @@ from typing import Any, Final
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_gpp._compat.torch import uncompiled
+from lightning_gpp._compat.torch import COMPILED_IN_PLACE, uncompiled
 from lightning_gpp.capture import Capture
 from lightning_gpp.capture.attributes import Attribute, dotted
 from lightning_gpp.capture.batch import UNCOUNTED, BatchDims, loose_rows, named_tensors, samples_in
 from lightning_gpp.capture.calls import StepCalls
-from lightning_gpp.errors import CaptureError, GPPError, NoNetworkError, ScheduleError, ShapeError
+from lightning_gpp.errors import CaptureError, ConfigError, GPPError, NoNetworkError, ScheduleError, ShapeError
 from lightning_gpp.explained import without_name
 from lightning_gpp.plan import Plan
 from lightning_gpp.runtime.transport import Transport
@@ -308,3 +308,25 @@ def compiled_steps(module: nn.Module, steps: Sequence[str]) -> Iterator[str]:
                 "cut into stages. Compile modules that it calls and that stages call undivided, for example "
                 "self.encoder.compile()."
             )
+
+
+def compile_blocks(module: nn.Module) -> None:
+    """Compile the items of lists of modules that are of one class, such as the layers of a transformer, which torch
+    does once for all of them. Modules of torch itself run as they are.
+
+    Raises:
+        ConfigError: there are none.
+    """
+    lists = [part for part in module.modules() if isinstance(part, nn.ModuleList | nn.Sequential)]
+    found = [block for blocks in lists for block in blocks if sum(type(each) is type(block) for each in blocks) > 1]
+    blocks = [block for block in found if not type(block).__module__.startswith("torch.")]
+    if not blocks:
+        raise ConfigError(
+            f"strategy.compile=true compiles modules of one class that an nn.ModuleList repeats, and "
+            f"{type(module).__name__} has none. Leave it out, and compile modules inside, for example "
+            "self.encoder.compile()."
+        )
+    inside = {id(part) for block in blocks for part in block.modules() if part is not block}
+    for block in blocks:
+        if id(block) not in inside and vars(block).get(COMPILED_IN_PLACE) is None:
+            block.compile()

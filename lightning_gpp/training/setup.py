@@ -57,7 +57,14 @@ from lightning_gpp.training.measured.machine import JobMachine, simulated
 from lightning_gpp.training.option_values import SYNCHRONOUS
 from lightning_gpp.training.options import Options
 from lightning_gpp.training.planner import part_of_member, plan_for
-from lightning_gpp.training.sessions import Sessions, UncapturedError, as_captured, captured_in, steps_as_whole
+from lightning_gpp.training.sessions import (
+    Sessions,
+    UncapturedError,
+    as_captured,
+    captured_in,
+    compile_blocks,
+    steps_as_whole,
+)
 from lightning_gpp.training.tensors.joining import check_alike, facts_of_optimizers, facts_of_tensors
 from lightning_gpp.training.tensors.parameters import Layout, equalise, move, place, settle
 from lightning_gpp.training.tensors.replicas import Replicas, Site, check_no_hooks
@@ -162,6 +169,8 @@ def _set_up(
         GPPError: the ranks do not agree on what they captured, or on what they train with.
     """
     set_device(job.module, job.device)  # before the step runs for the first time, which may read it
+    if job.options.compile:
+        compile_blocks(job.module)
     recorder = _recorder(job) if step == TRAINING else None
     if step == TRAINING and job.control.num_processes > 1:
         facts = {**facts_of_tensors(job.module), **facts_of_optimizers(optimizers), **job.host.facts()}

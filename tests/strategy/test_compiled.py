@@ -13,6 +13,7 @@ from torch._dynamo.utils import counters
 from lightning_gpp import ConfigError
 from lightning_gpp.capture.isolate import private_copy
 from lightning_gpp.strategy.checks import check_module
+from lightning_gpp.training.sessions import compile_blocks
 from tests.strategy import harness
 from tests.strategy.harness import TwoTowers, loader, make_data
 from tests.strategy.test_sharding import fit_two
@@ -117,6 +118,35 @@ def test_training_gives_the_numbers_of_one_process(runs: list[Any], number: int)
 def test_replicas_that_split_what_they_hold(runs: list[Any]) -> None:
     for _, sharded in runs:
         same(sharded["fsdp"], sharded["none"])
+
+
+class Layered(Plain):
+    """A tower of three layers of one kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.right = nn.Sequential(Network(3, 6), *(Network(6, 6) for _ in range(3)))
+
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        return self.head(torch.cat([self.left(a), self.right(b)], dim=1))
+
+
+def fit_layered(rank: int) -> dict[str, Any]:
+    rest = ["right.2", "right.3", "head", "@step"]
+    halves = [{"modules": ["left", "right.0", "right.1"], "devices": [1]}, {"modules": rest, "devices": [0]}]
+    return fit(Layered, harness.strategy(stages=halves, compile=True), 2)
+
+
+def test_layers_that_repeat_are_compiled_once() -> None:
+    expected = plain(fit, Layered, "auto", 1)
+    for found in harness.run(2, fit_layered):
+        same(found, expected)
+        assert 1 <= found["compiled"] <= 2  # the first layer has another width
+
+
+def test_a_module_without_layers_that_repeat() -> None:
+    with pytest.raises(ConfigError, match=r"(?s)strategy.compile=true .* Plain has none.*self.encoder.compile\(\)"):
+        compile_blocks(Plain())
 
 
 def test_a_compiled_step() -> None:
