@@ -146,3 +146,4 @@ def test_an_installed_command_finds_modules_of_the_current_folder(
     line = (TWO_TOWER, "model._target_=mine.Nothing", "hydra/job_logging=none", "hydra.output_subdir=null")
     assert called(monkeypatch, "plan", *line, cwd=project) == 1
     assert "'Nothing' is importable from module 'mine'" in " ".join(capsys.readouterr().err.split())
+    del sys.modules["mine"]  # another test makes a project of this name
