@@ -301,7 +301,8 @@ def _as_it_is(job: Job, step: str) -> bool:
 def compiled_steps(module: nn.Module, steps: Sequence[str]) -> Iterator[str]:
     """Refusals of steps that are compiled together with the network that is to be cut."""
     for step in steps:
-        function = getattr(module, step, None)
+        method = getattr(module, step, None)
+        function = getattr(method, "__func__", method)
         if uncompiled(function) is not function:
             yield (
                 f"{type(module).__name__}.{step} is compiled (torch.compile) with the network inside, which is to be "

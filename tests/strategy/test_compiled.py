@@ -152,8 +152,10 @@ def test_a_module_without_layers_that_repeat() -> None:
 def test_a_compiled_step() -> None:
     module = Plain()
     module.training_step = torch.compile(module.training_step, backend="aot_eager")  # type: ignore[method-assign]
-    with pytest.raises(ConfigError, match=r"Plain.training_step is compiled .* for example self.encoder.compile\(\)"):
-        check_module(module, whole=False)
+    decorated = torch.compile(Plain.training_step, backend="aot_eager")
+    for compiled in (module, type("Plain", (Plain,), {"training_step": decorated})()):
+        with pytest.raises(ConfigError, match=r"Plain.training_step is compiled .* for example self.encoder.compile"):
+            check_module(compiled, whole=False)
 
 
 @pytest.mark.parametrize("kind", [InPlace, Wrapped])
