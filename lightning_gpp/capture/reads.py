@@ -293,15 +293,17 @@ class Switches:
 
     Args:
         module: the copy of the module on which the step runs.
+        recorder: records the step.
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        self._module, self._depth, self._switched = module, 0, dict[tuple[str, str], None]()
+    def __init__(self, module: nn.Module, recorder: Recorder) -> None:
+        self._module, self._recorder, self._depth = module, recorder, 0
+        self._switched = dict[tuple[str, str], None]()
         for part in module.modules():
             if part is not module:
                 part.register_forward_pre_hook(self._enter)
                 part.register_forward_hook(self._leave)
-        self._before = _flags(module)
+        self._before = self._flags()
 
     def _enter(self, *_: Any) -> None:
         if self._depth == 0:
@@ -311,11 +313,19 @@ class Switches:
     def _leave(self, *_: Any) -> None:
         self._depth -= 1
         if self._depth == 0:
-            self._before = _flags(self._module)
+            self._before = self._flags()
 
     def _compare(self) -> None:
-        now = _flags(self._module)
+        now = self._flags()
         self._switched |= dict.fromkeys(key for key, flag in now.items() if self._before.get(key, flag) != flag)
+
+    def _flags(self) -> dict[tuple[str, str], bool]:
+        """The flags `training` of modules and `requires_grad` of parameters, by path, without recording their reads."""
+        parts = ((path, vars(part)) for path, part in self._module.named_modules())
+        modes = {(path, "training"): own["training"] for path, own in parts if "training" in own}  # compiled: none
+        with self._recorder.pause():
+            flags = {(name, "requires_grad"): each.requires_grad for name, each in self._module.named_parameters()}
+        return modes | flags
 
     def refuse(self, step: str) -> None:
         """Refuse a step that has switched something, at its end.
@@ -334,10 +344,3 @@ class Switches:
                 "do so in a hook, such as on_train_batch_start or on_train_epoch_start; or let the step run as a whole "
                 "(strategy.step=whole)",
             )
-
-
-def _flags(module: nn.Module) -> dict[tuple[str, str], bool]:
-    """The flags `training` of modules and `requires_grad` of parameters, by path, as a recording does not observe."""
-    parts = ((path, vars(part)) for path, part in module.named_modules())
-    modes = {(path, "training"): own["training"] for path, own in parts if "training" in own}  # not of compiled ones
-    return modes | {(name, "requires_grad"): each.requires_grad for name, each in module.named_parameters()}

@@ -157,7 +157,7 @@ def record(
             for number, leaf in enumerate(pytree.tree_leaves(fake)):
                 if isinstance(leaf, torch.Tensor):
                     recorder.batch_tensor(leaf, number if type(leaf) is torch.Tensor else None)
-            buffers, versions, switches = buffers_in(replica), _versions(fake), Switches(replica)
+            buffers, versions, switches = buffers_in(replica), _versions(fake), Switches(replica, recorder)
             attributes = {path: dict(vars(part)) for path, part in replica.named_modules()}
             _run(replica, subject.called_on(replica, run_time), fake, recorder, reads)
             refuse_made_buffers(replica, buffers, recorder, changes.uncut)

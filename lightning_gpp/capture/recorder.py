@@ -109,6 +109,13 @@ class Recorder(TorchFunctionMode):
         return self._paused
 
     @contextlib.contextmanager
+    def pause(self) -> Iterator[None]:
+        """Record no call inside."""
+        paused, self._paused = self._paused, True
+        yield
+        self._paused = paused
+
+    @contextlib.contextmanager
     def undone_on_error(self) -> Iterator[list[Exception]]:
         """Catch an error inside, and forget what the recorded call has cost so far. Yields a list for the error."""
         depth, failed = len(self._scopes), list[Exception]()

@@ -233,15 +233,10 @@ REMARK: Final = "devices"
 def device_remark(prediction: Prediction, request: Request) -> str:
     """A sentence on the devices if the plan leaves some idle, or is no pipeline; otherwise empty."""
     number, everything = prediction.used_devices, num_processes(request.cluster)
-    idle = everything - number
-    if idle:
+    if idle := everything - number:
         verb = "is" if idle == 1 else "are"
         return f"{idle} of {everything} devices {verb} idle: no plan that uses all of them was found to be faster."
-    return _data_parallel(prediction.plan, number)
-
-
-def _data_parallel(plan: Plan, number: int) -> str:
-    stages = [stage for stage in plan.stages if stage.modules != (STEP,)]
+    stages = [stage for stage in prediction.plan.stages if stage.modules != (STEP,)]
     if number == 1 or len(stages) > 1:
         return ""
     return (

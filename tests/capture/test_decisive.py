@@ -9,6 +9,7 @@ import pytest
 from torch import Tensor
 
 from lightning_gpp.capture.captured import capture_step
+from lightning_gpp.capture.recorder import Recorder
 from lightning_gpp.errors import CaptureError
 from lightning_gpp.training.data.incoming import FrozenAttributes
 from lightning_gpp.training.sessions import _frozen_in
@@ -66,6 +67,19 @@ class Changed(Between):
 
 def watched(module: Base) -> FrozenAttributes:
     return _frozen_in(module, capture_step(module, zoo.batch()))
+
+
+def test_comparisons_of_flags_between_modules_are_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are as many as modules that the step calls, times all parameters."""
+    recorded, record = list[str](), Recorder.record
+
+    def noted(self: Recorder, function: Any, target: str, *args: Any, **kwargs: Any) -> Any:
+        recorded.append(target)
+        return record(self, function, target, *args, **kwargs)
+
+    monkeypatch.setattr(Recorder, "record", noted)
+    capture_step(Between(), zoo.batch())
+    assert set(recorded) == {"linear", "mean"}
 
 
 def test_own_numbers() -> None:

@@ -60,19 +60,18 @@ def test_four_then_two_then_four_processes(tmp_path: Path) -> None:
     assert_close(run(tmp_path, 4), undisturbed)
 
 
-NODES, STEPS = 3, 100
-"""Agents of torchrun that stand for nodes of one process each, and the steps of the run."""
+STEPS = 100
 
 
 class Nodes:
-    """Agents of torchrun; those that are left go on without one that is lost, and with one that comes."""
+    """Agents of torchrun that stand for nodes of `each` processes, at most `most` at a time."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.agents = folder, list[subprocess.Popen[bytes]]()
+    def __init__(self, folder: Path, most: int, each: int) -> None:
+        self.folder, self.agents, self.most, self.each = folder, list[subprocess.Popen[bytes]](), most, each
         self._endpoint = f"127.0.0.1:{free_port()}"
 
     def start(self) -> None:
-        limits = f"--nnodes={NODES - 1}:{NODES}", "--nproc-per-node=1", "--max-restarts=3"
+        limits = f"--nnodes={self.most - 1}:{self.most}", f"--nproc-per-node={self.each}", "--max-restarts=3"
         meeting = "--rdzv-backend=c10d", f"--rdzv-endpoint={self._endpoint}", "--rdzv-id=elastic"
         settings = f"--rdzv-conf=keep_alive_interval=3,is_host={not self.agents}"
         with (self.folder / f"node{len(self.agents)}.txt").open("w") as log:
@@ -109,10 +108,10 @@ class Nodes:
 
 
 @contextmanager
-def nodes(folder: Path) -> Iterator[Nodes]:
-    job = Nodes(folder)
+def nodes(folder: Path, most: int, each: int) -> Iterator[Nodes]:
+    job = Nodes(folder, most, each)
     try:
-        for _ in range(NODES):
+        for _ in range(most):
             job.start()
         yield job
     finally:
@@ -124,18 +123,19 @@ def nodes(folder: Path) -> Iterator[Nodes]:
 
 @pytest.mark.timeout(1500)
 @pytest.mark.acceptance
-def test_a_node_is_lost_and_one_comes(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("num_nodes", "each"), [(3, 1), (4, 2)])
+def test_a_node_is_lost_and_one_comes(tmp_path: Path, num_nodes: int, each: int) -> None:
     """torchrun starts processes again, which plan for what there is, and go on."""
-    most, fewer = NODES, NODES - 1
-    with nodes(tmp_path) as job:
+    most, fewer = num_nodes * each, (num_nodes - 1) * each
+    with nodes(tmp_path, num_nodes, each) as job:
         job.seconds_until(lambda number, _: number == most, steps=12)
         lost = time.time()
-        job.lose(NODES - 1)
+        job.lose(num_nodes - 1)
         print(f"goes on {job.seconds_until(lambda number, _: number == fewer):.0f} s after a node was lost")
         job.seconds_until(lambda number, _: number == fewer, steps=8)
         job.start()
         print(f"goes on {job.seconds_until(lambda number, at: number == most and at > lost + 5):.0f} s after one came")
-        assert [agent.wait(300) for agent in job.agents[: NODES - 1]] == [0] * (NODES - 1)
+        assert [agent.wait(300) for agent in job.agents[: num_nodes - 1]] == [0] * (num_nodes - 1)
         done = job.trained()
     assert {step for step, *_ in done} == set(range(1, STEPS + 1))
     expected = undivided(STEPS)
