@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import update_wrapper
+from pathlib import Path
 from typing import Final
 
 import hydra
@@ -93,7 +94,7 @@ def _prepare() -> None:
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # makes Hydra raise instead of printing a shortened traceback
     # a warning of Lightning 2.6 on newer torch that users cannot change, from every process
     warnings.filterwarnings("ignore", message=".*treespec, LeafSpec.*", category=FutureWarning)
-    sys.argv[1:] = in_order(sys.argv[1:])
+    sys.argv[1:] = in_order([*own_configs(sys.argv[1:]), *sys.argv[1:]])
     sys.argv.extend(quiet_overrides(os.environ, sys.argv))
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # modules of the user's project; an installed command has only its own folder
@@ -127,6 +128,12 @@ class _Job:
                 sys.excepthook(type(error), with_user_lines(error), error.__traceback__)
             self.command.tell(place_of_traceback())
         self.failed = True
+
+
+def own_configs(arguments: Sequence[str]) -> list[str]:
+    """The options that add the project's folder `configs`, where there is one and the command names no other."""
+    named = any(argument.split("=")[0] in ("--config-dir", "-cd") for argument in arguments)
+    return [] if named or not Path("configs").is_dir() else ["--config-dir", "configs"]
 
 
 def in_order(arguments: Sequence[str]) -> list[str]:

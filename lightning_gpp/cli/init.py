@@ -33,7 +33,7 @@ def main() -> None:
 
 def _create(given: argparse.Namespace) -> None:
     folder = create(given.name, Path.cwd())
-    train = f"gpp-train --config-dir configs experiment={folder.name}"
+    train = f"gpp-train experiment={folder.name}"
     print(f"{folder}/ is a project that trains: cd {folder.name} && {train}\nIts README.md tells what is where.")
 
 

@@ -9,17 +9,22 @@ from pathlib import Path
 from typing import Any, Final
 
 import lightning as L
+import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_only
 from omegaconf import DictConfig
 
+from lightning_gpp._compat.torch import pytree
 from lightning_gpp.cli.configured import built, refusal
-from lightning_gpp.errors import ConfigError
+from lightning_gpp.errors import ConfigError, did_you_mean
 
 AUTO: Final = "auto"
 """The value of `ckpt_path` for the newest checkpoint in the run folder."""
+
+TASKS: Final = ("fit", "validate", "test", "predict")
+"""The methods of the Trainer that a run may call."""
 
 METRICS: Final = "metrics.json"
 """File in the run folder with the last value of every logged metric."""
@@ -35,11 +40,13 @@ class Job:
 
 
 def run_job(config: DictConfig) -> None:
-    """Train, test, and print where the results are.
+    """Do the task, and print where the results are.
 
     Raises:
         ConfigError: the configuration names something that does not exist.
     """
+    if config.task not in TASKS:
+        raise ConfigError(f"task={config.task} does not exist.{did_you_mean(config.task, TASKS)}")
     path = checkpoint_of(config)
     job = build(config)
     try:
@@ -78,15 +85,23 @@ def newest_checkpoint(folder: str | Path) -> str | None:
 
 
 def _run(job: Job, config: DictConfig, path: str | None) -> dict[str, float]:
-    metrics: dict[str, float] = {}
-    if config.train:
-        job.trainer.fit(job.model, datamodule=job.datamodule, ckpt_path=path)
-        metrics |= _metrics(job.trainer)
-    if config.test and not job.trainer.interrupted and (_has_test(job) or not config.train):
+    results = getattr(job.trainer, config.task)(job.model, datamodule=job.datamodule, ckpt_path=path)
+    if config.task == "predict":
+        _keep(results, job.trainer, config)
+    metrics = _metrics(job.trainer)
+    if config.task == "fit" and config.test and not job.trainer.interrupted and _has_test(job):
         best = getattr(job.trainer.checkpoint_callback, "best_model_path", "")
-        job.trainer.test(job.model, datamodule=job.datamodule, ckpt_path=best or (None if config.train else path))
+        job.trainer.test(job.model, datamodule=job.datamodule, ckpt_path=best or None)
         metrics |= _metrics(job.trainer)
     return metrics
+
+
+def _keep(predictions: Any, trainer: L.Trainer, config: DictConfig) -> None:
+    """Write what `predict` returned into the run folder of rank 0: a file for each pipeline."""
+    folder = Path(trainer.strategy.broadcast(config.paths.output_dir))
+    if any(each is not None for each in pytree.tree_leaves(predictions)):
+        number = (trainer.distributed_sampler_kwargs or {"rank": 0})["rank"]
+        torch.save(predictions, folder / f"predictions_{number}.pt")
 
 
 def _has_test(job: Job) -> bool:

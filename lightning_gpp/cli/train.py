@@ -26,10 +26,8 @@ _EXAMPLES = (
     ("gpp-train experiment=two_tower strategy=ddp", "The same with Lightning's data parallelism, to compare."),
     ("gpp-train experiment=two_tower debug=default", "A few batches only, to find mistakes."),
     ("gpp-train experiment=two_tower strategy.plan=plan.yaml", "With a plan that gpp-plan has written."),
-    (
-        "gpp-train data=mine model=mine --config-dir=configs",
-        "Your own configs/data/mine.yaml and configs/model/mine.yaml.",
-    ),
+    ("gpp-train data=mine model=mine", "Your own configs/data/mine.yaml and configs/model/mine.yaml."),
+    ("gpp-train experiment=two_tower task=test ckpt_path=best.ckpt", "Only the test: or validate, or predict."),
 )
 
 

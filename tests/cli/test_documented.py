@@ -20,7 +20,7 @@ INVENTED = re.compile(r"runs/two_tower/2026-01-01_12-00-00|(?<![\w./])last\.ckpt
 COMPOSED = [
     item
     for item in COMMANDS
-    if re.match("gpp-(train|plan)", item.text) and not re.search("--config-dir|--multirun", item.text)
+    if re.match("gpp-(train|plan)", item.text) and not re.search("--config-dir|--multirun|=my_project", item.text)
 ]
 
 

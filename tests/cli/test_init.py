@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 from lightning_gpp.cli.init import create
 from lightning_gpp.errors import ConfigError
@@ -21,7 +22,11 @@ def test_the_project_trains_and_passes_its_test(tmp_path: Path) -> None:
     short = ("trainer.max_epochs=1", "trainer.limit_train_batches=2", "trainer.limit_val_batches=1")
     trained = launched(2, "train", *line.split(), *short, cwd=project)
     assert trained.returncode == 0, trained.stderr
-    assert next((project / "runs" / "my_project").glob("*/checkpoints/last.ckpt")).is_file()
+    checkpoint = next((project / "runs" / "my_project").glob("*/checkpoints/last.ckpt"))
+    told = ("task=predict", f"ckpt_path={checkpoint}", "hydra.run.dir=told", "trainer.limit_predict_batches=2")
+    predicted = launched(2, "train", *line.split(), *told, cwd=project)
+    assert predicted.returncode == 0, predicted.stderr
+    assert [len(each) for each in torch.load(project / "told" / "predictions_0.pt")] == [64, 64]
     code, output = Program("-m", "pytest", "-q", "-p", "no:cacheprovider", cwd=project).outcome(60)
     assert code == 0, output
 

@@ -55,6 +55,7 @@ MISTAKES: dict[str, tuple[str, ...]] = {
         "model._target_=needy.M",
     ),
     r"ckpt_path=none\.ckpt does not exist\. Give": ("train", TWO_TOWER, "ckpt_path=none.ckpt"),
+    r"task=evaluate does not exist\. Did you mean validate\?": ("train", TWO_TOWER, "task=evaluate"),
     r"Lightning refuses seed=-1: ": ("train", TWO_TOWER, "seed=-1"),
     r"is not YAML: .*broken\.yaml": ("train", "--config-dir", "mine", "experiment=broken"),
     r"output=mine\.py/plan\.yaml cannot be": ("plan", TWO_TOWER, "output=mine.py/plan.yaml"),

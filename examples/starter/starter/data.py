@@ -16,7 +16,7 @@ class Pairs(L.LightningDataModule):
 
     Args:
         batch_size: samples of a mini-batch.
-        num_samples: samples for training; a quarter as many are for validation.
+        num_samples: samples for training; a quarter as many each are for validation and for the test.
     """
 
     def __init__(self, batch_size: int = 64, num_samples: int = 4096) -> None:
@@ -27,12 +27,19 @@ class Pairs(L.LightningDataModule):
         centres = torch.randn(NUM_CLASSES, 64, generator=torch.Generator().manual_seed(0))
         self.training = samples(centres, self.num_samples, seed=1)
         self.validation = samples(centres, self.num_samples // 4, seed=2)
+        self.test = samples(centres, self.num_samples // 4, seed=3)
 
     def train_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(self.training, self.batch_size, shuffle=True, drop_last=True)
+        return DataLoader(self.training, batch_size=self.batch_size, shuffle=True, drop_last=True)
 
     def val_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(self.validation, self.batch_size)
+        return DataLoader(self.validation, batch_size=self.batch_size)
+
+    def test_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(self.test, batch_size=self.batch_size)
+
+    def predict_dataloader(self) -> DataLoader[Any]:
+        return self.test_dataloader()
 
 
 def samples(centres: torch.Tensor, number: int, seed: int) -> TensorDataset:

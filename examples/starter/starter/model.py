@@ -27,7 +27,7 @@ class TwoTowers(L.LightningModule):
         self.vector_tower = nn.Sequential(nn.Linear(64, width), *layers(width, num_layers))
         self.text_tower = nn.Sequential(nn.EmbeddingBag(100, width), *layers(width, num_layers))
         self.head = nn.Linear(2 * width, num_classes)
-        self.accuracy = MulticlassAccuracy(num_classes)
+        self.val_accuracy, self.test_accuracy = MulticlassAccuracy(num_classes), MulticlassAccuracy(num_classes)
 
     def forward(self, vector: Tensor, text: Tensor) -> Tensor:
         joined: Tensor = self.head(torch.cat([self.vector_tower(vector), self.text_tower(text)], dim=1))
@@ -41,8 +41,17 @@ class TwoTowers(L.LightningModule):
 
     def validation_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> None:
         vector, text, label = batch
-        self.accuracy(self(vector, text), label)
-        self.log("val/accuracy", self.accuracy, prog_bar=True)
+        self.val_accuracy(self(vector, text), label)
+        self.log("val/accuracy", self.val_accuracy, prog_bar=True)
+
+    def test_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> None:
+        vector, text, label = batch
+        self.test_accuracy(self(vector, text), label)
+        self.log("test/accuracy", self.test_accuracy)
+
+    def predict_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> Tensor:
+        vector, text, _ = batch
+        return self(vector, text).argmax(dim=1)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=self.hparams["learning_rate"])
