@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from enum import Enum
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import lightning.pytorch as pl
 import numpy as np
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 
 from lightning_gpp.errors import GPPError
 from lightning_gpp.training.data.batches import SessionCache
+from lightning_gpp.training.whole import network_calls
 from tests.strategy import harness
 
 
@@ -328,3 +330,41 @@ def captures(rank: int, names: list[str]) -> list[int]:
         in_stages(rank, name)
         counts.append(len(made))
     return counts
+
+
+class Network(nn.Module):
+    """Takes the mini-batch as its loader makes it, with names of which it reads nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 6), nn.Linear(6, 2)
+
+    def forward(self, batch: dict[str, Any]) -> Tensor:
+        out: Tensor = self.last(self.first(batch["x"]).tanh())
+        return out
+
+
+class WithNames(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.network = Network()
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
+        return self.network(batch).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def captures_with_names(rank: int) -> int:
+    data = [{"x": torch.ones(4, 4), "names": [f"{number} {sample}" for sample in range(4)]} for number in range(5)]
+    strategy = harness.strategy(stages=None, step="whole", num_micro_batches=2, self_check=False)
+    with mock.patch.object(network_calls, "capture_calls", wraps=network_calls.capture_calls) as captures:
+        trainer = harness.trainer(strategy, devices=2, max_epochs=1)
+        trainer.fit(WithNames(), torch.utils.data.DataLoader(data, batch_size=None))  # type: ignore[arg-type]
+    return captures.call_count
+
+
+def test_names_of_samples_need_no_new_capture_of_a_step_as_a_whole() -> None:
+    for captures in harness.run(2, captures_with_names):
+        assert captures <= 1

@@ -92,6 +92,7 @@ def test_sizes_that_are_equal_stay_equal_in_shorter_and_longer_mini_batches() ->
     assert longer[1] == longer[2] >= 24
     assert longer[3] >= 66
     assert first_alone == (1, longer[1], longer[1], 30, 4)
+    assert corners_around((5, 3), (5, 0)) == []  # nothing repeats
     assert math.gcd(12 - 2, longer[1] - 2) == math.gcd(30 - 7, longer[3] - 7) == 1
 
 

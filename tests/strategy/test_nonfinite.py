@@ -110,7 +110,8 @@ class Skipping(TwoTowers):
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss, _ = self.loss(batch)
-        skips = {"not finite": not loss.isfinite(), "number": batch_idx == BAD, "class": not (batch[2] == 0).any()}
+        bad = not loss.isfinite()
+        skips = {"not finite": bad, "first": bad, "number": batch_idx == BAD, "class": not (batch[2] == 0).any()}
         return None if skips[self.reason] else loss
 
     def configure_optimizers(self) -> Any:
@@ -125,8 +126,8 @@ def samples(reason: str) -> list[list[torch.Tensor]]:
     batches = [list(batch) for batch in harness.loader(32)]
     for batch in batches:
         batch[2][::4] = 0
-    if reason == "not finite":
-        batches[BAD][0][1] = torch.nan
+    if reason in ("not finite", "first"):
+        batches[BAD if reason == "not finite" else 0][0][1] = torch.nan
     if reason == "class":
         batches[BAD][2][4:] = 1
     return batches
@@ -134,7 +135,10 @@ def samples(reason: str) -> list[list[torch.Tensor]]:
 
 def fit_skipping(rank: int, reason: str, ranks: int, **options: Any) -> tuple[list[dict[str, torch.Tensor]], list[str]]:
     module = Skipping(reason).double()
-    strategy = harness.strategy(self_check=False, num_micro_batches=2, **options) if ranks > 1 else "auto"
+    options = {"self_check": reason == "first", "num_micro_batches": 2, **options}
+    if reason == "first":  # found by the self-check, after which the step runs as a whole
+        options["stages"] = None
+    strategy = harness.strategy(**options) if ranks > 1 else "auto"
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer = harness.trainer(strategy, devices=ranks, max_epochs=1, use_distributed_sampler=False)
@@ -142,7 +146,7 @@ def fit_skipping(rank: int, reason: str, ranks: int, **options: Any) -> tuple[li
     return module.weights, [str(each.message) for each in caught]
 
 
-@pytest.mark.parametrize("reason", ["not finite", "number"])
+@pytest.mark.parametrize("reason", ["not finite", "first", "number"])
 def test_a_step_skips_a_mini_batch_as_in_one_process(reason: str) -> None:
     alone, _ = fit_skipping(0, reason, 1)
     for found, _ in harness.run(2, fit_skipping, reason, 2):

@@ -27,7 +27,8 @@ from lightning_gpp.capture import Capture, slice_batch
 from lightning_gpp.capture.batch import UNCOUNTED, cut_note, loose_rows
 from lightning_gpp.capture.captured import loss_of, trained_loss
 from lightning_gpp.capture.kept import groups_of_optimizers, unchanged
-from lightning_gpp.errors import GPPError, IndivisibleError, SelfCheckError
+from lightning_gpp.errors import CaptureError, GPPError, IndivisibleError, SelfCheckError
+from lightning_gpp.explained import without_name
 from lightning_gpp.measure.memory import free_bytes
 from lightning_gpp.plan import Plan
 from lightning_gpp.runtime.named_tensors import tensors_of
@@ -236,6 +237,8 @@ def _unsplit_or_failure(
     samples, total = samples_of(plan, captured.batch_size), captured.batch_size
     try:
         return _unsplit(job, whole, captured, plan, part, samples), None
+    except CaptureError as error:  # the step skips this mini-batch
+        return Expected(), IndivisibleError(without_name(str(error)))
     except GPPError:
         raise
     except Exception as error:  # user code, which may fail on fewer samples than it is written for

@@ -188,7 +188,7 @@ def corners_around(known: Sizes, other: Sizes) -> list[Sizes]:
     """
     pairs = sorted({pair for pair in zip(known, other, strict=True) if pair[0] != pair[1]})
     lows = {pair: max(2, min(pair) // 4) for pair in pairs}
-    if not all(lows[pair] < pair[0] for pair in pairs):
+    if not all(min(pair) > 0 and lows[pair] < pair[0] for pair in pairs):
         return []
     highs = {pair: _beyond(pair[0] - lows[pair], lows[pair], 2 * max(pair)) for pair in pairs}
     choices = [lows, highs, *({pair: highs[pair]} for pair in pairs[:-1])] if pairs else []
