@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from lightning_gpp._compat.torch import FakeTensor, pytree
 from lightning_gpp.capture.batch import resized, samples_in
 from lightning_gpp.capture.captured import Capture, capture_step
-from lightning_gpp.capture.items import of_samples
+from lightning_gpp.capture.items import are_plain
 from lightning_gpp.capture.network import refuse_cut_graphs, without_graph
 from lightning_gpp.capture.record import RunTime, StepFunction, Subject, record
 from lightning_gpp.capture.recorder import Recorder
@@ -213,9 +213,12 @@ def call_networks(module: nn.Module, batch: Mapping[str, Any]) -> list[Any]:
 
 
 def _called(module: nn.Module, path: str, entry: Mapping[str, Any], num_samples: int) -> Any:
+    def is_leaf(value: Any) -> bool:
+        return are_plain(value) and len(value) == num_samples
+
     given = tuple(entry["args"].values()), dict(entry["kwargs"])
     # in new containers, which the forward may change, except for items of samples, which it does not even read
-    arguments = pytree.tree_map(lambda leaf: leaf, given, is_leaf=lambda value: of_samples(value, num_samples))
+    arguments = pytree.tree_map(lambda leaf: leaf, given, is_leaf=is_leaf)
     return module.get_submodule(path)(*arguments[0], **arguments[1])
 
 

@@ -236,9 +236,9 @@ def loss_of(output: Any, num_samples: int | None = None) -> Tensor:
     loss = output.get("loss") if isinstance(output, Mapping) else output
     if output is None:
         raise CaptureError(
-            "training_step returned None instead of a loss, in set-up, with several pipelines, accumulation, "
-            "16-mixed, or without a flush. Return a zero loss (0 * loss); or set strategy.on_nonfinite=skip, or "
-            "strategy.step=whole, with which None skips the mini-batch."
+            "training_step returned None instead of a loss. On micro-batches it may do so in training with one "
+            "pipeline that flushes, without accumulation and 16-mixed, but not in set-up. Return a zero loss (0 * "
+            "loss); or set strategy.on_nonfinite=skip, or strategy.step=whole, with which None skips the mini-batch."
         )
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         raise StepError(

@@ -26,11 +26,6 @@ def are_plain(items: Any) -> bool:
     return is_plain_sequence(items) or (type(items) in (list, tuple) and all(map(is_plain_sequence, items)))
 
 
-def of_samples(value: Any, num_samples: int) -> bool:
-    """True for items that are no tensors, one for each sample."""
-    return are_plain(value) and len(value) == num_samples
-
-
 def watched(items: Sequence[Any], on_read: Callable[[], None]) -> Any:
     """A copy of a list or tuple that calls `on_read` before an item is read, and in which pytree does not look."""
     kind: type = type(items)

@@ -198,9 +198,12 @@ class StepRunner:
         """
         entry = self._open[micro_batch.lane]
         outputs = entry.outputs
-        if not self.returns_loss or (output is None and entry.invocation.skips):
+        if not self.returns_loss:
             outputs.append((micro_batch, output))
-            return {LOSS: scaled(torch.zeros((), device=entry.device), 0, sources)} if self.returns_loss else {}
+            return {}
+        if output is None and entry.invocation.skips:
+            outputs.append((micro_batch, None))
+            return {LOSS: scaled(torch.zeros((), device=entry.device), 0, sources)}
         output, loss = self._weighed(micro_batch, output, sources)
         detached = (
             output.detach() if isinstance(output, Tensor) else pytree.tree_map_only(Tensor, Tensor.detach, output)

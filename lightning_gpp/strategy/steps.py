@@ -52,9 +52,6 @@ _SETTINGS: Final[Attribute] = "", "trainer.optimizers"
 _RESULT: Final[Attribute] = "", "trainer.result"
 """Stands for the result of a step beside them."""
 
-_SKIPPED: Final = "None"
-"""Stands for micro-batches that were skipped, among the names of which a warning has told."""
-
 SKIPPED: Final = object()
 """Stands for the None that a step returns on all ranks; Lightning refuses it, because other ranks could go on."""
 
@@ -254,7 +251,7 @@ class Steps:
         self._set_up, self._readers, self._metrics = set_up, readers, metrics
         self._before: list[dict[str, Any]] = []
         self._told, self._told_repeated, self._told_late = set[str](), set[Attribute](), set[Attribute]()
-        self._trained = self._observed = False
+        self._trained = self._observed = self._told_skipped = False
 
     @property
     def whole(self) -> bool:
@@ -301,8 +298,8 @@ class Steps:
     def _skipped(self, outputs: Outputs) -> float:
         """The part of the micro-batches for which the step returned None; warns once unless it is none or all."""
         skipped = sum(value is None for _, value in outputs)
-        if 0 < skipped < len(outputs) and _SKIPPED not in self._told:
-            self._told.add(_SKIPPED)
+        if 0 < skipped < len(outputs) and not self._told_skipped:
+            self._told_skipped = True
             self.control.warn(
                 f"training_step returned None for {skipped} of {len(outputs)} micro-batches: they add no gradient. One "
                 "process decides for the whole mini-batch, as strategy.step=whole does. To leave out mini-batches "

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from enum import Enum
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import lightning.pytorch as pl
 import numpy as np
@@ -19,7 +18,6 @@ from torch import Tensor, nn
 
 from lightning_gpp.errors import GPPError
 from lightning_gpp.training.data.batches import SessionCache
-from lightning_gpp.training.whole import network_calls
 from tests.strategy import harness
 
 
@@ -332,39 +330,43 @@ def captures(rank: int, names: list[str]) -> list[int]:
     return counts
 
 
-class Network(nn.Module):
-    """Takes the mini-batch as its loader makes it, with names of which it reads nothing."""
+class Sized(nn.Module):
+    """Reads a list of numbers that has as many entries as the mini-batch has samples."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first, self.last = nn.Linear(4, 6), nn.Linear(6, 2)
 
-    def forward(self, batch: dict[str, Any]) -> Tensor:
-        out: Tensor = self.last(self.first(batch["x"]).tanh())
+    def forward(self, x: Tensor, size: list[int]) -> Tensor:
+        out: Tensor = self.last(self.first(x).tanh()) * size[0] + size[1]
         return out
 
 
-class WithNames(pl.LightningModule):
+class ReadsLists(pl.LightningModule):
     def __init__(self) -> None:
         super().__init__()
-        self.network = Network()
+        torch.manual_seed(0)
+        self.network, self.losses = Sized(), list[float]()
 
-    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
-        return self.network(batch).square().mean()
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.network(batch, [batch_idx + 1, 2 * batch_idx + 1]).square().mean()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), 0.1)
+        return torch.optim.SGD(self.parameters(), 0.01)
+
+    def on_train_batch_end(self, outputs: Any, *_: Any) -> None:
+        self.losses.append(float(outputs["loss"]))
 
 
-def captures_with_names(rank: int) -> int:
-    data = [{"x": torch.ones(4, 4), "names": [f"{number} {sample}" for sample in range(4)]} for number in range(5)]
-    strategy = harness.strategy(stages=None, step="whole", num_micro_batches=2, self_check=False)
-    with mock.patch.object(network_calls, "capture_calls", wraps=network_calls.capture_calls) as captures:
-        trainer = harness.trainer(strategy, devices=2, max_epochs=1)
-        trainer.fit(WithNames(), torch.utils.data.DataLoader(data, batch_size=None))  # type: ignore[arg-type]
-    return captures.call_count
+def fit_lists(rank: int, ranks: int) -> list[float]:
+    module = ReadsLists().double()
+    strategy = harness.strategy(stages=None, step="whole", num_micro_batches=2) if ranks > 1 else "auto"
+    data = torch.utils.data.DataLoader(torch.linspace(-1, 1, 32, dtype=torch.float64).view(8, 4), batch_size=2)  # type: ignore[arg-type]
+    harness.trainer(strategy, devices=ranks, max_epochs=1, use_distributed_sampler=False).fit(module, data)
+    return module.losses
 
 
-def test_names_of_samples_need_no_new_capture_of_a_step_as_a_whole() -> None:
-    for captures in harness.run(2, captures_with_names):
-        assert captures <= 1
+def test_a_list_that_a_forward_reads_counts_with_its_values_in_a_step_as_a_whole() -> None:
+    alone = fit_lists(0, 1)
+    for losses in harness.run(2, fit_lists, 2):
+        assert losses == pytest.approx(alone, rel=1e-12)

@@ -246,5 +246,6 @@ class SessionCache(dict[tuple[Hashable, Hashable], T]):
             self._warn(
                 f"{changing()} changed {count - 1} times, and each time the step was captured anew, because what is "
                 "cut into stages runs with the values of its capture. That takes time: pass values that change often "
-                "as tensors, or keep the module that reads them in one stage (strategy.stages)."
+                "as tensors, keep the module that reads them in one stage (strategy.stages), or let the step run as "
+                "a whole (strategy.step=whole)."
             )

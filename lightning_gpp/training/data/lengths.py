@@ -78,7 +78,7 @@ class KnownLengths:
 
     def _add(self, key: Hashable, sizes: Sizes, session: Session) -> None:
         """Add a captured length to those that it is like."""
-        if session.plan.is_sliced or not may_be_resized(session.pipeline):
+        if not _is_resizable(session):
             return
         if key not in self._groups and len(self._groups) == _MOST:
             del self._groups[next(iter(self._groups))]
@@ -108,6 +108,8 @@ class Lengths:
     def add(self, sizes: Sizes, session: Session) -> bool:
         """Add a captured length, if it is like the others; returns whether it is."""
         first = self._first
+        if not _is_resizable(session):
+            return False
         if _decided(first) != _decided(session) or not _planned_alike(first.plan, session.plan):
             return False
         if not are_alike(first.pipeline, session.pipeline):
@@ -141,6 +143,10 @@ class Lengths:
             return None
         numbers = _on_line(_with_one(points), np.array(list(self._numbers.values())), _with_one(at))
         return None if numbers is None else self._first.resized(resized(self._first.pipeline, numbers))
+
+
+def _is_resizable(session: Session) -> bool:
+    return not session.plan.is_sliced and may_be_resized(session.pipeline)
 
 
 def _planned_alike(one: Plan, other: Plan) -> bool:
@@ -183,8 +189,9 @@ def _between(points: Array, at: Array) -> bool:
 
 
 def corners_around(known: Sizes, other: Sizes) -> list[Sizes]:
-    """Sizes around two others which, with the first ones, show whether numbers are affine functions of them: half of
-    all that differ, twice all, and for each but the last twice it alone. Sizes that are equal in both are one.
+    """Sizes around two others which, with the first ones, show whether numbers are affine functions of them.
+
+    A quarter of all that differ, twice all, and for each but the last twice it alone. Sizes equal in both are one.
     """
     pairs = sorted({pair for pair in zip(known, other, strict=True) if pair[0] != pair[1]})
     lows = {pair: max(2, min(pair) // 4) for pair in pairs}

@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from lightning_gpp._compat.torch import accumulator_of, graph_is_kept, pytree, will_run
 from lightning_gpp.capture.attributes import is_plain
 from lightning_gpp.capture.calls import call_batch, capture_calls, samples_of_call
-from lightning_gpp.capture.items import of_samples
 from lightning_gpp.errors import CaptureError, GPPError
 from lightning_gpp.runtime.named_tensors import tensors_of
 from lightning_gpp.runtime.random import RandomStreams, undisturbed
@@ -131,11 +130,10 @@ class NetworkCalls:
         needs = tuple(
             differentiable and leaf.requires_grad for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor)
         )
-        is_items = partial(of_samples, num_samples=samples_of_call(arguments))  # no forward reads them
         batch = call_batch({path: arguments}, samples_of_call(arguments))
         form = path, signature(batch), zlib.crc32(flags), zlib.crc32(trained), needs, differentiable
-        others = [leaf for leaf in pytree.tree_leaves(arguments, is_items) if not isinstance(leaf, Tensor)]
-        given = tuple(repr(leaf) if is_plain(leaf) and not is_items(leaf) else type(leaf) for leaf in others)
+        others = [leaf for leaf in pytree.tree_leaves(arguments) if not isinstance(leaf, Tensor)]
+        given = tuple(repr(leaf) if is_plain(leaf) else type(leaf) for leaf in others)
         values, changing = (given, self._frozen.announce()), partial(_changing, path, self._frozen)
         make = partial(self._new, batch, needs)
         if self._job.cuts_calls and self._has_known_rows(path, arguments) and form not in self._undivided:
@@ -181,7 +179,7 @@ def _may_hold_tensors(leaf: Any) -> bool:
 
 
 def _changing(path: str, frozen: FrozenAttributes) -> str:
-    return frozen.names() if frozen.changes() else f"Arguments of {named(path)} that are no tensors"
+    return f"Arguments of {path or 'the module'!r} that are no tensors, or {frozen.names()},"
 
 
 _MOST_CALLS = 1 << 20
