@@ -36,9 +36,9 @@ def tint(color: str, share: float = 0.5) -> str:
 
 
 def action_color(stage: int, kind: Kind) -> str:
-    """The colour of an action: light for forwards, full for backwards, grey for what no stage computes."""
+    """The colour of an action: light for forwards, full for backwards, pale grey for what no stage computes."""
     if kind is Kind.DATA:
-        return tint(NEUTRAL)
+        return tint(NEUTRAL, 0.8)
     return tint(stage_color(stage)) if kind in FAINT else stage_color(stage)
 
 

@@ -160,6 +160,12 @@ def timeline_svg(timelines: Timeline | Mapping[str, Timeline]) -> str:
     return svg.document(svg.PIXELS, chart.height, chart.elements(), label=chart.label)
 
 
+def _grey(kind: Kind) -> str:
+    """The colour of a kind of action, of any stage."""
+    color = action_color(0, kind)
+    return NEUTRAL if color == stage_color(0) else tint(NEUTRAL) if color == tint(stage_color(0)) else color
+
+
 class Chart:
     """The rows of all devices on one axis of time, which begins with the first action of each timeline."""
 
@@ -203,8 +209,7 @@ class Chart:
 
     def _legend(self, right: float) -> Iterator[tuple[float, float, str, bool, str]]:
         """Place, colour, whether it is hatched, and text of each entry: kinds of actions, then stages, in lines."""
-        greys = {kind: NEUTRAL if action_color(0, kind) == stage_color(0) else tint(NEUTRAL) for kind in self.kinds}
-        entries = [(grey, kind in HATCHED, f"{kind.value} {MEANINGS[kind]}") for kind, grey in greys.items()]
+        entries = [(_grey(kind), kind in HATCHED, f"{kind.value} {MEANINGS[kind]}") for kind in self.kinds]
         entries += [(stage_color(stage), False, f"{stage} {name}") for stage, name in enumerate(self.first.stages)]
         x, y = float(MARGIN), self.bottom + 50
         for color, hatched, label in entries:
