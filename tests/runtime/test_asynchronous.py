@@ -34,7 +34,7 @@ POLICIES: list[tuple[str, dict[str, Any]]] = [
     ("stash", {"vertical_sync": True}),
     ("latest", {}),
     ("corrected", {"rescale_steps": 5}),
-    ("corrected", {"rescale_steps": 0, "discrepancy_decay": 0.5}),
+    ("corrected", {"rescale_steps": 0, "discrepancy_decay": "window"}),
     ("predicted", {}),
     ("predicted", {"predictor": "decay"}),
     ("predicted", {"passes": 2}),

@@ -141,6 +141,24 @@ def test_largest_step_under_a_mismatch_of_forward_and_backward(delay: int, decay
     assert found == [pytest.approx(step, rel=TOLERANCE) for step in TABLE[delay, decay]]
 
 
+@pytest.mark.parametrize("delay", [1, 3])
+def test_a_window_corrects_by_the_mean_of_the_last_updates(delay: int) -> None:
+    """LayerPipe2's rule, written out; the first update is not late."""
+    weight, number = nn.Parameter(torch.ones((), dtype=torch.float64)), 12
+
+    def change(forward: Any, backward: Any) -> Any:
+        return 0.3 * forward - 0.2 * backward**2
+
+    found = driven("corrected", weight, delay, number, change, rescale_steps=0, discrepancy_decay="window")
+    weights, mean = [1.0], 0.0
+    for batch in range(number):
+        crossed, earlier = min(batch, delay), min(max(batch - 1, 0), delay)
+        update = -change(weights[batch - crossed], weights[batch] - crossed * mean)
+        weights.append(weights[batch] + update)
+        mean = (earlier * mean + update) / (earlier + 1) if crossed else 0.0
+    assert [float(value) for value in found] == pytest.approx(weights[1:], rel=1e-12)
+
+
 def grows(step: float, coefficient: float) -> bool:
     """True if x' = x - step * ((1 + c) x_1 - c x_2) has a root outside the unit circle; x_n is n updates old."""
     recurrence = [[1, -step * (1 + coefficient), step * coefficient], [1, 0, 0], [0, 1, 0]]

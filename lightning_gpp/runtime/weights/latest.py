@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -77,16 +79,23 @@ class Corrected(Latest):
     T3, synchronous first steps, is `strategy.synchronous_steps`. The delay is the counted number of updates between the
     forward and the backward of a micro-batch; updates without a delay are not late, so T1 begins after T3.
 
-    Source: PipeMare (Yang et al., MLSys 2021, arXiv 1910.05124), sections 3.1 to 3.3. The paper counts two slots per
-    stage of a finer pipeline; here delays follow from the program's order.
+    Sources: PipeMare (Yang et al., MLSys 2021, arXiv 1910.05124), sections 3.1 to 3.3. The paper counts two slots per
+    stage of a finer pipeline; here delays follow from the program's order. LayerPipe2 (Unnikrishnan and Parhi, arXiv
+    2512.08160) has no T1, and a velocity that is the mean of the late updates until there are more than delay_s, then
+
+        gamma  =  delay_s / (delay_s + 1),        which is T2 with decay = (1 + 1 / delay_s) ** -delay_s
+
+    Here the mean is one of changes of the weights, whatever the optimizer.
 
     Args:
         weights: weights of the device.
         rescale_steps: number of late updates over which T1 is annealed; 0 switches it off.
-        discrepancy_decay: D of T2, between 0 and 1; 0 switches it off.
+        discrepancy_decay: D of T2, between 0 and 1, or "window" for LayerPipe2's gamma; 0 switches T2 off.
     """
 
-    def __init__(self, weights: Weights, *, rescale_steps: int = 1000, discrepancy_decay: float = 0.135) -> None:
+    def __init__(
+        self, weights: Weights, *, rescale_steps: int = 1000, discrepancy_decay: float | Literal["window"] = 0.135
+    ) -> None:
         super().__init__(weights)
         self.rescale_steps, self.discrepancy_decay = rescale_steps, discrepancy_decay
         self._delay: dict[Parameter, int] = {}  # the largest since the latest update
@@ -146,7 +155,13 @@ class Corrected(Latest):
         return float(self._delay[parameter] ** (number / self.rescale_steps - 1.0))
 
     def _follow(self, parameter: Parameter, update: Tensor) -> None:
-        gamma = self.discrepancy_decay ** (1 / self._delay[parameter])
+        gamma = self._gamma(self._delay[parameter], self._late[parameter])
         velocity = self._velocity.get(parameter)
         mixed = update * (1 - gamma)
         self._velocity[parameter] = mixed if velocity is None else velocity.mul_(gamma).add_(mixed)
+
+    def _gamma(self, delay: int, number: int) -> float:
+        """The share that its old value has in the velocity after this late update, the number-th."""
+        if self.discrepancy_decay == "window":
+            return 1 - 1 / min(number, delay + 1)
+        return math.pow(self.discrepancy_decay, 1 / delay)
