@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from lightning_gpp._compat.torch import FakeTensorMode, replace_calls, uncompiled, wraps_compiled
+from lightning_gpp._compat.torch import FakeTensorMode, fake_like, replace_calls, uncompiled, wraps_compiled
 from lightning_gpp.capture.attributes import FRAMEWORKS, MOST_NUMBERS
 from lightning_gpp.capture.kept import RandomSource, is_plain_object
 from lightning_gpp.errors import CaptureError
@@ -28,7 +28,7 @@ _DEEPEST = 4
 
 def isolated_copy(module: nn.Module, mode: FakeTensorMode, device: torch.device) -> nn.Module:
     """A `private_copy` in which every parameter and buffer is fake."""
-    return private_copy(module, lambda _, tensor: _fake(tensor, mode, device))
+    return private_copy(module, lambda _, tensor: fake_like(tensor, mode, device))
 
 
 def private_copy(
@@ -128,14 +128,6 @@ def _uncompile(owner: nn.Module, memo: dict[int, Any]) -> None:
         plain = uncompiled(value)
         if plain is not value and isinstance(plain, types.MethodType) and id(plain.__self__) in memo:
             replica[name] = types.MethodType(plain.__func__, memo[id(plain.__self__)])
-
-
-def _fake(tensor: torch.Tensor, mode: FakeTensorMode, device: torch.device) -> torch.Tensor:
-    with mode:
-        fake = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
-        if isinstance(tensor, nn.Parameter):
-            return nn.Parameter(fake, requires_grad=tensor.requires_grad)
-        return fake
 
 
 class Unread:

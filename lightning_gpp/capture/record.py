@@ -344,10 +344,9 @@ def _recording(recorder: Recorder, mode: FakeTensorMode) -> Iterator[None]:
 def _quiet() -> Iterator[None]:
     """Discard what the step prints, because it runs several times, and torch's report of a failing call."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL + 1)
+    before, logger.disabled = logger.disabled, True  # another level would clear the caches of all loggers
     try:
         with contextlib.redirect_stdout(io.StringIO()):
             yield
     finally:
-        logger.setLevel(level)
+        logger.disabled = before

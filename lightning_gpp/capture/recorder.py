@@ -390,9 +390,9 @@ def _positions() -> tuple[int, int]:
 
 
 def _has_state(module: nn.Module) -> bool:
-    if isinstance(module, torchmetrics.Metric | torchmetrics.MetricCollection):
+    if not any(True for _ in (*module.parameters(), *module.buffers())):
         return False
-    return any(True for _ in module.parameters()) or any(True for _ in module.buffers())
+    return not isinstance(module, torchmetrics.Metric | torchmetrics.MetricCollection)
 
 
 def _no_function() -> None:

@@ -28,6 +28,7 @@ from lightning_gpp._compat.torch import (
     TorchDispatchMode,
     buffers_of,
     default_store,
+    fake_like,
     fake_mode,
     forget_division,
     has_backward_hooks,
@@ -88,6 +89,15 @@ class Loud(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         raise AssertionError("a function of torch was called")
+
+
+@pytest.mark.parametrize("original", [nn.Parameter(torch.ones(2, 3)), torch.ones(2, 3, dtype=torch.int32)])
+def test_fake_like(original: Tensor) -> None:
+    made = fake_like(original, fake_mode(), torch.device("cuda"))
+    assert type(made) is FakeTensor
+    assert isinstance(made, nn.Parameter) is isinstance(original, nn.Parameter)
+    assert (made.requires_grad, made.is_leaf) == (original.requires_grad, True)
+    assert (made.shape, made.dtype, made.device.type) == (original.shape, original.dtype, "cuda")
 
 
 def test_without_torch_function() -> None:
