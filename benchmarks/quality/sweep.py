@@ -15,11 +15,11 @@ SEEDS = range(3)
 STAGES = (8, 12)
 """1F1B with one micro-batch per mini-batch: a chain of 8 stages has delays of 7 to 0, one of 12 stages 11 to 0."""
 
-EQUALLY_LATE = {"sync": 1, "2BW": 2, "2BW, EF": 2}
+EQUALLY_LATE = {"sync": 1, "2BW": 2, "2BW, EF": 2, "PACI": 2}
 """Methods with one delay in every pipeline, and the stages that it takes to show it."""
 
 NESTEROV = "Nesterov"
-LATER = ("latest", "stash", NESTEROV, "PipeMare", "PipeMare, T3", "PipeOptim", "SpecTrain", "MSNAG")
+LATER = ("latest", "stash", NESTEROV, "PipeMare", "PipeMare, T3", "LayerPipe2", "PipeOptim", "SpecTrain", "MSNAG")
 METHODS = (*EQUALLY_LATE, *LATER)
 
 
@@ -30,11 +30,13 @@ def method_of(name: str, num_steps: int) -> Method:
         "sync": Method(policy="latest"),
         "2BW": Method(policy="double_buffer"),
         "2BW, EF": Method(policy="error_feedback"),
+        "PACI": Method(policy="latest"),
         "latest": Method(policy="latest"),
         "stash": Method(policy="stash"),
         NESTEROV: Method(policy="stash", optimizer="nadamw"),
         "PipeMare": Method(policy="corrected", options=pipemare),
         "PipeMare, T3": Method(policy="corrected", options=pipemare, synchronous_steps=num_steps // 8),
+        "LayerPipe2": Method(policy="corrected", options={"rescale_steps": 0, "discrepancy_decay": "window"}),
         "PipeOptim": Method(policy="predicted"),
         "SpecTrain": Method(policy="predicted", options={"passes": 2}),
         "MSNAG": Method(policy="predicted", options={"predictor": "decay"}),

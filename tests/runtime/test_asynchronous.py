@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +18,7 @@ from lightning_gpp.runtime.weights import (
     make_policy,
     options_of,
 )
+from lightning_gpp.schedules.continuous import continuous_program, delays_of
 from tests.runtime.asynchronous import AsyncCase, AsyncOutcome, delayed, run_all
 from tests.runtime.stages import make_data, make_stages, slots_of
 from tests.strategies import plan_of
@@ -140,9 +142,15 @@ def test_double_buffering_is_one_version_late_everywhere() -> None:
     assert all(found[stage, batch] == (max(batch - 1, 0),) * 2 for stage in range(3) for batch in range(8))
 
 
-def test_latest_goes_backward_with_the_newest() -> None:
-    found = versions(AsyncCase(plan=CHAIN, policy="latest", segments=(6,)))
-    assert all(found[stage, batch] == (max(batch - 2 + stage, 0), batch) for stage in range(3) for batch in range(6))
+@pytest.mark.parametrize(("number", "every"), [(1, 1), (2, 1), (3, 1), (1, 3)])
+def test_latest_goes_backward_with_the_newest(number: int, every: int) -> None:
+    """PACI: with n in flight, and K micro-batches per update, one crosses at most ceil(n / K) updates."""
+    plan, per_update = plan_of([(0, 1), (1, 2)], [1, 1, 1], number, data=True), number * every
+    for stage, batch, micro, kind, version in delayed(AsyncCase(plan, "latest", every=every, segments=(6,))).log:
+        backwards = batch * number + micro - (2 - stage if kind == "F" else 0)
+        assert version == max(backwards, 0) // per_update
+    late = [math.ceil(delay / every) for delay in delays_of(continuous_program(plan)).values()]
+    assert late == [math.ceil(in_flight / per_update) for in_flight in (2, 1, 0)]
 
 
 def test_a_flush_after_every_mini_batch_is_synchronous() -> None:
