@@ -245,10 +245,13 @@ def capture_calls(
 
 
 def joint_loss(module: nn.Module, batch: Mapping[str, Any]) -> Tensor:
-    """A loss of all results, a mean over samples, for comparisons: nobody trains by it."""
+    """A loss of all results, a mean over samples, for comparisons: nobody trains by it.
+
+    No sum of squares, which is the same for all results of a normalisation.
+    """
     leaves = pytree.tree_leaves(call_networks(module, pytree.tree_map_only(Tensor, _changeable, batch)))
     numbers = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
-    loss = torch.stack([number.square().mean() for number in numbers]).sum()
+    loss = torch.stack([(number.square() * number.abs()).mean() for number in numbers]).sum()
     return loss if loss.requires_grad else loss.detach().requires_grad_()  # of a frozen network
 
 
