@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any, Final
 import lightning as L
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import ProgressBar, TQDMProgressBar
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_only
@@ -139,11 +141,20 @@ def build(config: DictConfig) -> Job:
     datamodule = built(config.data, L.LightningDataModule)
     model = built(config.model, L.LightningModule)
     parts = {
-        "callbacks": _all(config.callbacks, "callbacks", L.Callback),
+        "callbacks": _callbacks(config),
         "logger": _all(config.logger, "logger", Logger) or False,
     }
     trainer = built(config.trainer, L.Trainer, strategy=strategy, **parts)
     return Job(trainer=trainer, model=model, datamodule=datamodule)
+
+
+def _callbacks(config: DictConfig) -> list[L.Callback]:
+    """The callbacks; without a terminal also a progress bar for files, where Lightning's own shows only its end."""
+    chosen: list[L.Callback] = _all(config.callbacks, "callbacks", L.Callback)
+    wanted = config.trainer.get("enable_progress_bar") is not False
+    if wanted and not sys.stdout.isatty() and not any(isinstance(each, ProgressBar) for each in chosen):
+        chosen.append(TQDMProgressBar(refresh_rate=config.trainer.get("log_every_n_steps") or 50))
+    return chosen
 
 
 def seed_all(seed: int | None) -> None:

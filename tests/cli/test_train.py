@@ -69,6 +69,7 @@ def test_a_module_without_a_test_is_only_trained(tmp_path: Path) -> None:
     alone = ("strategy=single_device", "trainer.devices=1", "trainer.max_epochs=1", "name=mine")
     result = command("train", "--config-dir", "mine", "data=mine", "model=mine", *alone, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
+    assert "\rEpoch 0: 100%" in result.stdout  # the bar that files get
     assert "no test after training, as there is no Model.test_step and no Data.test_dataloader." in result.stderr
     (folder,) = (tmp_path / "runs" / "mine").iterdir()
     assert (folder / "metrics.json").is_file()
