@@ -317,7 +317,16 @@ class Compiler:
         return self._lane.splits.setdefault((action.stage, action.micro_batch), SplitBackward(splitter))
 
     def _saved(self, action: Action) -> Saved:
-        return self._lane.saved.setdefault((action.stage, action.micro_batch), Saved())
+        if self._weights is None or not self._weights.newest_graphs:
+            return self._lane.saved.setdefault((action.stage, action.micro_batch), Saved())
+        stage = self._plan.stages[action.stage]
+        if stage.reruns or stage.offload:
+            raise ScheduleError(
+                f"Stage {stage.name!r} recomputes or offloads activations, but strategy.weights=newest_graph keeps "
+                "those of one sample only. Use strategy.recompute=false and strategy.offload=false, or "
+                "strategy.weights=latest."
+            )
+        return self._lanes[0].saved.setdefault((action.stage, 0), Saved())  # all mini-batches share it
 
     def _module_state(self, stage: int) -> ModuleState:
         if stage not in self._module_states:

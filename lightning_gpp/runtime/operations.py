@@ -62,7 +62,7 @@ class Saved:
     def clear(self) -> None:
         self.leaves: dict[str, Tensor] = {}
         self.outputs: dict[str, GradientEdge] = {}
-        self.losses: list[tuple[GradientEdge, Tensor]] = []
+        self.losses: dict[str, tuple[GradientEdge, Tensor]] = {}
 
 
 class EdgeTensors:
@@ -253,7 +253,7 @@ class ComputeForward(_Makes):
             if loss is None or loss.requires_grad or not self._adds_losses:
                 loss = _checked_loss(loss, self.owner)
                 seed = torch.full_like(loss, self.state.loss_weight * self.micro_batch.num_samples)
-                saved.losses.append((get_gradient_edge(loss), seed))
+                saved.losses[name] = get_gradient_edge(loss), seed
 
     @property
     def _adds_losses(self) -> bool:
@@ -296,8 +296,8 @@ class ComputeGradients(Compute):
         names = [name for name in gradients if name in saved.outputs]
         roots = [saved.outputs[name] for name in names]
         seeds = [gradients[name] for name in names]
-        roots += [root for root, _ in saved.losses]
-        seeds += [seed for _, seed in saved.losses]
+        roots += [root for root, _ in saved.losses.values()]
+        seeds += [seed for _, seed in saved.losses.values()]
         return roots, seeds
 
     def _collect(self) -> dict[str, Tensor]:
@@ -313,7 +313,10 @@ class ComputeGradients(Compute):
 
     def _end(self) -> None:
         """Hand out the gradients of the inputs; a leaf on which nothing depends has gradient zero."""
-        self.hand_out({name: _gradient(leaf) for name, leaf in self.saved.leaves.items()})
+        if self.saved.leaves:
+            self.hand_out({name: _gradient(leaf) for name, leaf in self.saved.leaves.items()})
+        else:
+            self.hand_out_zeros()
         self.saved.clear()
 
 

@@ -25,7 +25,7 @@ from lightning_gpp.runtime.transport import Transport
 from lightning_gpp.schedules.actions import Kind
 from lightning_gpp.schedules.program import Instruction, Op, Program
 
-Graphs = tuple[dict[str, Tensor], dict[str, GradientEdge], list[tuple[GradientEdge, Tensor]]]
+Graphs = tuple[dict[str, Tensor], dict[str, GradientEdge], dict[str, tuple[GradientEdge, Tensor]]]
 """The content of `Saved`."""
 
 _FORWARDS: Final = (Kind.DATA, Kind.FORWARD, Kind.OFFLOAD)

@@ -109,6 +109,10 @@ class OfPipeline:
     def rewrites(self) -> bool:
         return self.policy.rewrites
 
+    @property
+    def newest_graphs(self) -> bool:
+        return self.policy.newest_graphs
+
     def enter_forward(self, use: Use) -> None:
         self.policy.enter_forward(self._of_all(use))
         self._note(self._of_all(use), "F")

@@ -24,6 +24,7 @@ from tests.runtime.stages import make_data, make_stages, slots_of
 from tests.strategies import plan_of
 
 CHAIN = plan_of([(0, 1), (1, 2)], [1, 1, 1], 1, data=True)
+FIRST_TWO = plan_of([(0, 1)], [1, 1], 1, data=True)
 CHAIN_OF_TWO = plan_of([(0, 1), (1, 2)], [1, 1, 1], 2, data=True)
 TOWERS = plan_of([(0, 2), (1, 2)], [2, 2, 2], 4, data=True)
 SKIP = plan_of([(0, 1), (1, 2), (0, 2)], [2, 2, 2], 2, data=True)
@@ -196,6 +197,62 @@ def loss_of(plan: Plan, stages: list[Any], batch: int) -> torch.Tensor:
         edges = [edge for edge in plan.edges if edge.dst == index]
         made[index] = stage({s.name: made[edge.src][s.name] for edge in edges for s in slots_of(edge)}, whole)
     return made[len(stages) - 1][LOSS]
+
+
+# -- the newest graph -------------------------------------------------------------------------------------------------
+
+
+def test_gradients_go_through_the_newest_graph() -> None:
+    """PARTIME, on two and three processes; also with all messages a period later, and a flush in between."""
+    plans = [*(replace(CHAIN, schedule=name) for name in ("1f1b", "layerpipe", "zb_h1")), FIRST_TWO]
+    cases = [AsyncCase(plan=plan, policy="newest_graph", segments=(7, 3)) for plan in plans]
+    outcomes = [*run_all(cases[:3]), *run_all(cases[3:])]
+    for case, found in zip(cases, outcomes, strict=True):
+        wanted = newest_graph_loop(case)
+        for name, weight in (pair for outcome in found for pair in outcome.weights.items()):
+            torch.testing.assert_close(weight, wanted[name], rtol=1e-12, atol=1e-14, msg=f"{case.plan.schedule} {name}")
+
+
+def newest_graph_loop(case: AsyncCase) -> dict[str, torch.Tensor]:
+    """Every period each stage computes its next sample, and then the gradients that are due, each graph once."""
+    stages, edges = make_stages(case.plan), {edge.dst: edge for edge in case.plan.edges}
+    optimizer = torch.optim.SGD([p for stage in stages for p in stage.parameters()], lr=0.02, momentum=0.9)
+    delays, first, one = delays_of(continuous_program(case.plan)), 0, MicroBatch(0, 0, 1, 1)
+    for number in case.segments:
+        made = {(-1, sample): make_data(1, seed=first + sample).inputs(one) for sample in range(number)}
+        graphs = {stage: (dict[str, torch.Tensor](), dict[str, torch.Tensor]()) for stage in delays}
+        for period in range(-delays[0], number):
+            for stage, sample in ((stage, period + delay) for stage, delay in delays.items()):
+                if 0 <= sample < number:
+                    slots, given = slots_of(edges[stage]), made[stage - 1, sample]
+                    inputs = {s.name: given[s.name].detach().requires_grad_(s.spec.requires_grad) for s in slots}
+                    made[stage, sample] = stages[stage]({name: v.view_as(v) for name, v in inputs.items()}, one)
+                    graphs[stage] = inputs, made[stage, sample]
+            if period >= 0:
+                gradients = {LOSS: torch.ones((), dtype=torch.float64)}
+                for stage in reversed(delays):
+                    gradients, graphs[stage] = gradients_of(*graphs[stage], gradients), ({}, {})
+                optimizer.step()
+                optimizer.zero_grad()
+        first += number
+    return {f"stage{i}.{name}": p.detach() for i, stage in enumerate(stages) for name, p in stage.named_parameters()}
+
+
+def gradients_of(
+    inputs: dict[str, torch.Tensor], outputs: dict[str, torch.Tensor], gradients: dict[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """The gradients of the inputs, from those that the next stage has for its own; none without a graph."""
+    roots = [name for name in gradients if name in outputs and outputs[name].requires_grad]
+    if roots:
+        torch.autograd.backward([outputs[name] for name in roots], [gradients[name] for name in roots])
+    found = {name: value for name, value in inputs.items() if value.requires_grad}
+    return {name: torch.zeros_like(v) if v.grad is None else v.grad for name, v in found.items()}
+
+
+def test_the_newest_graph_takes_one_micro_batch() -> None:
+    policy = make_policy("newest_graph", Weights(parameters={}, micro_batches={0: [0, 1]}))
+    with pytest.raises(ScheduleError, match=r"a mini-batch has 2 micro-batches.*num_micro_batches=1"):
+        policy.begin(int, 0)
 
 
 # -- memory -----------------------------------------------------------------------------------------------------------

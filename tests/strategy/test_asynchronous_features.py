@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
+from itertools import cycle
 from typing import Any
 
 import lightning.pytorch as pl
@@ -11,7 +13,7 @@ import torch
 from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor
 from lightning.pytorch.loggers.logger import Logger
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_gpp import GPPStrategy
@@ -175,3 +177,37 @@ def test_hooks_and_logs_of_everything_at_once() -> None:
     rates = [entry["lr-SGD"] for _, entry in accumulated["logged"] if "lr-SGD" in entry]
     assert rates == sorted(rates, reverse=True)
     assert rates[0] > rates[-1]
+
+
+class Endless(IterableDataset[Any]):
+    """Samples without an end, one after the other; notes how many were read."""
+
+    def __init__(self) -> None:
+        self.read = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        for sample in cycle(samples()):
+            self.read += 1
+            yield sample
+
+
+def streamed(rank: int) -> list[tuple[list[float], int]]:
+    found = []
+    for policy in ("stash", "newest_graph"):
+        module, data = Towers(in_line=True, dropout=0.0), Endless()
+        strategy = GPPStrategy(stages=CHAIN, weights=policy, num_micro_batches=1, failure_timeout=60.0, timeout=60.0)
+        run = harness.trainer(strategy, devices=3, max_steps=BATCHES)
+        run.fit(module, DataLoader(data, batch_size=1))
+        found.append((module.losses, data.read))
+    return found
+
+
+def test_a_stream_without_an_end() -> None:
+    """What a step returns is on all ranks in order; no sample is read that no step trains on, but for set-up's one."""
+    ranks = harness.run(3, streamed)
+    (exact, read), (near, _) = ranks[0]
+    assert read == BATCHES + 1
+    assert [[losses for losses, _ in found] for found in ranks] == [[exact, near]] * 3
+    assert len(exact) == len(near) == BATCHES
+    assert near != exact
+    assert near[:2] == exact[:2], "no gradient of another sample has come yet"

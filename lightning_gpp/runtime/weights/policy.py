@@ -82,10 +82,12 @@ class WeightPolicy:
 
     Attributes:
         rewrites: whether a backward may compute with other values than its forward, where updates lie between them.
+        newest_graphs: whether a backward goes through the graph of its stage's newest forward, whatever the mini-batch.
         updates: optimizer steps so far, which is the newest version.
     """
 
     rewrites: ClassVar[bool] = True
+    newest_graphs: ClassVar[bool] = False
 
     def __init__(self, weights: Weights) -> None:
         self.weights = weights
