@@ -104,7 +104,7 @@ class Plan:
         if self.memory_bytes and len(self.memory_bytes) != self.num_devices:
             raise PlanError(
                 f"memory_bytes has {len(self.memory_bytes)} entries, but the devices of the stages are 0 to "
-                f"{self.num_devices - 1}. Correct the stages' devices, or give memory_bytes one entry for each."
+                f"{self.num_devices - 1}. Give it one entry for each."
             )
 
     @property
@@ -222,7 +222,7 @@ class Plan:
 VERSION: Final = 1
 """The version of the plan files that are written; files without one are of version 1."""
 
-_REMEDY: Final = "Write plans with `gpp-plan ... output=plan.yaml`, or with Plan.save()."
+_REMEDY: Final = "Write plans with `gpp-plan ... output=plan.yaml`."
 
 
 def _without_version(place: str, content: Any) -> Any:
@@ -232,7 +232,7 @@ def _without_version(place: str, content: Any) -> Any:
     if isinstance(version, int) and version > VERSION:
         raise PlanError(
             f"{place}: version is {version}, and this release of lightning-gpp reads plans up to version {VERSION}. "
-            "Update lightning-gpp, or make the plan again: gpp-plan ... output=plan.yaml."
+            "Update lightning-gpp."
         )
     if version is not VERSION:
         raise PlanError(f"{place}: version is {version!r}; it must be {VERSION}, or left out.")
@@ -243,8 +243,7 @@ def shared_parameter(name: str, stages: Sequence[str]) -> PlanError:
     """The error for a parameter that several stages use, so that it cannot be sharded."""
     return PlanError(
         f"strategy.sharding=fsdp: parameter {name!r} is used by the stages {' and '.join(stages)} and cannot be "
-        "sharded over the replicas of one. Put the modules that share it into one stage (strategy.stages), or use "
-        "strategy.sharding=zero1."
+        "sharded over the replicas of one. Use strategy.sharding=zero1."
     )
 
 

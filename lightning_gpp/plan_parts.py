@@ -163,18 +163,17 @@ def _check_flags(stage: Stage) -> None:
     if stage.reruns and STEP in stage.modules:
         raise PlanError(
             f"Stage {stage.name!r} has recompute=true, but it runs the user's step ({STEP!r}), which would log and "
-            f"count twice. List modules to recompute, or give {STEP!r} a stage of its own, after the modules of this "
-            "one, or leave recompute out."
+            "count twice. List modules to recompute."
         )
     if stage.offload and stage.reruns:
         raise PlanError(
             f"Stage {stage.name!r} has offload=true and recompute=true: it would keep only its inputs, which are not "
-            "offloaded. Leave one of them out, or list modules to recompute."
+            "offloaded. Leave recompute out."
         )
     if stage.offload and stage.tokens is not None:
         raise PlanError(
             f"Stage {stage.name!r} has offload=true, but is a slice, which hands on tensors that stay on the device. "
-            "Leave out offload, or strategy.slices."
+            "Leave out offload."
         )
 
 
@@ -223,7 +222,7 @@ def check_edges(stages: Sequence[Stage], edges: Sequence[Edge]) -> None:
     if not nx.is_directed_acyclic_graph(graph):
         cycle = nx.find_cycle(graph)
         names = " -> ".join(stages[src].name for src, _ in cycle) + f" -> {stages[cycle[0][0]].name}"
-        raise PlanError(f"The stage graph has a cycle: {names}. Merge these stages or move modules between them.")
+        raise PlanError(f"The stage graph has a cycle: {names}. Merge these stages.")
     if any(src >= dst for src, dst in graph.edges):
         raise PlanError("Stages must be listed in topological order: every edge from a lower to a higher index.")
 

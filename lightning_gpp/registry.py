@@ -52,7 +52,7 @@ class Registry(Generic[Implementation]):
         if name not in self.entries:
             allowed = ", ".join((*self.built_in, *self.names()))
             raise self.error(
-                f"{self.setting}={name!r} is not a {self.kind}. Choose one of: {allowed}; or add your own with "
-                f"@lightning_gpp.{self.decorator}(...) before the trainer starts."
+                f"{self.setting}={name!r} is not a {self.kind}. Choose one of: {allowed} (or one that "
+                f"@lightning_gpp.{self.decorator} has added)."
             )
         return self.entries[name]

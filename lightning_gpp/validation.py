@@ -7,7 +7,7 @@ import reprlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from functools import cache
-from typing import Any, TypeVar, get_args, get_type_hints
+from typing import Any, Final, TypeVar, get_args, get_type_hints
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
@@ -126,7 +126,20 @@ def _dataclass_in(kind: Any) -> Any:
     return next((item for item in (kind, *get_args(kind)) if isinstance(item, type) and is_dataclass(item)), None)
 
 
+_WORDS: Final = {
+    "Input should be ": "",
+    "an object": "a mapping",
+    "a valid array": "a list",
+    "a valid integer": "a whole number",
+    "a valid boolean": "true or false",
+    "None": "null",
+}
+"""Words of pydantic, and of people who write YAML and Python."""
+
+
 def in_words(errors: Iterable[Any]) -> str:
     """The values that are allowed where pydantic found these errors, each a mapping."""
-    words = dict.fromkeys(str(error["msg"]).removeprefix("Input should be ") for error in errors)
-    return ", or ".join(words).replace("None", "null")
+    words = ", or ".join(dict.fromkeys(str(error["msg"]) for error in errors))
+    for theirs, ours in _WORDS.items():
+        words = words.replace(theirs, ours)
+    return words

@@ -47,8 +47,7 @@ def batch_size_of(batch: Any, dims: BatchDims = GUESSED) -> int:
     raise ShapeError(
         f"The batch ({with_article(type(batch).__name__)}) has no tensor with a batch dimension, so it cannot be cut "
         "into micro-batches. Let the dataloader collate samples into tensors whose first dimension counts the "
-        "samples, in dicts, lists, tuples, dataclasses or objects with a method `to`; or name the dimension by "
-        "strategy.batch_dims."
+        "samples, in dicts, lists, tuples, dataclasses or objects with a method `to`."
     )
 
 

@@ -69,7 +69,7 @@ def _check_readers(captured: Capture, losses: Collection[Ref]) -> None:
             raise ConfigError(
                 f"strategy.local_losses names a loss that {reader.target} reads ({reader.line}) before the step has "
                 "all of them, so its gradient is not that of the loss. Add it to the step's loss only, after the last "
-                "call of a module, or leave that module out."
+                "call of a module."
             )
 
 

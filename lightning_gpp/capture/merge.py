@@ -105,7 +105,7 @@ def _same_structure(base: Network, other: Network, what: str) -> None:
     raise refusal(
         line,
         f"what the modules compute depends on {what}",
-        "make it the same for all, or pass it as a tensor",
+        "pass it as a tensor",
         base.recording.called(base.calls[number].scope) if base.calls else (),
     )
 
@@ -162,7 +162,7 @@ def _depends(line: str, what: str, cause: str) -> CaptureError:
     return refusal(
         line,
         f"it computes with a Python value that depends on {cause} ({what} in another run), which would be frozen",
-        "compute it in the step after its module calls, or pass it to the module as a tensor",
+        "pass it to the module as a tensor",
     )
 
 

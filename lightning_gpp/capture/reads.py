@@ -5,6 +5,7 @@ A forward that is cut runs with the values that it had when it was captured. For
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Final
 
@@ -55,6 +56,8 @@ class AttributeReads:
         """The first module call that reads an attribute which nobody has set."""
         self._writer = dict[Attribute, int]()
         """The module call that has changed an attribute last, -1 for the step."""
+        self._made = set[Attribute]()
+        """Attributes that forwards set: what they add to them goes no further than the call."""
         self._by_step = dict[Attribute, str]()
         """The lines at which the step sets attributes of parts."""
         self._left = dict[tuple[Attribute, int, int], str]()
@@ -90,6 +93,7 @@ class AttributeReads:
             return
         counts = keeps_state(before, value)
         if scope != -1:
+            self._made.add(key)
             if counts or isinstance(value, Tensor):
                 self._writer[key] = scope
                 if key in self._reader:
@@ -110,7 +114,9 @@ class AttributeReads:
         for scope, noted in recording.attributes.items():
             for key, value in noted.items():
                 inside = "." in key[1] or not isinstance(value, SCALARS)
-                if not (inside and is_plain(value) and keeps_state(value, AttributePlace(replica, key).read())):
+                now = AttributePlace(replica, key).read() if inside and is_plain(value) else value
+                grows = scope != -1 and key not in self._made and _has_grown(value, now)
+                if not (grows or keeps_state(value, now)):
                     continue
                 if scope == -1:
                     recording.set_by_step[key] = "the step"
@@ -153,9 +159,12 @@ class AttributeReads:
             line,
             f"the forward of {named(self._recorder.recording.modules[reader].path)} reads {dotted(key)!r}, which the "
             "step or another network call has set: stages run on other ranks, and call by call",
-            "pass it to the forward as an argument, and return it; or set it in a hook such as on_train_batch_start, "
-            "if it is a number",
+            "pass it to the forward as an argument, and return it",
         )
+
+
+def _has_grown(before: Any, now: Any) -> bool:
+    return isinstance(before, list | set | deque) and type(now) is type(before) and len(now) > len(before)
 
 
 def observe(module: nn.Module, reads: AttributeReads) -> None:
@@ -261,6 +270,21 @@ def buffers_in(module: nn.Module) -> Buffers:
     return {path: dict(buffers_of(part)) for path, part in module.named_modules()}
 
 
+def refuse_made_parameters(replica: nn.Module, before: Mapping[str, nn.Parameter], step: str) -> None:
+    """Refuse parameters that the step makes or replaces: no stage would have them, and no optimizer trains them.
+
+    Raises:
+        CaptureError: the recording has done so.
+    """
+    for name, parameter in replica.named_parameters(remove_duplicate=False):
+        if parameter is not before.get(name):
+            raise refusal(
+                step,
+                f"the parameter {name!r} is made or replaced while the step runs",
+                "do this in __init__ or configure_model",
+            )
+
+
 def refuse_made_buffers(replica: nn.Module, before: Buffers, recorder: Recorder, uncut: Collection[str]) -> None:
     """Refuse buffers that a recording has made or given another form, and forwards that replace one and are cut: these
     would be on one rank alone.
@@ -341,6 +365,5 @@ class Switches:
             raise refusal(
                 step,
                 f"it changes {flag} of {named(path)}{more} for the forwards that follow, which run on other ranks",
-                "do so in a hook, such as on_train_batch_start or on_train_epoch_start; or let the step run as a whole "
-                "(strategy.step=whole)",
+                "do so in a hook, such as on_train_batch_start or on_train_epoch_start",
             )

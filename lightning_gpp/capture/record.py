@@ -31,7 +31,14 @@ from lightning_gpp.capture.isolate import isolated_copy
 from lightning_gpp.capture.items import are_plain, watched
 from lightning_gpp.capture.kept import groups_of_optimizers, metrics_of, unchanged
 from lightning_gpp.capture.meter import Meter
-from lightning_gpp.capture.reads import AttributeReads, Switches, buffers_in, observe, refuse_made_buffers
+from lightning_gpp.capture.reads import (
+    AttributeReads,
+    Switches,
+    buffers_in,
+    observe,
+    refuse_made_buffers,
+    refuse_made_parameters,
+)
 from lightning_gpp.capture.recorder import Recorder
 from lightning_gpp.capture.recording import Event, Recording
 from lightning_gpp.capture.refusal import Changes, refusal, remedy_for
@@ -159,7 +166,9 @@ def record(
                     recorder.batch_tensor(leaf, number if type(leaf) is torch.Tensor else None)
             buffers, versions, switches = buffers_in(replica), _versions(fake), Switches(replica, recorder)
             attributes = {path: dict(vars(part)) for path, part in replica.named_modules()}
+            parameters = dict(replica.named_parameters(remove_duplicate=False))
             _run(replica, subject.called_on(replica, run_time), fake, recorder, reads)
+            refuse_made_parameters(replica, parameters, subject.step)
             refuse_made_buffers(replica, buffers, recorder, changes.uncut)
             recorder.recording.touched |= _changed(replica, attributes)
     recording = recorder.recording

@@ -91,7 +91,7 @@ def refuse_late_network(recording: Recording, path: str) -> None:
             note.line,
             f"the step calls `{note.subject}` on a tensor, and {named(path)} after it, whose gradient is on other "
             "ranks",
-            "do it in a module's forward, or let the step run as a whole (strategy.step=whole)",
+            "do it in a module's forward",
         )
 
 

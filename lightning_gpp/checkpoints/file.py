@@ -44,11 +44,14 @@ def reading(path: Path) -> Iterator[None]:
     except Exception as error:  # unpickling junk raises anything
         if "GLOBAL" in str(error):  # of weights_only: says what may not be loaded, and what to do
             raise
+        if isinstance(error, FileNotFoundError):
+            raise MissingCheckpointError(
+                f"{path} does not exist. Give the path of a checkpoint (ckpt_path)."
+            ) from error
         why = "its content is no pickle of tensors" if "weights_only" in str(error) else reason(error).rstrip(".")
-        kind = MissingCheckpointError if isinstance(error, FileNotFoundError) else CheckpointError
-        raise kind(
+        raise CheckpointError(
             f"{path} is not a checkpoint that can be read: {why}. If it was one, it is damaged, or has objects of "
-            "classes that are not here: give another one (ckpt_path)."
+            "classes that are not here. Give another one (ckpt_path)."
         ) from error
 
 

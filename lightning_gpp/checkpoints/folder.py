@@ -137,5 +137,5 @@ def _check_shared(part: Path, group: Writers) -> None:
     if not all(found):
         raise CheckpointError(
             f"The folder {part.parents[1]} of rank 0 is not there on rank {found.index(False)}. A sharded checkpoint "
-            "needs a file system that all ranks share: choose another folder, or strategy.state_dict_type=full."
+            "needs a file system that all ranks share. Choose another folder."
         )

@@ -47,8 +47,7 @@ class Folder:
         for part in self._parts():
             if not (self.path / part).is_file():
                 raise CheckpointError(
-                    f"{self.path} is not a whole checkpoint: its file {part} is missing. Copy it, too, or give another "
-                    "checkpoint."
+                    f"{self.path} is not a whole checkpoint: its file {part} is missing. Copy it, too."
                 )
 
     @property

@@ -66,7 +66,7 @@ def _convert(given: argparse.Namespace) -> None:
 
     _check_there(given.source)
     if os.path.lexists(given.target):
-        raise ConfigError(f"{given.target} exists already. Remove it, or choose another name.")
+        raise ConfigError(f"{given.target} exists already. Choose another name.")
     convert(given.source, given.target)
     print(f"{given.source} -> {given.target}")
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Any, Final, get_args, get_type_hints
 
 from hydra.errors import InstantiationException
-from hydra.utils import instantiate
+from hydra.utils import get_class, instantiate
 from omegaconf import DictConfig
 
 from lightning_gpp._compat.omegaconf import key_of
@@ -23,9 +23,10 @@ def built(node: DictConfig, kind: type | None = None, **arguments: Any) -> Any:
     """
     if "_target_" not in node:
         raise ConfigError(
-            f"{key_of(node)} has no _target_, only {', '.join(map(str, node))}: choose a file of its group "
-            "that has one, or remove these keys."
+            f"{key_of(node)} has no _target_, only {', '.join(map(str, node))}. Choose a file of its group that has "
+            "one."
         )
+    _check_texts(node)
     try:
         found = instantiate(node, **arguments)
     except InstantiationException as error:
@@ -35,6 +36,34 @@ def built(node: DictConfig, kind: type | None = None, **arguments: Any) -> Any:
     if kind is not None and not isinstance(found, kind):
         raise ConfigError(f"{key_of(node)}._target_={node._target_} is no {kind.__name__}.")
     return found
+
+
+_NUMBERS: Final = {int: "a whole number", float: "a number", bool: "true or false", type(None): "null"}
+
+
+def _check_texts(node: DictConfig) -> None:
+    """Refuse texts for arguments that are numbers: most classes stumble over them in the middle of a run.
+
+    Raises:
+        ConfigError: names the key.
+    """
+    try:
+        hints = get_type_hints(vars(get_class(node._target_))["__init__"])
+    except Exception:  # no such class, or hints of names that are not there: `instantiate` says what matters
+        return
+    for name, hint in hints.items():
+        kinds = get_args(hint) or (hint,)
+        if name in node and isinstance(node[name], str) and set(kinds) <= set(_NUMBERS) and not _is_number(node[name]):
+            allowed = ", or ".join(_NUMBERS[kind] for kind in kinds)
+            raise ConfigError(f"{key_of(node)}.{name}={node[name]} is a text; it must be {allowed}.")
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
 
 
 def refusal(settings: str, error: BaseException) -> ConfigError:

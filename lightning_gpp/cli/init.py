@@ -50,7 +50,7 @@ def create(name: str, parent: Path) -> Path:
         )
     folder = parent / name
     if folder.exists():
-        raise ConfigError(f"{folder} exists already. Choose another name, or move it away.")
+        raise ConfigError(f"{folder} exists already. Choose another name.")
     if find_spec(name) is not None:
         raise ConfigError(
             f"{name!r} is the name of an installed package, which the project would hide. Choose another."

@@ -178,8 +178,5 @@ def _all(group: DictConfig, name: str, kind: type) -> list[Any]:
     """
     for key, node in ((str(key), node) for key, node in group.items()):
         if node is not None and not isinstance(node, DictConfig):
-            raise ConfigError(
-                f"{name}.{key}={node} describes no object. Choose a file of the group ({name}=...), give the entry a "
-                f"_target_, or leave it out with {name}.{key}=null."
-            )
+            raise ConfigError(f"{name}.{key}={node} describes no object. Give the entry a _target_.")
     return [built(node, kind) for node in group.values() if node is not None]

@@ -31,7 +31,7 @@ def show(config: DictConfig) -> None:
     if config.schedules is not None:
         raise ConfigError(
             f"schedules={config.schedules} is for gpp-plan compare, which has one row per schedule. Use gpp-plan "
-            "compare schedules=..., or strategy.schedule=... for the schedule of one plan."
+            "compare."
         )
     files = _files(config)
     task = task_of(config)

@@ -16,11 +16,10 @@ from lightning_gpp.cluster.presets import MAX_DEVICES
 from lightning_gpp.errors import ConfigError
 from lightning_gpp.plan import Plan
 from lightning_gpp.planning import Prediction, count_pipelines, devices_per_pipeline
-from lightning_gpp.planning.problem.prediction import memory_limits
 from lightning_gpp.reports.terminal import SEARCHING, working
 from lightning_gpp.strategy import GPPStrategy
 from lightning_gpp.training.host import TRAINING
-from lightning_gpp.training.measured.machine import Machine, of_groups, resolved, simulated, without_flush
+from lightning_gpp.training.measured.machine import Machine, of_groups, predicted, resolved
 from lightning_gpp.training.options import Options
 from lightning_gpp.training.planner import check_devices, devices_wanted, evaluated, part_of_member, planned
 from lightning_gpp.training.whole.whole_step import noted_whole, ordered_for
@@ -59,13 +58,7 @@ def predict(task: Task) -> Prediction:
 def applied(task: Task, plan: Plan) -> Prediction:
     """The prediction for a given plan, with as many pipelines as the machine has devices for."""
     number, graph = count_pipelines(plan, task.machine.cluster.num_devices), task.subject.step.graph
-    return Prediction(
-        plan=plan,
-        num_pipelines=number,
-        timeline=simulated(plan, graph, task.machine, number),
-        memory_bytes=memory_limits(plan, task.machine.cluster),
-        period=without_flush(plan, graph, task.machine, number, task.options.weights),
-    )
+    return predicted(plan, graph, task.machine, number, task.options.weights)
 
 
 def task_of(config: DictConfig) -> Task:
@@ -168,7 +161,7 @@ def num_processes(trainer: DictConfig) -> int:
         if not str(value).isdecimal() or int(value) < 1:
             raise ConfigError(
                 f"trainer.{key}={value} must be a whole number of 1 or more for gpp-plan, which does not look at this "
-                "machine, for example trainer.devices=4; or name a cluster, for example cluster=dgx_h100."
+                "machine, for example trainer.devices=4."
             )
     number = int(devices) * int(num_nodes)
     if number > MAX_DEVICES:

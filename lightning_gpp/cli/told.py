@@ -42,8 +42,14 @@ def _mistake(error: BaseException) -> str:
         return f"{group}={name}: there is no such file.{did_you_mean(name, error.options)}"
     if wrong := re.match(r"Could not override '([\w.]+)'", message):
         return _no_key(wrong[1], getattr(error.__cause__, "parent_node", None) or ())
-    if unchosen := re.match(r"\s*You must specify '(\w+)'", message):
+    if unchosen := re.match(r"\s*(?:You must specify|Key) '(\w+)'(?!.*full_key: \S*\.)", message, re.DOTALL):
         return _unchosen(unchosen[1])
+    if absent := re.search(r"Interpolation key '([\w.]+)' not found", message):
+        group = absent[1].partition(".")[0]
+        return f"A setting refers to {absent[1]}, and {group} has no such key. Choose the {group} that belongs to it."
+    if "Config group override must be a string" in message:
+        empty = next((each for each in sys.argv[1:] if each.partition("=")[0] in groups() and "=null" in each), "")
+        return f"{empty} names no file of the group: give one, {empty.partition('=')[0]}=..."
     return ""
 
 
@@ -52,6 +58,8 @@ def _no_key(wrong: str, siblings: Iterable[object]) -> str:
     group, _, name = wrong.rpartition(".")
     options = [f"strategy.{option.name}" for option in options_of(Options)]
     close = [f"{group}.{each}".strip(".") for each in close_to(name, map(str, siblings))]
+    if group and name in groups():
+        return f"{wrong}: there is no such key. Did you mean {name}=...?"
     meant = [each for each in options if each.endswith(f".{name}")] or close
     guess = f" Did you mean {' or '.join(meant)}?" if meant else ""
     return f"{wrong}: there is no such key.{guess} What the configuration does not have yet takes a plus: +{wrong}=..."
@@ -62,6 +70,8 @@ def _unchosen(group: str) -> str:
     typed = [each.partition("=")[0] for each in sys.argv[1:] if "=" in each]
     close = {name: get_close_matches(name, groups(), cutoff=0.8) for name in typed if name not in groups()}
     misspelt = "".join(f" {name}: did you mean {meant[0]}?" for name, meant in close.items() if meant)
+    if "experiment" in typed:
+        return f"The experiment chooses no {group}. Begin its file with the line `# @package _global_`."
     return f"No {group} is chosen: give experiment=... or {group}=...{misspelt}"
 
 

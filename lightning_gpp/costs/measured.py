@@ -59,15 +59,15 @@ class MeasuredCosts:
         """
         if device.name != self.device:
             raise ConfigError(
-                f"The costs ({self.name}) were measured on {self.device!r}, but the cluster has {device.name!r}. "
-                "Measure on that device, plan for the cluster that was measured, or choose strategy.costs=roofline."
+                f"The costs ({self.name}) were measured on {self.device!r}, but the cluster has {device.name!r}. Use "
+                "strategy.costs=roofline."
             )
         if operator.target == "input":
             return Seconds(0.0)
         if operator.name not in self.operators:
             raise PlanError(
                 f"The costs ({self.name}) have no figures for operator {operator.name!r}: they were measured for "
-                "another model. Measure this one, or choose strategy.costs=roofline."
+                "another model. Measure this one."
             )
         listed = self.operators[operator.name]
         parts = (listed.forward, listed.input_gradient, listed.weight_gradient)

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator
 from math import isfinite
 from typing import Final
 
-from lightning_gpp.costs.model import held_copies
+from lightning_gpp.cluster import Cluster
+from lightning_gpp.costs.model import Footprint, held_copies
 from lightning_gpp.plan import STEP
 from lightning_gpp.planning.problem.draft import Draft
 from lightning_gpp.planning.problem.evaluate import Evaluator
@@ -36,7 +37,8 @@ def advice(problem: Problem, predict: Callable[[Draft], Prediction], closest: Pr
         )
     if closest.fits:
         return "The partitioner 'auto' finds a plan that fits: choose strategy.partitioner=auto."
-    return f"{_described(problem, closest)} What may help: {'; '.join(_settings(problem))}."
+    described = shortage(closest, problem.cluster, problem.footprint)
+    return f"{described} What may help: {'; '.join(_settings(problem))}."
 
 
 def _found(problem: Problem, predict: Callable[[Draft], Prediction]) -> Prediction | None:
@@ -44,22 +46,25 @@ def _found(problem: Problem, predict: Callable[[Draft], Prediction]) -> Predicti
     return None if draft is None or not isfinite(Evaluator(problem)(draft).seconds) else predict(draft)
 
 
-def _described(problem: Problem, closest: Prediction) -> str:
-    """The device that lacks most memory, what it needs, and for what."""
+def shortage(closest: Prediction, cluster: Cluster, footprint: Footprint) -> str:
+    """The device that lacks most memory, what it needs, and for what.
+
+    `closest`: of a plan that does not fit `cluster`.
+    """
     plan, usage = closest.plan, list(zip(closest.peak_bytes, closest.memory_bytes, strict=True))
     device = max(range(plan.num_devices), key=lambda device: usage[device][0] - usage[device][1])
     peak, limit = usage[device]
     stages = [plan.stages[stage] for stage in plan.stages_on(device)]
     ranks = [len(stage.devices) * closest.num_pipelines for stage in stages]
-    copies = [held_copies(problem.footprint.copies, plan.sharding, number) for number in ranks]
+    copies = [held_copies(footprint.copies, plan.sharding, number) for number in ranks]
     static = sum(each * stage.figures.parameter_bytes for each, stage in zip(copies, stages, strict=True))
     number = max(closest.in_flight[stage] for stage in plan.stages_on(device))
     samples = max(-(-stage.micro_batch_size // len(stage.devices)) for stage in stages)
     return (
         f"The model does not fit the devices: stage {' and '.join(repr(stage.name) for stage in stages)} needs "
-        f"{_gb(peak)} on device {device} ({problem.cluster.devices[device].name}), which has {_gb(limit)}: "
+        f"{_gb(peak)} on device {device} ({cluster.devices[device].name}), which has {_gb(limit)}: "
         f"{_gb(peak - limit)} too much. {_gb(static)} are weights, gradients and the state of the optimizer "
-        f"({problem.footprint.optimizer}), {_gb(peak - static)} the activations "
+        f"({footprint.optimizer}), {_gb(peak - static)} the activations "
         f"of {number} micro-batch{'es' * (number > 1)} of {samples} samples in flight, and what else is held."
     )
 

@@ -309,8 +309,8 @@ def check_replicas(schedule: str, max_replicas: int | None) -> None:
     if max_replicas is not None and max_replicas > 1:
         raise ConfigError(
             f"strategy.schedule={schedule!r} puts every stage on one device of a pipeline, "
-            f"strategy.max_replicas={max_replicas} allows more. Leave max_replicas out and use strategy.num_pipelines "
-            "for data parallelism, or choose strategy.schedule=1f1b."
+            f"strategy.max_replicas={max_replicas} allows more. Leave max_replicas out, and use strategy.num_pipelines "
+            "for data parallelism."
         )
 
 

@@ -99,7 +99,7 @@ def tied_text(plan: Plan, period: Period, group: Sequence[int]) -> str:
     return (
         f"The stages {names} share weights, so their devices wait for each other before every update; without that a "
         f"mini-batch would take {duration(period.untied)}. On one device they do not wait: give them the same in "
-        "strategy.stages, or choose strategy.schedule=zbv, where the first and the last stage are on one device."
+        "strategy.stages."
     )
 
 

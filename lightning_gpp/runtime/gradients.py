@@ -85,7 +85,7 @@ class Bucket:
         if grad.is_sparse:
             raise GPPError(
                 f"Parameter {name!r} has a sparse gradient and is held by several ranks, which can only sum dense "
-                "ones. Use `sparse=False` for its embedding, or give its stage a single device."
+                "ones. Use `sparse=False` for its embedding."
             )
         return grad.flatten()
 

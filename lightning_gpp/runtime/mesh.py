@@ -253,8 +253,7 @@ def _check_world_size(num_devices: int, num_pipelines: int, members: int) -> Non
     several = f" with {members} processes per device" if members > 1 else ""
     raise ConfigError(
         f"The plan has {num_devices} devices and runs as {num_pipelines} pipeline replicas{several}, which needs "
-        f"{needed} processes, but there are {processes} (trainer.devices x trainer.num_nodes). Start a multiple of "
-        "the plan's devices, or make a plan for fewer."
+        f"{needed} processes, but there are {processes} (trainer.devices x trainer.num_nodes). Start {needed}."
     )
 
 

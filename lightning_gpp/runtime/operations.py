@@ -188,8 +188,8 @@ class _Makes(Compute):
 _NO_VALUES: Final = (
     "A tensor that the step passes to a module has no values: it was made while the step was captured, and kept since "
     "by something that set-up does not know, such as a generator in a tuple, in an object of yours or in a global "
-    "variable. Make the tensor in the step, or keep the iterator itself as an attribute of the module, or in a list or "
-    "dictionary there (self.items = iter(...)), and call next()."
+    "variable. Keep the iterator itself as an attribute of the module (self.items = iter(...)), and call next() in "
+    "the step."
 )
 
 

@@ -163,8 +163,8 @@ class RecomputedForward(ComputeForward):
         changed = [name for name, tensor in self.inputs.items() if version(tensor) != self.versions[name]]
         if changed:
             raise GPPError(
-                f"{self.owner} cannot be recomputed: its inputs {changed} were changed in place since its forward. "
-                "Let the module that changes them work on a clone(), or leave the stage out of strategy.recompute."
+                f"{self.owner} cannot be recomputed: its inputs {changed} were changed in place since its forward. Let "
+                "the module that changes them work on a clone()."
             )
 
 

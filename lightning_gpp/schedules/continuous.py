@@ -161,8 +161,7 @@ def _training_period(plan: Plan, total: int) -> list[Row]:
     except Unsettled:
         raise ScheduleError(
             f"strategy.schedule={plan.schedule} does not settle into a period that repeats with every mini-batch of "
-            f"{total} samples, so it cannot run without a flush. Use strategy.schedule=1f1b, or "
-            "strategy.weights=synchronous."
+            f"{total} samples, so it cannot run without a flush. Use strategy.schedule=1f1b."
         ) from None
 
 

@@ -132,8 +132,8 @@ def _check_uncut(plan: Plan, edge: Edge, pairs: list[tuple[Part, Part]]) -> None
         return
     raise PlanError(
         f"{_end(plan, edge.src)} sends tensors to {_end(plan, edge.dst)} that are not one index per sample, so they "
-        "cannot be cut into other micro-batches. Give both stages the same micro_batch_size and the same number of "
-        "devices (strategy.stages), or put the modules into one stage."
+        "cannot be cut into other micro-batches. Give both stages the same micro_batch_size and number of devices "
+        "(strategy.stages)."
     )
 
 

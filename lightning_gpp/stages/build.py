@@ -179,7 +179,7 @@ class _Builder:
         if planned != set(self._flows):
             raise PlanError(
                 f"The plan was made for another model: its edges are {sorted(planned)}, the model's "
-                f"{sorted(self._flows)}. Make a new plan with gpp-plan, or remove strategy.plan."
+                f"{sorted(self._flows)}. Make a new plan: gpp-plan ... output=plan.yaml."
             )
 
     def _check_changes(self, stages: Sequence[CapturedStage]) -> None:

@@ -158,7 +158,7 @@ class Slicer:
         if present != needed:
             raise PlanError(
                 f"The plan's edges between slices of a stage are {sorted(present)}, the model carries over "
-                f"{sorted(needed)}. Make a new plan with gpp-plan, or remove strategy.plan."
+                f"{sorted(needed)}. Make a new plan: gpp-plan ... output=plan.yaml."
             )
 
     def _stage(self, index: int, stage: StageModule) -> StageModule:

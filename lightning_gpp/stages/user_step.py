@@ -147,8 +147,7 @@ class UserStep(StepRunner):
             return refusal(
                 call.line,
                 f"{named(replaced[0])} is another module than when the step was captured",
-                "give the module that is there other values (load_state_dict), or replace it before training (in "
-                "configure_model)",
+                "replace it before training (in configure_model)",
             )
         return self._other(
             call,
@@ -156,12 +155,12 @@ class UserStep(StepRunner):
             "call it for each mini-batch, and return a zero loss where one does not count (0 * loss)",
         )
 
-    def _other(self, call: ModuleCall | Recorded, reason: str, remedy: str = _STEADY) -> CaptureError:
+    def _other(self, call: ModuleCall | Recorded, reason: str, remedy: str = "") -> CaptureError:
         """The error of a step that does something else than when it was captured.
 
         The step as a whole helps, except where a module's forward decides by values that it reads.
         """
-        return refusal(call.line, reason, remedy if self.opened else f"{remedy}; or {_WHOLE}")
+        return refusal(call.line, reason, remedy or (_STEADY if self.opened else _WHOLE))
 
     def _next(self, module: nn.Module) -> tuple[int, ModuleCall]:
         """The number of a call of the step, and what it was when the step was captured."""
@@ -230,8 +229,8 @@ class UserStep(StepRunner):
         return ShapeError(
             f"Input {leaf} of {kind} {number} ({named(self._calls[number].path)}) has shape "
             f"{tuple(tensor.shape)} ({dtype}) for {num_samples} samples; the captured batch had "
-            f"{tuple(map(str, spec.shape))} ({spec.dtype}) for b samples, in a mini-batch of the same form. Change "
-            f"shapes in the data, where it is noticed{'' if self.opened else f'; or {_WHOLE}'}."
+            f"{tuple(map(str, spec.shape))} ({spec.dtype}) for b samples, in a mini-batch of the same form. "
+            f"{'Change shapes in the data, where it is noticed' if self.opened else _WHOLE.capitalize()}."
         )
 
     # --- step
@@ -279,8 +278,8 @@ class UserStep(StepRunner):
                     f"the step runs once for the inputs of its modules and once for its loss, and the second time it "
                     f"gave {named(call.path)} other inputs: they depend on a random generator of yours, or on "
                     "something outside of the module that the step changes (a global variable, a class)",
-                    "draw by torch without a generator (torch.rand, which strategy.seed starts), and keep all else in "
-                    "attributes of the module; or let the step run as a whole (strategy.step=whole)",
+                    "draw by torch without a generator (torch.rand, which strategy.seed starts), and keep all else "
+                    "in attributes of the module",
                 )
 
     @property

@@ -161,8 +161,7 @@ class Checkpoints:
         if _is_url(path):
             raise CheckpointError(
                 f"The checkpoint {path} is to be a folder (strategy.state_dict_type={self._options.state_dict_type}), "
-                "which needs a file system that all ranks share. Give a path on one, or set "
-                "strategy.state_dict_type=full."
+                "which needs a file system that all ranks share. Give a path on one."
             )
         tensors, rest = split(checkpoint, first=control.first)
         self._saver.wait()

@@ -19,6 +19,7 @@ from lightning_gpp.training.tensors.joining import text_of
 from lightning_gpp.wording import some
 
 _SETTINGS = (
+    "precision",
     "max_epochs",
     "min_epochs",
     "max_steps",
@@ -59,13 +60,12 @@ def _problems(module: pl.LightningModule, whole: bool) -> Iterator[str]:
         yield (
             f"{name} uses manual optimization (automatic_optimization=False), whose backward calls come from inside "
             "the step, but strategy.step=micro_batches runs the step once per micro-batch, and forwards and backwards "
-            "of the stages interleave. Use strategy.step=whole (auto chooses it), or automatic optimization."
+            "of the stages interleave. Use strategy.step=whole (auto chooses it)."
         )
     if type(module).backward is not pl.LightningModule.backward and not whole:
         yield (
             f"{name} overrides `backward`, but in a pipeline every stage runs its own backward. Use "
-            "strategy.step=whole (auto chooses it), which calls it once per mini-batch on every rank; or put the "
-            "change into the loss, or use `on_after_backward` to change gradients."
+            "strategy.step=whole (auto chooses it), which calls it once per mini-batch on every rank."
         )
     if lazy := [path for path, tensor in (*module.named_parameters(), *module.named_buffers()) if is_lazy(tensor)]:
         yield (
@@ -86,6 +86,9 @@ def facts_of_trainer(trainer: pl.Trainer) -> dict[str, str]:
     """The settings, lengths of data and schedulers of training that all ranks must have alike."""
     facts = {f"trainer.{name}": text_of(getattr(trainer, name)) for name in _SETTINGS}
     facts["the number of training batches (length of the data loader)"] = str(trainer.num_training_batches)
+    callbacks = getattr(trainer, "callbacks", ())
+    deciding = [type(each).__name__ for each in callbacks if hasattr(each, "monitor")]  # together
+    facts["the callbacks that monitor a value (trainer.callbacks)"] = text_of(deciding)
     for number, config in enumerate(trainer.lr_scheduler_configs):
         settings = {key: getattr(config, key) for key in ("interval", "frequency", "monitor", "strict")}
         facts[f"learning rate scheduler {number}"] = f"{type(config.scheduler).__name__} {settings}"
@@ -111,16 +114,14 @@ def check_processes(trainer: pl.Trainer, num_processes: int) -> None:
     if any(isinstance(callback, BatchSizeFinder) for callback in callbacks):
         raise ConfigError(
             "The callback BatchSizeFinder (trainer.callbacks; Tuner.scale_batch_size adds it) tries sizes until one "
-            f"does not fit, which is an error on one of {num_processes} processes while the others wait. Compare "
-            "the memory of each device in gpp-plan for some batch sizes, or search on one process (trainer.devices=1), "
-            "and remove the callback."
+            f"does not fit, which is an error on one of {num_processes} processes while the others wait. Leave "
+            "it out, and compare the memory of each device in gpp-plan for some batch sizes."
         )
     if trainer.state.fn == TrainerFn.FITTING and any(isinstance(callback, ModelPruning) for callback in callbacks):
         raise ConfigError(
             "The callback ModelPruning (trainer.callbacks) ranks and renames parameters during training, but each of "
             f"{num_processes} processes has those of its stages only. Prune the module before trainer.fit, for example "
-            'by torch.nn.utils.prune.l1_unstructured(model.layer, "weight", amount=0.3), whose mask stays in training, '
-            "or train on one process (trainer.devices=1)."
+            'by torch.nn.utils.prune.l1_unstructured(model.layer, "weight", amount=0.3), whose mask stays in training.'
         )
 
 

@@ -74,7 +74,7 @@ class Placeholder:
         what = "A tensor" if self._num_bytes else "A batch"
         raise ConfigError(
             f"{what} was used here ({use.strip()}), on a rank that has none: only the ranks that run the user's step "
-            f"have it{self._size()}. Guard this code with `if trainer.is_global_zero`, or move it into the step."
+            f"have it{self._size()}. Guard this code with `if trainer.is_global_zero`."
         )
 
     def _size(self) -> str:

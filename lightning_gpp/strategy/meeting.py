@@ -74,6 +74,13 @@ _meetings: Final = itertools.count()
 @cache
 def _store(address: str, port: int, rank: int, patience: timedelta) -> Store:
     """The store of this process; it stays, because other ranks would still find it while rank 0 makes a new one."""
+    try:
+        socket.getaddrinfo(address, port)
+    except OSError as error:
+        raise PeerFailure(
+            f"Rank {rank} cannot reach rank 0 at {address!r} (MASTER_ADDR): {error.strerror}. Set it to the machine of "
+            "rank 0."
+        ) from error
     made: list[Store] = []
     failed: list[Exception] = [dist.DistNetworkError("who listens there does not answer")]
 

@@ -57,8 +57,7 @@ SKIPPED: Final = object()
 
 _LATE: Final = (
     "Only the ranks that run the step have this at once: hooks around mini-batches find on others what was there at "
-    "the end of an epoch. Keep numbers, texts or small containers of them, or use strategy.step=whole "
-    "(docs/explanation/contract.md)."
+    "the end of an epoch. Use strategy.step=whole (docs/explanation/contract.md)."
 )
 
 _TYPES: Final = {"bf16": torch.bfloat16, "16": torch.float16}
@@ -140,8 +139,7 @@ def once(closure: Callable[[], Any]) -> Callable[[], Any]:
             raise ConfigError(
                 "The optimizer called its closure more than once in one step. Optimizers that evaluate the model "
                 "repeatedly (L-BFGS, sharpness-aware minimisation) use norms over all parameters, of which every rank "
-                "has only its own. Use one that needs a single evaluation, or take these steps by hand, in manual "
-                "optimization, with self.trainer.strategy.grad_norm()."
+                "has only its own. Use one that needs a single evaluation."
             )
         return closure()
 
@@ -328,7 +326,7 @@ class Steps:
         if runs == 0 or not self._observed:
             return
         latest = {*self.mirrored.latest, *changed}
-        if runs > 1 and (new := latest - self._told_repeated):
+        if runs > 1 and (new := (latest | self.mirrored.changed_buffers()) - self._told_repeated):
             self._told_repeated |= new
             self.control.warn(f"The training step changes {some(sorted(map(dotted, new)))}. {_repeated(runs)}")
         late = latest - changed.keys() if self._readers.around and self.control.num_devices > 1 else set()

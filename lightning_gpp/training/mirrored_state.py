@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
 from lightning_gpp._compat.lightning_module import LIGHTNING_STATE
-from lightning_gpp._compat.torch import pytree, version
+from lightning_gpp._compat.torch import buffers_of, pytree, version
 from lightning_gpp.capture.attributes import (
     MOST_ITEMS,
     MOST_NUMBERS,
@@ -76,14 +76,24 @@ class MirroredState:
         self._parts: list[tuple[str, Attributes]] = []
         self._values: list[Attributes] = []
         self._marks: dict[Attribute, tuple[Any, Any]] = {}
+        self._versions: dict[str, tuple[int, int]] = {}
 
     def begin(self) -> None:
         """Note the present values, before a step. All ranks call this."""
         if not self._parts:
             self._parts = [(path, vars(part)) for path, part in self._module.named_modules() if _may_keep(part)]
         self._values = [dict(own) for _, own in self._parts]
+        self._versions = self._buffers()
         found = ((path, name, value) for path, own in self._parts for name, value in _changing(own))
         self._marks = {(path, name): (value, _mark(value)) for path, name, value in found if _is_shared(path, name)}
+
+    def changed_buffers(self) -> set[Attribute]:
+        """The buffers of the LightningModule itself that have changed since `begin`."""
+        return {("", name) for name, version in self._buffers().items() if self._versions.get(name) != version}
+
+    def _buffers(self) -> dict[str, tuple[int, int]]:
+        own = buffers_of(self._module)
+        return {name: (id(buffer), version(buffer)) for name, buffer in own.items() if buffer is not None}
 
     def end(self) -> dict[Attribute, Any]:
         """Note what has changed since `begin`. Returns the plain values among it."""

@@ -167,7 +167,7 @@ def stages_given(stages: Any) -> StagesSpec | None:
     if stages is None:
         return None
     if isinstance(stages, str) or not isinstance(stages, Mapping | Sequence):
-        raise refusal("stages", stages, "a mapping from module path to stage number, a list of stages, or null")
+        raise refusal("stages", stages, "a mapping such as {encoder: 0, decoder: 1}, a list of stages, or null")
     read(stages)
     return stages
 
@@ -185,10 +185,7 @@ def partitioner_given(name: Any) -> str:
 def _registered(option: str, name: Any, names: Sequence[str]) -> str:
     if isinstance(name, str) and name in names:
         return name
-    allowed = (
-        f"one of {', '.join(names)}; or add your own with @lightning_gpp.register_{option}(...) before the trainer "
-        "starts"
-    )
+    allowed = f"one of {', '.join(names)} (or of those that @lightning_gpp.register_{option} has added)"
     close = close_to(str(name).lower(), names)
     raise ConfigError(f"{refusal(option, name, allowed).args[0]}{f' Did you mean {close[0]}?' if close else ''}")
 
@@ -232,7 +229,7 @@ def check_together(options: Any) -> None:
 
 def _beside_weights(options: Any) -> Problems:
     if options.weights == SYNCHRONOUS:
-        reason = "is for asynchronous training. Choose a weight policy (strategy.weights=stash), or leave it out"
+        reason = "is for asynchronous training. Leave it out"
         names = ("weight_options", "synchronous_steps", "flush_every")
         return {name: (bool(getattr(options, name)), reason) for name in names}
     predicts = options.weights == "predicted" and options.sharding in ("zero1", "auto")
@@ -263,7 +260,7 @@ def _problems(options: Any) -> dict[str, Problems]:
         "slices=null": {
             "slice_modules": (
                 options.slices is None and options.slice_modules is not None,
-                "is given without the number of slices. Give that, or leave it out",
+                "is given without the number of slices. Leave it out",
             ),
         },
         f"slices={options.slices}": {
@@ -362,9 +359,8 @@ def _check_sharding(options: Any) -> None:
 
     if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
         raise ConfigError(
-            "strategy.sharding=fsdp needs a torch whose FSDP can reduce gradients that only some ranks have (2.13 can; "
-            f"{torch.__version__} cannot): replicas may use different parameters. Update torch, or use "
-            "strategy.sharding=zero1."
+            "strategy.sharding=fsdp needs a torch whose FSDP can reduce gradients that only some ranks have (2.13 "
+            f"can; {torch.__version__} cannot): replicas may use different parameters. Use strategy.sharding=zero1."
         )
 
 
@@ -380,7 +376,7 @@ def _check_layout(options: Any) -> None:
     if method.bidirectional and _on_devices(options):
         raise ConfigError(
             f"strategy.schedule={options.schedule!r} gives every stage a second device, opposite the first: leave "
-            "`devices` out of strategy.stages, or choose a schedule of one direction (interleaved, zbv)."
+            "`devices` out of strategy.stages."
         )
 
 
@@ -390,8 +386,7 @@ def _check_stages(options: Any) -> None:
     if options.stages_per_device and (options.plan or _on_devices(options)):
         raise ConfigError(
             f"strategy.stages_per_device={options.stages_per_device} cannot move the stages of strategy.plan, nor "
-            "strategy.stages with `devices`: these already have devices. Leave it out, or leave out the plan (or the "
-            "`devices`) to have the stages laid out."
+            "strategy.stages with `devices`: these already have devices. Leave it out."
         )
 
 

@@ -225,8 +225,8 @@ def _from_file(plan: Plan, captured: Capture, options: Options) -> Plan:
     unused = ", ".join(contradicted(plan, options))
     if unused:
         warn(
-            f"{unused} is not used: strategy.plan says otherwise, and the plan takes precedence. Edit the plan's "
-            "file, or make a new one with these settings.",
+            f"{unused} is not used: strategy.plan says otherwise, and the plan takes precedence. Make a new plan with "
+            "these settings: gpp-plan ... output=plan.yaml.",
         )
     return refitted(captured, plan)
 
@@ -300,8 +300,7 @@ def check_devices(plan: Plan, num_devices: int) -> None:
     if plan.num_devices != num_devices:
         raise PlanError(
             f"The plan needs {plan.num_devices} devices per pipeline, not {num_devices} (trainer.devices x "
-            f"trainer.num_nodes / strategy.num_pipelines). Make it {plan.num_devices}, or plan for {num_devices} "
-            "(strategy.plan, strategy.stages)."
+            f"trainer.num_nodes / strategy.num_pipelines). Start {plan.num_devices} processes for each pipeline."
         )
 
 

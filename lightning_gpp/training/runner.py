@@ -161,9 +161,8 @@ class Runner:
                 "it flush before (strategy.flush_every), or after each mini-batch (strategy.weights=synchronous)."
             )
         return (
-            f"{self._incoming.frozen.names()} changed while mini-batches are in the pipeline, which "
-            "does not flush, and what is cut into stages depends on it. Pass it to modules as a tensor, or keep the "
-            "module that reads it in one stage (strategy.stages)."
+            f"{self._incoming.frozen.names()} changed while mini-batches are in the pipeline, which does not flush, "
+            "and what is cut into stages depends on it. Pass it to modules as a tensor."
         )
 
     def give_up(self, number: int) -> None:
@@ -200,8 +199,7 @@ class Runner:
         if self.counted is not None and accumulated * self._job.control.num_pipelines > 1:
             raise ConfigError(
                 f"strategy.loss_reduction={self.counted} weighs the mini-batches of an optimizer step, which needs a "
-                "flush: set strategy.weights=synchronous, or train one pipeline (strategy.num_pipelines=1) without "
-                f"accumulation (trainer.accumulate_grad_batches={accumulated})."
+                "flush: set strategy.weights=synchronous."
             )
         self._trained = session = self.session(TRAINING, arguments)
         size, facts = self._incoming.batch_size, self._incoming.facts
@@ -217,8 +215,7 @@ def _ways(parts: Sequence[Part]) -> Ways:
         if ways != first:
             raise CaptureError(
                 f"Micro-batch {number} of the mini-batch calls other modules than the first one, so that tensors go "
-                "other ways between the stages. Let each have all inputs, or let the step run as a whole: "
-                "strategy.step=whole."
+                "other ways between the stages. Let the step run as a whole: strategy.step=whole."
             )
     return first
 

@@ -105,6 +105,8 @@ def set_up(job: Job, incoming: Incoming, batch: Any, *, step: str = TRAINING, **
         if step == TRAINING or plan is None or not made_for_whole(plan):
             raise
         refused, may_run_whole = error, may_evaluate_whole(job.options, plan)
+    if job.options.example_batch is not None:
+        refused.args = (f"{refused} strategy.example_batch is what the step was given.",)
     if not may_run_whole or (isinstance(refused, IndivisibleError) and refused.undivided):
         raise refused  # outside of the handler, whose error would be its context, of which it is the cause
     return _set_up_whole(refused, job, incoming, batch, step=step, **given)
@@ -131,7 +133,8 @@ def _set_up_whole(refused: GPPError, job: Job, *arguments: Any, step: str, **giv
     try:
         engine = _set_up(replace(job, whole=True, evaluates_whole=True), *arguments, step=step, **given)
     except (UncapturedError, ConfigError, PlanError, SelfCheckError) as error:
-        same = str(error) == str(refused) or type(error) is type(refused) is IndivisibleError
+        same_place = str(error).partition(": ")[0] == str(refused).partition(": ")[0]  # at the same line
+        same = same_place or type(error) is type(refused) is IndivisibleError
         why = "for the same reason." if same else f"too: {error}"
         refused.args = (f"{refused} The step was tried as a whole (strategy.step=whole), and refused, {why}",)
         raise refused from None
@@ -185,7 +188,7 @@ def _set_up(
         return len(parts)
 
     number = None if division is None else job.control.from_first(partial(divide, division))
-    example = job.control.broadcast(outline(parts[0] if parts else batch) if job.control.first else None)
+    example = job.control.from_first(lambda: outline(parts[0] if parts else batch))
     alone = partial(job.control.mesh.peers, alone=True)  # for runs of the step, which only some ranks make
     with alone():
         captured, found_calls = captured_in(job, step, example, calls)
@@ -270,8 +273,7 @@ def _recorder(job: Job) -> Recorder | None:
     if wanted is True and recorder is None:
         raise ConfigError(
             "strategy.cuda_graphs=True records what stages launch on GPUs, in memory of torch's native allocator (not "
-            f"cudaMallocAsync), and this job computes on {job.device.type}. Use strategy.cuda_graphs=auto, or leave it "
-            "out."
+            f"cudaMallocAsync), and this job computes on {job.device.type}. Use strategy.cuda_graphs=auto."
         )
     return recorder
 
@@ -353,6 +355,9 @@ def _planned(job: Job, captured: Captured, batch: Any, machine: JobMachine, numb
         raise MicroBatchesError(f"{error} {counting_note(batch, job.options.batch_dims or GUESSED)}") from error
     if job.options.costs == "measured" and job.known is None and not isinstance(captured, Undivided):
         measured()  # of given stages, too: the predicted times are made of them
+    by_hand = "plan" if job.options.plan is not None else "stages" if job.options.stages is not None else ""
+    if by_hand and job.known is None and isinstance(captured, Capture) and (lacks := machine.shortage(plan)):
+        job.control.warn(f"{lacks} So training may end without memory. Leave strategy.{by_hand} to the planner.")
     return plan
 
 

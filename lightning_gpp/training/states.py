@@ -265,10 +265,8 @@ def load_state(module: nn.Module, state: Mapping[str, Any], strict: bool) -> Non
     try:
         module.load_state_dict({key: loadable(state, key, own.get(key)) for key in state}, strict=strict)
     except RuntimeError as error:
-        partly = strict and "size mismatch" not in str(error)
         raise CheckpointError(
-            f"The checkpoint does not fit {type(module).__name__} (ckpt_path). Load a checkpoint of the same model"
-            f"{', or set `strict_loading = False` on the module' if partly else ''}. {error}"
+            f"The checkpoint does not fit {type(module).__name__} (ckpt_path). Load one of the same model. {error}"
         ) from error
 
 

@@ -243,13 +243,24 @@ REFUSED = [
 ]
 
 
+class Replaces(Base):
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        self.b.weight = nn.Parameter(self.b.weight.detach().clone())
+        return self.b(self.a(batch["x"])).mean()
+
+
+def test_a_step_that_replaces_a_parameter_is_refused() -> None:
+    with pytest.raises(CaptureError, match="training_step: the parameter 'b.weight' is made or replaced.*\n.*__init__"):
+        capture_step(Replaces().double(), zoo.batch())
+
+
 class NoLoss(Base):
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         self.b(self.a(batch["x"]))
 
 
-def test_a_step_without_a_loss_names_what_skips_mini_batches() -> None:
-    with pytest.raises(CaptureError, match="returned None instead of a loss.*on_nonfinite=skip.*step=whole"):
+def test_a_step_without_a_loss_says_what_to_return() -> None:
+    with pytest.raises(CaptureError, match=r"returned None instead of a loss.*0 \* loss where"):
         _split(NoLoss)
 
 

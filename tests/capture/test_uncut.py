@@ -203,6 +203,22 @@ def test_a_module_that_counts_its_calls_is_not_cut(inside: bool, name: str) -> N
     assert (module.middle.calls, module.middle.config.inner["calls"]) == (0, 0)
 
 
+class Keeper(nn.Module):
+    """Its list would be that of the capture, if it were cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.seen = linear(), list[Tensor]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append(x.detach())
+        return torch.tanh(self.layer(x))
+
+
+def test_a_module_that_appends_to_a_list_is_not_cut() -> None:
+    assert "changes 'middle.seen'" in capture_step(Chain(Keeper()).double(), zoo.batch()).uncut["middle"]
+
+
 class Deciding(nn.Module):
     """Fills in an option of its configuration at its first call, as the classifiers of transformers do."""
 

@@ -18,6 +18,7 @@ PROJECT = {
     "mine.py": "class Model: pass\n",
     "needy.py": "import a_package_that_is_missing\n",
     "mine/experiment/broken.yaml": "# @package _global_\ndefaults: [\n",
+    "mine/experiment/headless.yaml": "defaults:\n  - override /model: two_tower\n",
     "own.py": """
 from gpp_examples.two_tower import *
 class Model(TwoTower):
@@ -41,6 +42,18 @@ MISTAKES: dict[str, tuple[str, ...]] = {
         *("plan", TWO_TOWER, "trainer.devices", "2"),
     ),
     r"No model is chosen: .* experimnt: did you mean experiment\?": ("plan", "experimnt=two_tower"),
+    r"trainer\.strategy: there is no such key\. Did you mean strategy=\.\.\.\?": (
+        *("plan", TWO_TOWER, "trainer.strategy=ddp"),
+    ),
+    r"No strategy is chosen|chooses no strategy": ("train", TWO_TOWER, "~strategy"),
+    r"strategy=null names no file of the group: give one": ("train", TWO_TOWER, "strategy=null"),
+    r"refers to data\.context, and data has no such key": ("train", TWO_TOWER, "model=gpt_text"),
+    r"trainer\.max_epochs=ten is a text; it must be a whole number, or null": (
+        *("train", TWO_TOWER, "trainer.max_epochs=ten"),
+    ),
+    r"The experiment chooses no model\. Begin its file with the line": (
+        *("train", "--config-dir", "mine", "experiment=headless"),
+    ),
     r"takes a plus: \+trainer\.gradient_clip_algorithm=": (
         *("plan", TWO_TOWER, "trainer.gradient_clip_algorithm=value"),
     ),

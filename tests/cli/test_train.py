@@ -76,7 +76,7 @@ def test_a_module_without_a_test_is_only_trained(tmp_path: Path) -> None:
 
 
 def test_what_all_ranks_refuse_is_told_once(tmp_path: Path) -> None:
-    wrong = ("trainer.devices=2", "strategy.stages={first:[nothing],second:[nothing_else]}")
+    wrong = ("trainer.devices=2", "strategy.stages={nothing:0,nothing_else:1}")
     result = launched(2, "train", *SHORT, *wrong, cwd=tmp_path)
     assert result.returncode == 1
     assert result.stderr.count("gpp-train: strategy.stages names the module 'nothing'") == 1

@@ -16,7 +16,7 @@ import pytest
 import torch.distributed as dist
 from lightning.fabric.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
 
-from lightning_gpp.errors import ConfigError
+from lightning_gpp.errors import ConfigError, PeerFailure
 from lightning_gpp.strategy import meeting
 from tests.failure.pipeline_rank import processes_running
 from tests.failure.program import fit
@@ -70,6 +70,11 @@ def silent(server: socket.socket) -> None:
     with contextlib.suppress(OSError):
         while True:
             kept.append(server.accept())
+
+
+def test_a_machine_without_an_address_is_not_waited_for() -> None:
+    with pytest.raises(PeerFailure, match=r"'nowhere.invalid' \(MASTER_ADDR\).*Set it to the machine of rank 0"):
+        meeting._store("nowhere.invalid", 29500, 1, timedelta(seconds=60))
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -63,7 +63,7 @@ def test_numbers_without_a_point_and_missing_defaults(tmp_path: Path) -> None:
 
 REFUSED = {
     "empty": ("", "\n", r"the file is empty\. Write plans with `gpp-plan"),
-    "a list": ("", "[1, 2]", r"the content is \[1, 2\]; it must be an object"),
+    "a list": ("", "[1, 2]", r"the content is \[1, 2\]; it must be a mapping"),
     "no YAML": ("", "{a: [", r"is not YAML that can be read: .* line 2"),
     "newer": ("version: 1", "version: 2", r"version is 2, and this release .* reads plans up to version 1\. Update"),
     "twice": ("\nbatch_size: 4", "\nbatch_size: 4\nbatch_size: 8", r"the key 'batch_size' is there twice in line \d+"),
@@ -80,10 +80,10 @@ REFUSED = {
     "text": (
         "micro_batch_size: 1",
         "micro_batch_size: one",
-        r"stages\[0\]\.micro_batch_size is 'one'; it must be a valid integer",
+        r"stages\[0\]\.micro_batch_size is 'one'; it must be a whole number",
     ),
-    "fraction": ("- 1\n", "- 1.5\n", r"stages\[0\]\.devices\[0\] is 1\.5; it must be a valid integer"),
-    "flag": ("recompute: false", "recompute: 1", r"stages\[0\]\.recompute is 1; it must be a valid boolean"),
+    "fraction": ("- 1\n", "- 1.5\n", r"stages\[0\]\.devices\[0\] is 1\.5; it must be a whole number"),
+    "flag": ("recompute: false", "recompute: 1", r"stages\[0\]\.recompute is 1; it must be true or false"),
     "NaN": ("per_sample: 0", "per_sample: .nan", r"figures\.flops\.per_sample is nan; it must be a finite number"),
     "negative device": ("- 1\n", "- -1\n", r"Devices must be numbered 0\.\.n-1 without gaps; the stages use \[-1, 0\]"),
     "a billion devices": ("- 1\n", "- 1000000000\n", r"Devices must be numbered .* use \[0, 1000000000\]"),
@@ -94,7 +94,7 @@ REFUSED = {
     ),
     "half an interval": ("tokens: null", "tokens: [1]", r"stages\[0\]\.tokens\[1\] is missing"),
     "a number": ("name: stage0", "name: 2024", r"stages\[0\]\.name is 2024; it must be a valid string"),
-    "a long text": ("- 1\n", f"- {'x' * 10_000}\n", r"devices\[0\] is 'x{30,50}\.\.\.x+'; it must be a valid integer"),
+    "a long text": ("- 1\n", f"- {'x' * 10_000}\n", r"devices\[0\] is 'x{30,50}\.\.\.x+'; it must be a whole number"),
 }
 
 

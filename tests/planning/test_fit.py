@@ -33,6 +33,13 @@ def test_another_model_is_refused_with_its_modules() -> None:
         check_model(plan, graphs.chain())
 
 
+def test_a_module_that_a_plan_by_hand_leaves_out_is_named() -> None:
+    plan = manual(graphs.two_towers(), {"image_tower": 0, "text_tower": 1, "head": 2}, batch_size=12)
+    stages = (*plan.stages[:-1], replace(plan.stages[-1], modules=("@step",)))
+    with pytest.raises(PlanError, match=r"strategy.plan leaves parameters without a stage: those of head"):
+        check_model(replace(plan, stages=stages), graphs.two_towers())
+
+
 def test_another_fingerprint_is_refused() -> None:
     plan = planned(graphs.chain(), 2)
     with pytest.raises(PlanError, match=r"fingerprint is 'abc' and the model's 'xyz'"):

@@ -50,7 +50,7 @@ def test_loops_and_zigzags_end_on_device_0() -> None:
 
 
 def test_fewer_stages_than_devices() -> None:
-    with pytest.raises(ConfigError, match=r"2 stages cannot be laid out over 4 devices.*strategy.stages_per_device"):
+    with pytest.raises(ConfigError, match=r"2 stages cannot be laid out over 4 devices.*Give more stages"):
         laid_out(with_head(chain((1, 1), 2)), 4, "looped")
 
 

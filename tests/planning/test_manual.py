@@ -31,7 +31,7 @@ def test_list_forms_in_any_order() -> None:
     assert [stage.name for stage in plan.stages] == ["text", "image_tower", "head"]
     assert [stage.devices for stage in plan.stages] == [(2,), (1,), (0,)]
     assert len(plan.intervals(0)) == 2 * plan.depth
-    assert manual(graphs.two_towers(), {"all": [""]}, batch_size=4).depth == 1
+    assert manual(graphs.two_towers(), [{"modules": [""]}], batch_size=4).depth == 1
 
 
 def test_submodules_may_be_taken_out_of_a_module() -> None:
@@ -58,8 +58,9 @@ def test_parameters_of_a_divided_module_itself_need_no_stage() -> None:
             PlanError,
             r"'head' is listed twice, by stages 0 and 1 .strategy.st",
         ),
-        ({"image_tower": 0, "text_tower": 2, "head": 3}, ConfigError, r"number the stages 0..n-1 .* \[0, 2, 3\]"),
-        ({"image_tower": 0, "rest": ["head"]}, ConfigError, "strategy.stages mixes"),
+        ({"image_tower": 0, "text_tower": 2, "head": 3}, ConfigError, r"the stages \[0, 2, 3\].* Use \[0, 1, 2\]"),
+        ({"image_tower": 0, "head": "cpu:1"}, ConfigError, r"has 'head': 'cpu:1'; it must map .*=.encoder: 0, decoder"),
+        ([["image_tower"], ["head"]], ConfigError, r"\[0\] is \['image_tower'\]; it must be a mapping"),
         ({}, ConfigError, "strategy.stages is empty"),
         ([{"module": ["head"]}], ConfigError, r"strategy.stages\[0\].module is not a key. Did you mean modules\?"),
         ([{"modules": ["head"], "device": [0]}], ConfigError, r"\.device is not a key\. .*A stage has `modules`"),

@@ -279,7 +279,7 @@ def test_copies_of_the_weights() -> None:
 
 def test_double_buffering_refuses_a_pipeline_that_is_further_ahead() -> None:
     policy = make_policy("double_buffer", Weights(parameters={}, delays={0: 2, 1: 1}, lead=2))
-    with pytest.raises(ScheduleError, match=r"keeps two versions.*2 optimizer steps ahead.*num_micro_batches"):
+    with pytest.raises(ScheduleError, match=r"keeps two versions.*2 optimizer steps ahead.*weights=stash"):
         policy.begin(lambda batch: batch, 0)
 
 
@@ -304,5 +304,5 @@ def test_an_optimizer_without_a_rule_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"cannot predict Adagrad.*AdamW, RMSprop, SGD.*strategy.weights=stash"):
         make_policy("predicted", Weights(parameters={0: [parameter]}, optimizers=lambda: [optimizer]))
     plain = torch.optim.SGD([parameter], lr=0.1)
-    with pytest.raises(ConfigError, match=r"predicts by momentum, but SGD has none.*momentum=0.9"):
+    with pytest.raises(ConfigError, match=r"predicts by momentum, but SGD has none.*weights=stash"):
         make_policy("predicted", Weights(parameters={0: [parameter]}, optimizers=lambda: [plain]))

@@ -79,7 +79,7 @@ def test_tensors_that_cannot_be_cut() -> None:
     compile_program(_plan_with(edge, (4, 4), [(2, 3), (0, 1)]))
     message = (
         r"Stage 'stage0' \(micro_batch_size 2, 1 replicas\) sends tensors to "
-        r"Stage 'stage1' \(micro_batch_size 4, 1 replicas\).*the same micro_batch_size and the same number"
+        r"Stage 'stage1' \(micro_batch_size 4, 1 replicas\).*the same micro_batch_size and number"
     )
     with pytest.raises(PlanError, match=message):
         compile_program(_plan_with(edge, (2, 4), [(1,), (0,)]))

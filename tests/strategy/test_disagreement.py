@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import EarlyStopping
 
 from lightning_gpp.errors import ConfigError
 from lightning_gpp.failure.monitor import FailureMonitor
@@ -31,6 +32,15 @@ class Longer(TwoTowers):
         super().__init__()
         if dist.get_rank() == 1:
             self.left.append(torch.nn.Tanh())
+
+
+PRECISIONS = ("64-true", "bf16-mixed")
+
+
+class Frozen(TwoTowers):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.requires_grad_(dist.get_rank() == 0)
 
 
 class Rate(TwoTowers):
@@ -62,9 +72,15 @@ CASES: dict[str, tuple[Fit, str]] = {
     ),
     "width": (
         lambda rank: fit(module=Wider),
-        r"disagree on parameter 'unused.weight': it is \[4, 4\] torch.float64 on rank 0, but \[5, 4\] torch.float64 on",
+        r"disagree on parameter 'unused.weight': it is \[4, 4\] torch.float64, trained on rank 0, but \[5, 4\]",
     ),
-    "step": (lambda rank: fit(module=Longer), "The ranks disagree on the captured step"),
+    "module": (lambda rank: fit(module=Longer), r"on the module 'left.3': it is missing on rank 0, but Tanh\(\) on"),
+    "frozen": (lambda rank: fit(module=Frozen), "'head.weight': it is .*, trained on rank 0, but .*, frozen on rank 1"),
+    "precision": (lambda rank: fit(precision=PRECISIONS[rank]), "disagree on trainer.precision: it is '64-true' on"),
+    "early stopping": (
+        lambda rank: fit(callbacks=[EarlyStopping("loss")][rank:]),
+        r"callbacks that monitor a value .*: it is \['EarlyStopping'\] on rank 0, but \[\] on rank 1",
+    ),
     "length": (lambda rank: fit(n=16 + 8 * rank), r"number of training batches .*: it is 2 on rank 0, but 3 on rank 1"),
 }
 

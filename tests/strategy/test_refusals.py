@@ -29,7 +29,7 @@ from tests.strategy.harness import TwoTowers, loader
             {"loss_reduction": "labels[1:]"},
             r"loss_reduction is 'labels\[1:\]'; it must be 'mean', 'sum', or the tensor",
         ),
-        ({"schedule": "zbv", "max_replicas": 2}, r"'zbv' puts every stage on one device.*num_pipelines.*1f1b"),
+        ({"schedule": "zbv", "max_replicas": 2}, r"'zbv' puts every stage on one device.*num_pipelines"),
         (
             {"schedule": "chimera", "stages": [{"modules": ["a"], "devices": [0]}, {"modules": ["b"], "devices": [1]}]},
             r"'chimera' gives every stage a second device.*leave `devices` out",
@@ -207,7 +207,7 @@ CASES: dict[str, Case] = {
         OwnBackward,
         {"step": "micro_batches"},
         {},
-        "OwnBackward overrides `backward`.*strategy.step=whole.*on_after_backward",
+        "OwnBackward overrides `backward`.*strategy.step=whole",
     ),
     "schedule of a step as a whole": (Manual, {"schedule": "1f1b"}, {}, "schedule='1f1b' does not go together.*Leave"),
     "weights of a step as a whole": (TwoTowers, {"step": "whole", "weights": "stash"}, {}, "weights='stash' does not"),
@@ -285,5 +285,5 @@ def returns_early(rank: int) -> None:
 
 
 def test_a_step_that_returns_early() -> None:
-    with pytest.raises(AssertionError, match=r"(?s)returned before it called the module for this.*step=whole"):
+    with pytest.raises(AssertionError, match=r"(?s)returned before it called the module for this.*0 \* loss"):
         harness.run(2, returns_early)

@@ -8,9 +8,15 @@ import pytest
 import torch
 
 from lightning_gpp.capture.batch import samples_in
-from lightning_gpp.training.data.batches import outer_form, signature
+from lightning_gpp.errors import ShapeError
+from lightning_gpp.training.data.batches import outer_form, outline, signature
 
 X, Y = torch.zeros(4, 3), torch.zeros(4, dtype=torch.int64)
+
+
+def test_what_cannot_be_sent_is_named() -> None:
+    with pytest.raises(ShapeError, match="The mini-batch has a generator, .*Let the data loader's collate_fn return"):
+        outline(each for each in (X, Y))
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ from lightning_gpp.cluster import preset_cluster
 from lightning_gpp.errors import ConfigError, PlanError
 from lightning_gpp.measure.memory import memory_bytes
 from lightning_gpp.planning import manual
-from lightning_gpp.training.measured.machine import Machine, footprint_of, present, resolved, simulated
+from lightning_gpp.planning.advice import shortage
+from lightning_gpp.training.measured.machine import Machine, footprint_of, predicted, present, resolved, simulated
 from lightning_gpp.training.option_values import cluster_given
 from tests.planning import graphs
 
@@ -70,6 +72,17 @@ def test_the_present_machine_shares_its_memory_among_processes() -> None:
     nodes = present(6, num_nodes=2)
     assert [nodes.node_of(device) for device in range(6)] == [0, 0, 0, 1, 1, 1]
     assert nodes.link(0, 1).bytes_per_second > nodes.link(0, 3).bytes_per_second
+
+
+def test_a_plan_by_hand_that_does_not_fit_is_told() -> None:
+    graph = graphs.two_towers()
+    plan = manual(graph, {"image_tower": 0, "text_tower": 1, "head": 2}, batch_size=4)
+    small = preset_cluster("t4_box", num_devices=4).with_headroom(0.9999999)
+    for cluster, fits in ((preset_cluster("t4_box"), True), (small, False)):
+        machine = Machine(cluster=cluster)
+        found = predicted(plan, graph, machine, 1, "synchronous")
+        assert found.fits == fits
+    assert re.match("The model does not fit .*kB too much", shortage(found, small, machine.footprint))
 
 
 def test_a_plan_is_not_simulated_on_fewer_devices() -> None:

@@ -255,8 +255,8 @@ def _order(stages: Sequence[Stage], pairs: list[tuple[int, int]]) -> list[int]:
         cycle = [src for src, _ in nx.find_cycle(nx.DiGraph(pairs))]
         names = " -> ".join(stages[index].name for index in [*cycle, cycle[0]])
         raise PlanError(
-            f"The stages form a cycle: {names}. Each needs a result of the next, so none can start. "
-            "Merge these stages, or move modules between them (strategy.stages)."
+            f"The stages form a cycle: {names}. Each needs a result of the next, so none can start. Merge these stages "
+            "(strategy.stages)."
         )
     return order
 

@@ -109,7 +109,7 @@ def _check_slicing(plan: Plan) -> None:
         if names:
             raise ConfigError(
                 f"strategy.slices cannot be combined with {what}, which the stages {names} have. Recompute whole "
-                "stages (strategy.recompute=true), or remove strategy.slices."
+                "stages: strategy.recompute=true."
             )
 
 
@@ -142,7 +142,7 @@ def check_sharded_slices(sharding: str, is_sliced: bool) -> None:
     if sharding == "fsdp" and is_sliced:
         raise ConfigError(
             "strategy.sharding=fsdp and strategy.slices cannot be combined: each slice would gather its stage's "
-            "parameters again. Use strategy.sharding=zero1, or remove strategy.slices."
+            "parameters again. Use strategy.sharding=zero1."
         )
 
 
@@ -195,8 +195,7 @@ def _recomputing(plan: Plan, graph: OperatorGraph, recompute: bool | Sequence[st
     if step in wanted:
         raise ConfigError(
             f"strategy.recompute lists stage {step!r}, which runs the training step: it would log and count twice. "
-            f"Leave it out, list modules of it, or give {STEP!r} a stage of its own (strategy.stages); others: "
-            f"{others}."
+            f"List others: {others}."
         )
     paths = [entry for entry in wanted if entry not in others]
     found = [_inside(graph, assignment, index, paths) for index in range(len(plan.stages))]
@@ -232,7 +231,7 @@ def check_blocks(plan: Plan, graph: OperatorGraph) -> None:
         if missing:
             raise ConfigError(
                 f"Stage {stage.name!r} is to recompute {missing}, but calls no such modules as a whole. List modules "
-                "of the stage, or remove its key `recompute` (strategy.stages, strategy.plan)."
+                "of the stage."
             )
 
 
@@ -332,7 +331,7 @@ def _size_of(batch_size: int, count: int) -> int:
     if -(-batch_size // size) != count:
         raise MicroBatchesError(
             f"strategy.num_micro_batches={count}: {batch_size} samples do not give {count} micro-batches of one size "
-            f"(the last may be smaller); {size} samples each give {-(-batch_size // size)}. "
-            f"Set strategy.num_micro_batches={-(-batch_size // size)}, or strategy.micro_batch_size."
+            f"(the last may be smaller); {size} samples each give {-(-batch_size // size)}. Set "
+            f"strategy.num_micro_batches={-(-batch_size // size)}."
         )
     return size

@@ -63,8 +63,7 @@ def laid_out(plan: Plan, num_devices: int, layout: str) -> Plan:
     stages = [stage for stage in line(plan) if plan.stages[stage].modules != (STEP,)]
     if len(stages) < num_devices:
         raise ConfigError(
-            f"{len(stages)} stages cannot be laid out over {num_devices} devices. Give more stages (strategy.stages, "
-            "or strategy.stages_per_device with a partitioner), or fewer devices."
+            f"{len(stages)} stages cannot be laid out over {num_devices} devices. Give more stages (strategy.stages)."
         )
     devices = {stage: _device_at(position, num_devices, layout) for position, stage in enumerate(stages)}
     device = _renumbered(devices, devices.get(plan.step_stage, 0), num_devices)
@@ -140,7 +139,7 @@ def devices_per_pipeline(world_size: int, num_pipelines: int | None) -> int:
     if num_pipelines < 1 or world_size % num_pipelines:
         raise ConfigError(
             f"strategy.num_pipelines={num_pipelines} does not divide the {world_size} devices of the job "
-            f"(trainer.devices x trainer.num_nodes). Use one of {_divisors(world_size)}, or other devices."
+            f"(trainer.devices x trainer.num_nodes). Use one of {_divisors(world_size)}."
         )
     return world_size // num_pipelines
 
@@ -154,13 +153,13 @@ def count_pipelines(plan: Plan, world_size: int) -> int:
     needed = plan.num_devices
     if world_size < needed:
         raise PlanError(
-            f"The plan needs {needed} devices, the job has {world_size} (trainer.devices x trainer.num_nodes). "
-            f"Set trainer.devices={needed}, or make a plan with fewer stages."
+            f"The plan needs {needed} devices, the job has {world_size} (trainer.devices x trainer.num_nodes). Set "
+            f"trainer.devices={needed}."
         )
     if world_size % needed:
         raise PlanError(
             f"The plan needs {needed} devices, the job has {world_size} (trainer.devices x trainer.num_nodes), which "
-            f"is not a multiple of it. Set trainer.devices to {needed} or {needed * (world_size // needed + 1)}."
+            f"is not a multiple of it. Set trainer.devices={needed}."
         )
     return world_size // needed
 

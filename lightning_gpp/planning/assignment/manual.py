@@ -20,7 +20,7 @@ from lightning_gpp.planning.assignment.complete import resolve_size
 from lightning_gpp.planning.assignment.layout import number_devices
 from lightning_gpp.planning.assignment.modules import around, module_tree, stage_names
 from lightning_gpp.slices import unsliced
-from lightning_gpp.validation import validated
+from lightning_gpp.validation import shown, validated
 from lightning_gpp.wording import some
 
 StagesSpec = Mapping[str, Any] | Sequence[Mapping[str, Any]]
@@ -108,21 +108,24 @@ def _checked(graph: OperatorGraph, entries: list[Entry]) -> list[Entry]:
 
 def _unknown(module: str, known: Sequence[str]) -> PlanError:
     close = get_close_matches(module, known, n=3, cutoff=0.5)
-    hint = f"Did you mean {' or '.join(map(repr, close))}?" if close else f"The step calls: {some(known[1:])}."
+    hint = f"Did you mean {' or '.join(map(repr, close))}?" if close else f"Use: {some([STEP, *known[1:]])}."
     return PlanError(
         f"strategy.stages names the module {module!r}, to which no operator of the captured step belongs: the step "
         "does not call it, or it has neither parameters nor buffers, so that what it computes goes to the stage that "
-        f"reads it. Leave it out, or name another. {hint}"
+        f"reads it. {hint}"
     )
 
 
 def _check_parameters(graph: OperatorGraph, owners: dict[str, int]) -> None:
     left = unplaced(graph, owners)
     if left:
-        raise PlanError(
-            f"strategy.stages leaves parameters without a stage: those of {some(left)}. "
-            "Add these modules, or a module around them, to a stage."
-        )
+        raise _left("stages", left)
+
+
+def _left(option: str, modules: Sequence[str]) -> PlanError:
+    return PlanError(
+        f"strategy.{option} leaves parameters without a stage: those of {some(modules)}. Add these modules to a stage."
+    )
 
 
 def unplaced(graph: OperatorGraph, owners: dict[str, int]) -> list[str]:
@@ -191,21 +194,18 @@ def read(spec: StagesSpec) -> list[Entry]:
         ConfigError: the spec has none of the forms.
     """
     if not spec:
-        raise ConfigError("strategy.stages is empty; give module paths and stage numbers, or leave it out.")
+        raise ConfigError(
+            "strategy.stages is empty. Give module paths and stage numbers: strategy.stages={encoder: 0, decoder: 1}."
+        )
     if not isinstance(spec, Mapping):
         return [_entry(f"strategy.stages[{index}]", keys) for index, keys in enumerate(spec)]
     for path, number in spec.items():
-        if isinstance(number, str) and number.isdigit():
-            raise ConfigError(f"strategy.stages.{path} is {number!r}, a string; stages are whole numbers: {number}.")
-    numbers = [number for number in spec.values() if isinstance(number, int)]
-    if len(numbers) == len(spec):
-        return _numbered(spec)
-    if numbers:
-        raise ConfigError(
-            "strategy.stages mixes module paths with numbers and stage names with modules: "
-            f"{dict(spec)}. Write all entries in one form."
-        )
-    return [_entry(f"strategy.stages.{name}", _named(name, keys)) for name, keys in spec.items()]
+        if type(path) is not str or type(number) is not int:
+            raise ConfigError(
+                f"strategy.stages has {shown(path)}: {shown(number)}; it must map paths of modules to numbers of "
+                "stages: strategy.stages={encoder: 0, decoder: 1}."
+            )
+    return _numbered(spec)
 
 
 def _numbered(spec: Mapping[str, int]) -> list[Entry]:
@@ -213,15 +213,10 @@ def _numbered(spec: Mapping[str, int]) -> list[Entry]:
     modules = [tuple(path for path, number in spec.items() if number == stage) for stage in range(count)]
     if not all(modules) or min(spec.values()) < 0:
         raise ConfigError(
-            f"strategy.stages must number the stages 0..n-1 without gaps, got {sorted(set(spec.values()))}."
+            f"strategy.stages numbers the stages {sorted(set(spec.values()))}; it must number them without gaps. Use "
+            f"{list(range(len(set(spec.values()))))}."
         )
     return [Entry(modules=paths) for paths in modules]
-
-
-def _named(name: str, keys: Any) -> Any:
-    if isinstance(keys, Mapping):
-        return {"name": name, **keys}
-    return {"name": name, "modules": keys}
 
 
 def _entry(where: str, keys: Any) -> Entry:
@@ -235,7 +230,7 @@ _REMEDY: Final = f"A stage has `modules` (paths of modules), and may have {', '.
 
 # -- plans from files -------------------------------------------------------------------------------------------------
 
-REMEDY = "Make a new plan with `gpp-plan ... output=plan.yaml`, or remove strategy.plan."
+REMEDY = "Make a new plan: gpp-plan ... output=plan.yaml."
 
 
 def check_model(plan: Plan, graph: OperatorGraph, fingerprint: str = "") -> None:
@@ -254,6 +249,8 @@ def check_model(plan: Plan, graph: OperatorGraph, fingerprint: str = "") -> None
     listed = {module: index for index, stage in enumerate(plan.stages) for module in stage.modules}
     missing = [module for module in listed if module not in known]
     new = unplaced(graph, listed)
+    if new and not (missing or plan.model):  # by hand, for this model
+        raise _left("plan", new)
     if missing or new:
         raise PlanError(f"The plan (strategy.plan) was made for another model. {_difference(missing, new)} {REMEDY}")
     if plan.model and fingerprint and plan.model != fingerprint:

@@ -87,15 +87,15 @@ def kept_together(graph: OperatorGraph) -> OperatorGraph:
         if operator.cluster:
             raise ConfigError(
                 f"strategy.slices: {operator.module or 'the model'!r} carries to later tokens ({operator.line}) inside "
-                "activation checkpointing, which would run it again outside its slice. Remove the checkpointing there "
-                "and use strategy.recompute, or remove strategy.slices."
+                "activation checkpointing, which would run it again outside its slice. Remove the checkpointing "
+                "there, and use strategy.recompute."
             )
     lengths = {int(operator.outputs[0].shape[at].fixed) for operator, at in carried(graph).values()}
     outside = [other for other in graph if not any(_inside(other, operator) for operator in carriers)]
     if lengths and not any(is_cut(spec, n) for other in outside for spec in other.outputs for n in lengths):
         raise ConfigError(
-            f"strategy.slices: no tensor between modules has its {sorted(lengths)} tokens in dimension {DIM}. Make the "
-            "modules hand on [batch, tokens, ...], or remove strategy.slices."
+            f"strategy.slices: no tensor between modules has its {sorted(lengths)} tokens in dimension {DIM}. Let the "
+            "modules hand on [batch, tokens, ...]."
         )
 
     def hides(spec: TensorSpec) -> bool:
@@ -153,12 +153,12 @@ def sequence_length(graph: OperatorGraph) -> int:
         raise ConfigError(
             "strategy.slices cuts micro-batches along the sequence, and the model does not say what a token needs of "
             "those before it. Use lightning_gpp.sequence.causal_attention or carry in its modules "
-            "(docs/howto/slicing.md), or remove strategy.slices."
+            "(docs/howto/slicing.md)."
         )
     if len(lengths) > 1:
         raise ConfigError(
             f"strategy.slices: the model carries over sequences of {sorted(lengths)} tokens; slices are for models "
-            "with one length. Pad the inputs to the same length, or remove strategy.slices."
+            "with one length. Pad the inputs to the same length."
         )
     return lengths.pop()
 
@@ -171,8 +171,8 @@ def _intervals(slices: int | Sequence[int], length: int, growing: float) -> list
     stops = [sum(slices[: i + 1]) for i in range(len(slices))]
     if stops[-1] != length:
         raise ConfigError(
-            f"strategy.slices={list(slices)} are {stops[-1]} tokens in total, a sample has {length}. Change them, or "
-            "give the number of slices."
+            f"strategy.slices={list(slices)} are {stops[-1]} tokens in total, a sample has {length}. Give the number "
+            f"of slices: strategy.slices={len(slices)}."
         )
     return list(zip([0, *stops], stops, strict=False))
 
@@ -233,8 +233,7 @@ class _SliceCut:
         return (
             f"strategy.slices: no stage can be sliced along dimension {DIM} into slices of {self.length} tokens: each "
             "hands on tensors without it, runs the user's step, works mostly on another sequence, or has modules that "
-            "are not in strategy.slice_modules. Choose other stages (strategy.stages), change this setting, or remove "
-            "strategy.slices."
+            "are not in strategy.slice_modules. Leave out strategy.slices."
         )
 
     def _parts(self, stage: Stage, carried_bytes: Affine) -> list[Stage]:

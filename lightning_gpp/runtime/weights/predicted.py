@@ -71,13 +71,12 @@ def predictor_of(optimizer: Optimizer, kind: str) -> Rule:
         known = ", ".join(sorted(cls.__name__ for cls in rules))
         raise ConfigError(
             f"strategy.weights=predicted cannot predict {type(plain).__name__} with predictor={kind}; it knows "
-            f"{known}. Use one of these, or a policy that works with all (strategy.weights=stash or double_buffer)."
+            f"{known}. Use strategy.weights=stash, which works with all."
         )
     if kind == "linear" and any(not group.get("momentum", 1) or group.get("nesterov") for group in plain.param_groups):
         raise ConfigError(
             f"strategy.weights=predicted predicts by momentum, but {type(plain).__name__} has none, or Nesterov's, "
-            "which depends on the next gradient. Use momentum=0.9 without nesterov, Adam, or a policy that works with "
-            "all (strategy.weights=stash or double_buffer)."
+            "which depends on the next gradient. Use strategy.weights=stash, which works with all."
         )
     return Rule(plain, rules[type(plain)], kind == "decay")
 

@@ -186,8 +186,7 @@ class DoubleBuffer(Versioned):
         if delay > 1:
             raise ScheduleError(
                 f"strategy.weights=double_buffer keeps two versions of the weights, but the first stages are {delay} "
-                "optimizer steps ahead. Cut the mini-batch into at least as many micro-batches as the first stage has "
-                "in flight (strategy.num_micro_batches), or use strategy.weights=stash."
+                "optimizer steps ahead. Use strategy.weights=stash."
             )
         return 1
 

@@ -53,6 +53,7 @@ from lightning_gpp.training.checks.undivided import (
 from lightning_gpp.training.control import Control
 from lightning_gpp.training.data.batches import outline
 from lightning_gpp.training.host import TRAINING, Job
+from lightning_gpp.training.options import Options
 from lightning_gpp.training.session import DATA_STREAM, Session
 from lightning_gpp.training.tensors.parameters import Layout, bytes_of, place
 from lightning_gpp.training.tensors.replicas import Site
@@ -243,11 +244,11 @@ def _unsplit_or_failure(
         raise
     except Exception as error:  # user code, which may fail on fewer samples than it is written for
         told, line = f"in one process, too: {described(error)}", line_of(error)
-        if job.division is None and line != UNKNOWN:
+        if job.division is None:
             try:
                 _unsplit(job, whole, captured, plan, batch, total)
             except Exception as again:
-                if line_of(again) == line:
+                if line_of(again) == line and (line != UNKNOWN or type(again) is type(error)):
                     failure = IndivisibleError(f"The training step fails on a mini-batch, {told} ({line}).")
                     failure.undivided = True
                     return Expected(), failure
@@ -338,27 +339,34 @@ def _compare(job: Job, stages: Mapping[str, set[str]], expected: Expected, actua
     if not job.control.runs_step:
         return ""
     if abs(actual.loss - expected.loss) > tolerance * max(abs(expected.loss), 1.0):
-        return _message(f"the loss is {actual.loss:.9g} split and {expected.loss:.9g} unsplit")
+        return _message(job.options, f"the loss is {actual.loss:.9g} split and {expected.loss:.9g} unsplit")
     names = [name for name, _ in job.module.named_parameters()]
     places = differing(total.cpu(), expected.projections, expected.norms, tolerance)
     wrong = [names[place] for place in places]
     where = [stage for stage, used in stages.items() if used & set(wrong)]
     if not wrong:
         return ""
-    return _message(f"the gradients of {len(wrong)} parameters differ, in stages {where}, first {wrong[:5]}")
+    return _message(
+        job.options, f"the gradients of {len(wrong)} parameters differ, in stages {where}, first {wrong[:5]}"
+    )
 
 
-def _message(what: str) -> str:
+def _message(options: Options, what: str) -> str:
+    cause = (
+        "Likely causes: a forward that keeps state between calls, or draws random numbers by other means than torch; a "
+        "step that depends on what it changes outside of the module, such as a global variable. Keep state in "
+        "attributes of the module."
+    )
+    if options.local_losses:
+        cause = "With strategy.local_losses, the step may only add these losses. Weigh them in their modules."
+    if options.slicing is not None:
+        cause = (
+            "With strategy.slices, tokens may depend on earlier ones by lightning_gpp.sequence alone, and on no later "
+            "ones. Leave the modules in which they do out of strategy.slice_modules."
+        )
     return (
         f"The split model does not compute the same as the unsplit model: {what}, for one micro-batch and the same "
-        "weights. A wrong model would be trained, so training was not started. Likely causes: a forward that keeps "
-        "state between calls, or draws random numbers by other means than torch: put the module that does it into one "
-        "stage (strategy.stages). Or a step that depends on what it changes outside of the module, such as a global "
-        "variable: keep that in an attribute of the module, or use strategy.step=whole. With strategy.slices, a "
-        "module whose tokens depend on later ones, or on earlier ones without lightning_gpp.sequence, or that counts "
-        "them itself: exclude it with strategy.slice_modules. With strategy.local_losses, a loss that the step does "
-        "not add as it is: weigh it in its module. If the difference is intended, switch the check off with "
-        "strategy.self_check=false."
+        f"weights. A wrong model would be trained, so training was not started. {cause}"
     )
 
 

@@ -55,10 +55,9 @@ UNCUT: Final = "strategy.num_micro_batches=1"
 """Options that give the step, or also its network calls, undivided mini-batches."""
 OFF: Final = "strategy.self_check=false ends this comparison."
 _DEPENDENT: Final = (
-    "Samples depend on each other or do not count the same (a contrastive loss, a mean over unmasked tokens), the step "
-    "or a module keeps state between its calls, or the batch is cut along a dimension that does not count samples (say "
-    f"which by strategy.batch_dims). Give the step the undivided mini-batch by {WHOLE}, or divide the loss by the "
-    "number of samples."
+    "Samples depend on each other or do not count the same (a contrastive loss, a mean over unmasked tokens), the "
+    "step or a module keeps state between its calls, or the batch is cut along a dimension that does not count "
+    f"samples (say which by strategy.batch_dims). Give the step the undivided mini-batch by {WHOLE}."
 )
 _NORMALISES: Final = (
     "BatchNorm normalises each micro-batch by itself, whatever sync_batchnorm says: use larger micro-batches "
@@ -353,5 +352,5 @@ def _no_means(names: Sequence[str]) -> str:
         f"{some(names, most=5)}, which the training step logs, {'are' if many else 'is'} no mean over samples. It runs "
         "once for each micro-batch, so the mean over micro-batches is logged, and not what one device logs. Training "
         "itself is that of one device. Log a metric object (self.log(name, self.metric)), whose state is that of all "
-        f"samples, or set {WHOLE}. {OFF}"
+        "samples. {OFF}"
     )

@@ -8,6 +8,7 @@ one it drains; in between every rank works on several mini-batches.
 from __future__ import annotations
 
 import hashlib
+import pickle
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -18,8 +19,9 @@ from torch import Tensor
 
 from lightning_gpp._compat.torch import pytree
 from lightning_gpp.capture.batch import GUESSED, BatchDims, known_to_pytree, samples_in, slice_batch
-from lightning_gpp.errors import ScheduleError
+from lightning_gpp.errors import ScheduleError, ShapeError
 from lightning_gpp.schedules import Program
+from lightning_gpp.wording import with_article
 
 
 def signature(batch: Any, dims: BatchDims = GUESSED, total: int | None = None) -> int:
@@ -68,6 +70,7 @@ def outline(batch: Any) -> Any:
 
     def outlined(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
+            _check_sendable(leaf)
             return leaf
         limit = _FEW_NUMBERS if leaf.is_floating_point() else _MANY_NUMBERS
         if leaf.is_meta or leaf.numel() > limit or leaf.dtype in UNREADABLE:
@@ -75,6 +78,21 @@ def outline(batch: Any) -> Any:
         return leaf.detach().cpu().requires_grad_(leaf.requires_grad)
 
     return pytree.tree_map(outlined, known_to_pytree(batch))
+
+
+def _check_sendable(leaf: Any) -> None:
+    """Refuse what other ranks, which capture the step, too, cannot get.
+
+    Raises:
+        ShapeError: names the class.
+    """
+    try:
+        pickle.dumps(leaf)
+    except Exception as error:  # whatever classes raise
+        raise ShapeError(
+            f"The mini-batch has {with_article(type(leaf).__name__)}, which cannot be sent to other ranks: {error}. "
+            "Let the data loader's collate_fn return tensors in lists, tuples or dicts."
+        ) from error
 
 
 UNREADABLE: Final = frozenset({torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2})
@@ -246,6 +264,5 @@ class SessionCache(dict[tuple[Hashable, Hashable], T]):
             self._warn(
                 f"{changing()} changed {count - 1} times, and each time the step was captured anew, because what is "
                 "cut into stages runs with the values of its capture. That takes time: pass values that change often "
-                "as tensors, keep the module that reads them in one stage (strategy.stages), or let the step run as "
-                "a whole (strategy.step=whole)."
+                "as tensors."
             )

@@ -27,7 +27,7 @@ def warn_of_others(before: int, now: int) -> None:
         warn(
             f"The checkpoint was trained with {before} pipelines, each with mini-batches of its own, and this run has "
             f"{now}: the mini-batch of a step is {now / before:g} times as large. Divide the data loader's batch size "
-            "by as much, or choose strategy.num_pipelines as before.",
+            "by as much.",
         )
 
 
@@ -84,8 +84,8 @@ def divide_samples(loader: Any, mesh: Mesh, wanted: Mapping[str, int]) -> None:
     if wanted["num_replicas"] > 1 and mesh.own_process == 0 and type(getattr(loader, "sampler", None)) in _UNDIVIDED:
         warn(
             f"A data loader does not divide the samples among the {mesh.num_pipelines} pipelines "
-            "(use_distributed_sampler=False): each of them has all of them, unless its data set is a part. Leave this "
-            "argument out, or give the loader a DistributedSampler with **self.trainer.distributed_sampler_kwargs.",
+            "(use_distributed_sampler=False): each of them has all of them, unless its data set is a part. Leave "
+            "this argument out.",
         )
     if mesh.num_processes == wanted["num_replicas"]:
         return
@@ -137,10 +137,7 @@ def _divides(sampler: Any, mesh: Mesh, num_replicas: int | None = None) -> str:
     )
 
 
-_REMEDY: Final = (
-    "Leave the sampler out, because Lightning makes the right one; or make it in the hook that makes the data loader, "
-    "with **self.trainer.distributed_sampler_kwargs, which has the right numbers under DDP, too."
-)
+_REMEDY: Final = "Leave the sampler out: Lightning makes the right one."
 
 
 # --- user code that asks for the number of processes

@@ -107,10 +107,9 @@ def check_regions(regions: Collection[str], module: nn.Module, num_devices: int)
     for path in regions:
         if num_devices > 1 and every <= {id(parameter) for parameter in module.get_submodule(path).parameters()}:
             raise ConfigError(
-                f"configure_model divides values between the layers of {named(path)} among processes, so it "
-                f"cannot be cut into stages for {num_devices} devices. Let every block return undivided values "
-                "(output_layouts=Replicate() for its last layer), or use one device: strategy.tensor_parallel_size = "
-                "number of processes."
+                f"configure_model divides values between the layers of {named(path)} among processes, so it cannot be "
+                f"cut into stages for {num_devices} devices. Let every block return undivided values "
+                "(output_layouts=Replicate() for its last layer)."
             )
 
 

@@ -310,8 +310,7 @@ def check_divided(degree: int, parallel: TensorParallel | None) -> None:
     if degree > 1 and parallel is None:
         raise ConfigError(
             f"strategy.tensor_parallel_size={degree}, but the module is not divided among processes. Divide it in its "
-            "configure_model: parallelize_module(self.model, self.device_mesh['tensor_parallel'], plan), or leave out "
-            "strategy.tensor_parallel_size."
+            "configure_model: parallelize_module(self.model, self.device_mesh['tensor_parallel'], plan)."
         )
 
 

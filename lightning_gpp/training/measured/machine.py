@@ -25,7 +25,9 @@ from lightning_gpp.measure.costs import measure_costs
 from lightning_gpp.measure.detect import detect, processes
 from lightning_gpp.plan import Plan
 from lightning_gpp.planning import estimate
+from lightning_gpp.planning.advice import shortage
 from lightning_gpp.planning.assignment.complete import resolve_size
+from lightning_gpp.planning.problem.prediction import Prediction, memory_limits
 from lightning_gpp.schedules import compile_program
 from lightning_gpp.simulation import Period, StageCosts, Timeline, simulate, simulate_period
 from lightning_gpp.stages.build import Captured
@@ -83,8 +85,7 @@ def resolved(cluster: Cluster | str | None, num_devices: int, num_nodes: int = 1
     if num_devices > cluster.num_devices:
         raise ConfigError(
             f"The cluster {cluster.name!r} (strategy.cluster) has {cluster.num_devices} devices, the job needs "
-            f"{num_devices} (trainer.devices x trainer.num_nodes). Use at most {cluster.num_devices}, or give the "
-            "cluster more nodes (num_nodes)."
+            f"{num_devices} (trainer.devices x trainer.num_nodes). Give the cluster more nodes (num_nodes)."
         )
     return cluster if num_devices == cluster.num_devices else cluster.subset(range(num_devices))
 
@@ -181,6 +182,17 @@ def without_flush(
     return simulate_period(plan, costs_of(plan, graph, machine, num_pipelines), num_pipelines, copies)
 
 
+def predicted(plan: Plan, graph: OperatorGraph, machine: Machine, num_pipelines: int, weights: str) -> Prediction:
+    """The simulation of a given plan, and the memory that its devices have; see `simulated` and `without_flush`."""
+    return Prediction(
+        plan=plan,
+        num_pipelines=num_pipelines,
+        timeline=simulated(plan, graph, machine, num_pipelines),
+        memory_bytes=memory_limits(plan, machine.cluster),
+        period=without_flush(plan, graph, machine, num_pipelines, weights),
+    )
+
+
 def costs_of(plan: Plan, graph: OperatorGraph, machine: Machine, num_pipelines: int) -> StageCosts:
     """Seconds and bytes of the plan's stages on a machine; without known costs, all actions take the same time.
 
@@ -192,8 +204,8 @@ def costs_of(plan: Plan, graph: OperatorGraph, machine: Machine, num_pipelines: 
     cluster, there = machine.cluster, num_processes(machine.cluster)
     if there < plan.num_processes:
         raise PlanError(
-            f"The plan needs {plan.num_processes} devices, the cluster {cluster.name!r} has {there}. Give "
-            "the cluster more (cluster.num_nodes, cluster.num_devices), or make a plan for it."
+            f"The plan needs {plan.num_processes} devices, the cluster {cluster.name!r} has {there}. Give the cluster "
+            "more nodes (cluster.num_nodes)."
         )
     copies = num_pipelines if there >= plan.num_processes * num_pipelines else 1
     return estimate(graph, plan, cluster, machine.costs, footprint=machine.footprint, num_pipelines=copies)
@@ -219,6 +231,13 @@ class JobMachine:
         if job.parallel is None:
             return machine
         return of_groups(machine, job.parallel.cut, job.control.num_members, self._captured.graph)
+
+    def shortage(self, plan: Plan) -> str:
+        """The memory that a plan lacks, in words; empty if it fits."""
+        job, there = self._job, self.look()
+        graph = there.part(self._captured.graph)
+        found = predicted(plan, graph, there, job.control.num_pipelines, job.options.weights)
+        return "" if found.fits else shortage(found, there.cluster, there.footprint)
 
     def measured(self, batch: Any) -> Machine:
         """The same, after measuring the costs of a training step, once, if the user wants that."""

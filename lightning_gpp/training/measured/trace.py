@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final, TypeAlias
 
-from lightning_gpp.errors import GPPError, ScheduleError
+from lightning_gpp.errors import ConfigError, GPPError, ScheduleError
 from lightning_gpp.planning import Prediction
 from lightning_gpp.planning.problem.prediction import memory_limits
 from lightning_gpp.reports import comparison_text, timeline_text
@@ -44,6 +44,11 @@ class TraceFile:
 
     def __init__(self, folder: str, control: Control) -> None:
         self.folder, self.control = Path(folder), control
+        if control.first:  # before training, whose end would be the time to learn of it
+            try:
+                self.folder.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise ConfigError(f"strategy.trace=true cannot write to {folder}: {error.strerror}.") from error
         self.measured: list[Timeline] = []
         self._steps: dict[int, Timings] = {}
         self._programs: dict[int, Program] = {}
@@ -77,7 +82,6 @@ class TraceFile:
         trace, several = TraceEvents(), self.control.num_pipelines > 1
         for (pipeline, number), timeline in timelines.items():
             trace.add(timeline, pipeline=pipeline if several else None, details={"mini_batch": number})
-        self.folder.mkdir(parents=True, exist_ok=True)
         trace.save(self.folder / "gpp-trace.json")
 
     def _timeline(self, number: int, rows: Sequence[tuple[Span, ...]]) -> Timeline:

@@ -278,16 +278,11 @@ def _is_count(tensor: Tensor) -> bool:
     return tensor.dim() == 0 and not _is_parameter(tensor) and not alone.get()
 
 
-_IN_STEP: Final = (
-    "The step runs on this rank only. Do this in the forward of a module, let the step run as a whole "
-    "(strategy.step=whole), or put the modules of these parameters into one stage (strategy.stages)."
-)
+_IN_STEP: Final = "The step runs on this rank only. Do this in the forward of a module."
 _IN_HOOK: Final = (
     "Hooks run on every rank, each on what it holds. Let all ranks write around this line, or that which copied the "
     "tensor: `with lightning_gpp.summon_full_params(module):`, in which each has all values "
-    "(docs/reference/lightning.md). "
-    "Or skip what others hold by `if not p.is_meta`; parameters that meet in every step belong into one stage "
-    "(strategy.stages)."
+    "(docs/reference/lightning.md)."
 )
 _IN_COLLECTIVE: Final = (
     "Ranks hold different tensors, and would combine those of different stages. Leave the call out: gradients are "
@@ -299,9 +294,8 @@ _IN_PICKLE: Final = (
 )
 _OF_GRADIENT: Final = (
     "Gradients stay on the ranks that hold them, also inside of lightning_gpp.summon_full_params. Skip those of other "
-    "ranks by `if not p.is_meta`, clip by trainer.gradient_clip_val or self.clip_gradients, and get the norm of all "
-    "from self.trainer.strategy.grad_norm(). Optimizer steps with gradients that are not finite are left out by "
-    "strategy.on_nonfinite=skip, without a hook."
+    "ranks by `if not p.is_meta`. (self.trainer.strategy.grad_norm() is the norm of all; strategy.on_nonfinite=skip "
+    "leaves out steps with gradients that are not finite.)"
 )
 
 

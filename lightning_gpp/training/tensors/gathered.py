@@ -61,8 +61,7 @@ class Door:
             if names:
                 raise ConfigError(
                     f"summon_full_params was called in a step, which one rank runs, for {some(sorted(names))}, which "
-                    "others hold. Call it in a hook, which all ranks run, or let the step run as a whole "
-                    "(strategy.step=whole)."
+                    "others hold. Call it in a hook, which all ranks run."
                 )
             yield
             return

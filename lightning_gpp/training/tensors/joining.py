@@ -94,9 +94,20 @@ def facts_of_options(options: Options) -> dict[str, str]:
 
 
 def facts_of_tensors(module: nn.Module) -> dict[str, str]:
-    """Shapes and types of a module's parameters."""
+    """Shapes and types of a module's parameters, whether they are trained, and the classes of its parts."""
     named = ((name, each) for name, each in module.named_parameters() if not is_lazy(each))
-    return {f"parameter {name!r}": f"{list(each.shape)} {each.dtype}" for name, each in named}
+    parts = {f"the module {path!r}": _described(part) for path, part in module.named_modules() if path}
+    tensors = {
+        f"parameter {name!r}": f"{list(each.shape)} {each.dtype}, {'trained' if each.requires_grad else 'frozen'}"
+        for name, each in named
+    }
+    return tensors | parts
+
+
+def _described(part: nn.Module) -> str:
+    """The class of a module, with the settings of a layer of torch."""
+    settings = part.extra_repr() if type(part).__module__.startswith("torch.nn.modules") else ""
+    return f"{type(part).__name__}({settings})"
 
 
 def facts_of_optimizers(optimizers: Iterable[Optimizer]) -> dict[str, str]:
@@ -173,6 +184,6 @@ def pipelines_of(options: Options, world_size: int) -> int:
     if rest or not num_devices:
         raise ConfigError(
             f"strategy.tensor_parallel_size={options.members} does not divide the {world_size} processes of the job "
-            "(trainer.devices x trainer.num_nodes). Start a multiple of it, or choose a divisor."
+            "(trainer.devices x trainer.num_nodes). Start a multiple of it."
         )
     return options.num_pipelines or max(1, num_devices // devices_wanted(options, num_devices))

@@ -338,7 +338,7 @@ def check_elementwise(optimizers: Sequence[Optimizer]) -> None:
             raise ConfigError(
                 f"configure_optimizers returned {type(optimizer).__name__}, and strategy.sharding=fsdp lets each "
                 "replica step a part of every parameter, which is right for optimizers that treat elements one by "
-                f"one: {known}. Use one of these, or strategy.sharding=zero1, which steps undivided parameters."
+                f"one: {known}. Use strategy.sharding=zero1, which steps undivided parameters."
             )
 
 

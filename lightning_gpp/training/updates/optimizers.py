@@ -170,9 +170,9 @@ class OptimizerIndex:
         if not self._reading:
             raise ConfigError(
                 f"{type(optimizer).__name__}.state_dict() was called during training, where the optimizer of each rank "
-                "has the parameters of its stages only. Save by trainer.save_checkpoint; or let all ranks call "
+                "has the parameters of its stages only. Let all ranks call "
                 "trainer.strategy.optimizer_state(optimizer) together (engine.optimizer_state_dict in a loop of your "
-                "own), not inside of `if trainer.is_global_zero`: global rank 0 gets the state of all parameters."
+                "own): global rank 0 gets the state of all parameters."
             )
 
     def own_state_dict(self) -> dict[str, Any]:

@@ -223,8 +223,8 @@ class NetworkRun:
         """
         if self._kept is None:
             raise GPPError(
-                "A backward came to a network call for the second time, after its memory was freed: give the first "
-                "one retain_graph=True, or call the network again."
+                "A backward came to a network call for the second time, after its memory was freed. Give the first "
+                "one retain_graph=True."
             )
         buffers = self.session.buffers(self._size)
         needed = zip(gradients, buffers, self.session.needs_grad, strict=True)

@@ -202,7 +202,7 @@ def check_states(found: StepCalls, pipeline: Pipeline, plan: Plan) -> None:
             raise ConfigError(
                 f"The step combines {', '.join(sorted(group)[:5])} with each other, but they are in the stages "
                 f"{', '.join(repr(stage.name) for stage in users)} on different devices. Put their modules into one "
-                "stage (strategy.stages), or leave the stages to the partitioner, which does."
+                "stage (strategy.stages)."
             )
 
 
