@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     )
     from lightning_gpp.schedules import Action, Kind, Schedule, compile_program, register_schedule
     from lightning_gpp.simulation import StageCosts, Timeline, simulate, trace_of
-    from lightning_gpp.strategy import GPPStrategy
+    from lightning_gpp.strategy import FillBubbles, GPPStrategy, ValidateInBubbles
     from lightning_gpp.training.engine import Engine
     from lightning_gpp.training.loop import initialize
     from lightning_gpp.training.options import Options
@@ -67,6 +67,7 @@ __all__ = [
     "Engine",
     "Evaluator",
     "Figures",
+    "FillBubbles",
     "ForeignTensorError",
     "GPPError",
     "GPPFabricStrategy",
@@ -90,6 +91,7 @@ __all__ = [
     "Stage",
     "StageCosts",
     "Timeline",
+    "ValidateInBubbles",
     "__version__",
     "best_plan",
     "capture_step",
@@ -121,7 +123,7 @@ _ORIGINS: Final = {
     ),
     "schedules": ("Action", "Kind", "Schedule", "compile_program", "register_schedule"),
     "simulation": ("StageCosts", "Timeline", "simulate", "trace_of"),
-    "strategy": ("GPPStrategy",),
+    "strategy": ("FillBubbles", "GPPStrategy", "ValidateInBubbles"),
     "training.engine": ("Engine",),
     "training.tensors.gathered": ("summon_full_params",),
     "training.loop": ("initialize",),

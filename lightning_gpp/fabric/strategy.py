@@ -201,7 +201,7 @@ class GPPFabricStrategy(JobProcesses, ParallelStrategy):
 
     def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
         """Run a backward, on all ranks; afterwards gradients are complete, and added to those before."""
-        engine = self._engine
+        engine = self.engine
         if engine is None:
             super().backward(tensor, module, *args, **kwargs)
             return
@@ -239,7 +239,7 @@ class GPPFabricStrategy(JobProcesses, ParallelStrategy):
 
     def save_checkpoint(self, path: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """Write the objects of a state, undivided, as one file. All ranks call this together."""
-        super().save_checkpoint(path, {**state, **entry_for(self._engine)}, *args, **kwargs)
+        super().save_checkpoint(path, {**state, **entry_for(self.engine)}, *args, **kwargs)
         self.barrier()
 
     def load_checkpoint(
@@ -249,7 +249,7 @@ class GPPFabricStrategy(JobProcesses, ParallelStrategy):
         load = partial(super().load_checkpoint, path, strict=strict, weights_only=weights_only)
         if not isinstance(state, dict) or not state:
             return load(state)
-        rest: dict[str, Any] = loaded_into(state, self._engine, load)
+        rest: dict[str, Any] = loaded_into(state, self.engine, load)
         self._resume(entry_of(rest, path))
         return {name: value for name, value in rest.items() if name != KEY}
 
@@ -260,19 +260,19 @@ class GPPFabricStrategy(JobProcesses, ParallelStrategy):
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
         """The undivided module's state; complete on rank 0. All ranks call this together."""
-        engine = self._engine
+        engine = self.engine
         return super().get_module_state_dict(undivided(module)) if engine is None else engine.state_dict()
 
     def load_module_state_dict(self, module: nn.Module, state_dict: dict[str, Any], strict: bool = True) -> None:
         """Load a state of the undivided module."""
-        if self._engine is None:
+        if self.engine is None:
             super().load_module_state_dict(undivided(module), state_dict, strict)
         else:
-            self._engine.load_state_dict(state_dict, strict)
+            self.engine.load_state_dict(state_dict, strict)
 
     def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The undivided optimizer's state; complete on rank 0. All ranks call this together."""
-        engine = self._engine
+        engine = self.engine
         return super().get_optimizer_state(optimizer) if engine is None else engine.optimizer_state_dict(optimizer)
 
     # -- its parts ----------------------------------------------------------------------------------------------------
@@ -284,19 +284,19 @@ class GPPFabricStrategy(JobProcesses, ParallelStrategy):
         Raises:
             PlanError: there is none before the first call.
         """
-        if self._engine is None:
+        if self.engine is None:
             raise PlanError("There is no plan yet; it is made at the first call of the module.")
-        return self._engine.plan
+        return self.engine.plan
 
     @property
-    def _engine(self) -> Engine | None:
+    def engine(self) -> Engine | None:
         return None if self._lazy is None else self._lazy.engine
 
     @property
     def _divided(self) -> Engine:
-        if self._engine is None:
+        if self.engine is None:
             raise ConfigError("There are no gradients yet: call the module that fabric.setup returned first.")
-        return self._engine
+        return self.engine
 
     @property
     def _prepared(self) -> LazyEngine:

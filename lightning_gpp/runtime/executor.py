@@ -21,6 +21,7 @@ import torch
 from lightning_gpp.errors import add_note
 from lightning_gpp.failure.hangs import Wait
 from lightning_gpp.runtime.boundary import DeviceState, carried, describe_edge
+from lightning_gpp.runtime.bubbles import Bubbles
 from lightning_gpp.runtime.compiler import Compiler, Lane, action_of
 from lightning_gpp.runtime.concurrent import Concurrent, Streams
 from lightning_gpp.runtime.operations import Operation, State
@@ -52,6 +53,7 @@ class Executor:
             without offloading, and with a StageSync that leaves parameters in their memory.
         streams_here: streams of the device, on which stages compute at the same time; only for programs that flush.
         num_streams: the most of these besides the current one.
+        bubbles: has work for the time in which the device waits for messages.
         trace: measure every action (see `timings`) and name it for `torch.profiler`.
         process: returns the process of a rank, for messages.
 
@@ -78,6 +80,7 @@ class Executor:
         recording: Recording | None = None,
         streams_here: Streams | None = None,
         num_streams: int = 1,
+        bubbles: Bubbles | None = None,
         trace: bool = False,
         process: Callable[[int], int] = int,
     ) -> None:
@@ -88,6 +91,7 @@ class Executor:
         self._state = DeviceState(tensors_on)
         self._weights, self._slots, self._sharding = weights, slots, sharding
         self._unfinished: deque[Send] = deque()
+        self._bubbles = bubbles
         repeats = WARM if recording is not None else 0  # the first repeats of records load what they launch, too
         self._routes = self._routes_of(transport, 1 + program.lead + repeats)
         self._lanes = [self._lane(number, transport, tensors_on) for number in range(1 + program.lead)]
@@ -129,7 +133,8 @@ class Executor:
 
     def _lane(self, number: int, transport: Transport, device: torch.device) -> Lane:
         state = State(len(self.program.messages), self._state)
-        return Lane(number=number, state=state, link=TransferLink(transport, state.values, device, self._unfinished))
+        link = TransferLink(transport, state.values, device, self._unfinished, self._bubbles)
+        return Lane(number=number, state=state, link=link)
 
     @property
     def not_split(self) -> dict[int, str]:

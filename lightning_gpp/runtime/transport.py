@@ -19,6 +19,7 @@ from torch import Tensor
 
 from lightning_gpp.plan import Plan
 from lightning_gpp.runtime.boundary import DTYPES, DeviceState, MessageTensors
+from lightning_gpp.runtime.bubbles import Bubbles, Work
 from lightning_gpp.runtime.mesh import Mesh, check_queues
 from lightning_gpp.runtime.stage import Slot
 from lightning_gpp.schedules.program import Message
@@ -31,18 +32,6 @@ Pair = tuple[int, int]
 
 _AS_BYTES: Final = frozenset({torch.complex64, torch.complex128, torch.int16, torch.uint16, torch.uint32, torch.uint64})
 """Types that NCCL does not move; they travel as bytes, on every backend."""
-
-
-class Work(Protocol):
-    """A transfer in progress; torch's own work objects have this form."""
-
-    def wait(self) -> object:
-        """Return when it is done; on CUDA, when work issued to the current stream from now on runs after it."""
-        ...
-
-    def is_completed(self) -> bool:
-        """True if it is known to be done, which gloo does not know before `wait()`."""
-        ...
 
 
 class Transport(Protocol):
@@ -220,13 +209,14 @@ class TransferLink:
     """State that all transfers of a device share.
 
     `values` are the tensors of all messages, `device` is where received tensors are allocated, `unfinished` are the
-    sends whose arrival is not known yet, oldest first.
+    sends whose arrival is not known yet, oldest first, `bubbles` has work for the waits.
     """
 
     transport: Transport
     values: MessageTensors
     device: torch.device
     unfinished: deque[Send] = field(default_factory=deque)
+    bubbles: Bubbles | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -288,6 +278,7 @@ class Receive:
         self._link = link
         self._message, self._peer = message.id, message.src
         self._works: Sequence[Work] = ()
+        self._expected = 0.0  # seconds of the wait
         samples = message.stop - message.start
         self._forms = [(slot.spec.sizes(samples), DTYPES[slot.spec.dtype]) for slot in slots]
 
@@ -299,7 +290,11 @@ class Receive:
 
     def wait(self) -> None:
         """Wait until the tensors have arrived."""
-        for work in self._works:
+        bubbles, works = self._link.bubbles, self._works
+        if works and bubbles is not None and bubbles.pieces is not None:
+            self._expected = bubbles.wait(works[0], self._expected)
+            works = works[1:]
+        for work in works:
             work.wait()
         self._works = ()
 

@@ -1,5 +1,6 @@
-"""Lightning's view of pipeline parallelism."""
+"""The strategy of Lightning's Trainer."""
 
+from lightning_gpp.strategy.bubbles import FillBubbles, ValidateInBubbles
 from lightning_gpp.strategy.strategy import GPPStrategy
 
-__all__ = ["GPPStrategy"]
+__all__ = ["FillBubbles", "GPPStrategy", "ValidateInBubbles"]

@@ -103,7 +103,7 @@ class JobProcesses:
 
     @property
     @abstractmethod
-    def _engine(self) -> Engine | None: ...
+    def engine(self) -> Engine | None: ...
 
     @property
     def root_device(self) -> torch.device:
@@ -194,11 +194,11 @@ class JobProcesses:
         return phase[0] if phase is not None and phase[1] == place else place
 
     def _place(self) -> str:
-        return "set-up" if self._engine is None else self._engine.describe()
+        return "set-up" if self.engine is None else self.engine.describe()
 
     def _wait(self) -> Wait | None:
-        if self._engine is not None:
-            return self._engine.wait()
+        if self.engine is not None:
+            return self.engine.wait()
         return None if self._control is None else self._control.wait
 
     def _with_others(self) -> Control | None:

@@ -130,7 +130,8 @@ class RanksStrategy(JobProcesses, ParallelStrategy):
         return self._reduced(tensor, group, reduce_op)
 
     @property
-    def _engine(self) -> Engine | None:
+    def engine(self) -> Engine | None:
+        """The engine that trains and evaluates the module; None before there is a plan."""
         return None if self._run is None else self._run.steps.engine
 
 

@@ -292,7 +292,7 @@ class GPPStrategy(RanksStrategy):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The full module's state, under original names; complete on global rank 0. All ranks must call it."""
-        engine = self._engine or self._saved  # an evaluation may have placed parameters anew
+        engine = self.engine or self._saved  # an evaluation may have placed parameters anew
         if engine is None or self._failed:
             return super().lightning_module_state_dict()
         self._begin("collecting the state for a checkpoint")
@@ -348,7 +348,7 @@ class GPPStrategy(RanksStrategy):
             raise ConfigError("The strategy has no module to load a checkpoint into; use a Trainer.")
         state = checkpoint["state_dict"]
         self._stored = state if isinstance(state, StoredValues) else None
-        load = partial(load_state, self.lightning_module) if self._engine is None else self._engine.load_state_dict
+        load = partial(load_state, self.lightning_module) if self.engine is None else self.engine.load_state_dict
         load(state, strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -360,7 +360,7 @@ class GPPStrategy(RanksStrategy):
     @property
     def plan(self) -> Plan | None:
         """The plan of the run; None before there is one."""
-        return None if self._engine is None else self._engine.plan
+        return None if self.engine is None else self.engine.plan
 
     def timeline(self) -> Timeline:
         """The simulated timeline of a mini-batch under the plan.
@@ -394,6 +394,6 @@ class GPPStrategy(RanksStrategy):
             write_report(path, self._planned(), self.num_pipelines, self._steps.trace)
 
     def _planned(self) -> Engine:
-        if self._engine is None:
+        if self.engine is None:
             raise PlanError("There is no plan yet; it is made when trainer.fit starts, or at the first mini-batch.")
-        return self._engine
+        return self.engine

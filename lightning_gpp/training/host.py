@@ -14,6 +14,7 @@ from torch import nn
 from lightning_gpp.capture.batch import GUESSED, UNCOUNTED, BatchDims
 from lightning_gpp.checkpoints.stored import StoredValues
 from lightning_gpp.plan import Plan
+from lightning_gpp.runtime.bubbles import Bubbles
 from lightning_gpp.stages.division import SAMPLES, Division
 from lightning_gpp.stages.rows import owners_of
 from lightning_gpp.training.control import Control, Mirror
@@ -100,6 +101,7 @@ class Job:
         evaluates_whole: whether validation in training does, too.
         cuts_calls: whether network calls of a step as a whole may be cut into micro-batches.
         parallel: the tensor parallelism inside stages; None without.
+        bubbles: has work for the time in which this rank waits for messages.
     """
 
     module: nn.Module
@@ -115,6 +117,7 @@ class Job:
     evaluates_whole: bool = False
     cuts_calls: bool = True
     parallel: TensorParallel | None = None
+    bubbles: Bubbles = field(default_factory=Bubbles)
 
     @property
     def division(self) -> Division | None:

@@ -133,6 +133,7 @@ class Session:
             recording=self._recording if together and self.training else None,
             streams_here=self._concurrent if self.training else None,
             num_streams=self._job.options.concurrent_stages,
+            bubbles=self._job.bubbles,
             trace=self._job.options.trace,
             process=control.mesh.process,
         )

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from lightning_gpp.plan import Plan
 from lightning_gpp.runtime import DistributedTransport, Executor, Mesh, Transport, pairs_of
+from lightning_gpp.runtime.bubbles import Work
 from lightning_gpp.runtime.recorded import WARM, Recording
-from lightning_gpp.runtime.transport import Work
 from lightning_gpp.schedules import compile_program
 from lightning_gpp.schedules.continuous import continuous_program
 from tests.distributed import run_distributed
