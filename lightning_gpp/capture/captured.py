@@ -237,8 +237,8 @@ def loss_of(output: Any, num_samples: int | None = None) -> Tensor:
     if output is None:
         raise CaptureError(
             "training_step returned None instead of a loss. On micro-batches it may do so in training with one "
-            "pipeline that flushes, without accumulation and 16-mixed, but not in set-up. Return the loss, and "
-            "0 * loss where the mini-batch does not count."
+            "pipeline that flushes, without accumulation and 16-mixed, but not in set-up. Return "
+            "0 * loss, or set strategy.on_nonfinite=skip, with which None skips the mini-batch."
         )
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         raise StepError(
