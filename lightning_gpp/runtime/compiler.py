@@ -323,8 +323,7 @@ class Compiler:
         if stage.reruns or stage.offload:
             raise ScheduleError(
                 f"Stage {stage.name!r} recomputes or offloads activations, but strategy.weights=newest_graph keeps "
-                "those of one sample only. Use strategy.recompute=false and strategy.offload=false, or "
-                "strategy.weights=latest."
+                "those of one sample only. Use strategy.recompute=false and strategy.offload=false."
             )
         return self._lanes[0].saved.setdefault((action.stage, 0), Saved())  # all mini-batches share it
 

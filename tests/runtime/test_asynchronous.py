@@ -278,7 +278,7 @@ def test_copies_of_the_weights() -> None:
 
 
 def test_double_buffering_refuses_a_pipeline_that_is_further_ahead() -> None:
-    policy = make_policy("double_buffer", Weights(parameters={}, delays={0: 2, 1: 1}, lead=2))
+    policy = make_policy("double_buffer", Weights(parameters={}, delays={0: 2, 1: 1}))
     with pytest.raises(ScheduleError, match=r"keeps two versions.*2 optimizer steps ahead.*weights=stash"):
         policy.begin(lambda batch: batch, 0)
 

@@ -62,7 +62,7 @@ def driven(
     **options: Any,
 ) -> Iterator[Tensor]:
     """The weight after each mini-batch of a stage whose forwards are `delay` mini-batches ahead of its backwards."""
-    policy = make_policy(name, Weights(parameters={0: [weight]}, lead=delay, delays={0: delay}), **options)
+    policy = make_policy(name, Weights(parameters={0: [weight]}, delays={0: delay}), **options)
     policy.begin(int, 0)
     forwards = deque[Tensor]()
     for batch in range(-delay, number):

@@ -38,5 +38,5 @@ class NewestGraph(Latest):
         if most > 1:
             raise ScheduleError(
                 f"strategy.weights=newest_graph keeps one graph per stage, but a mini-batch has {most} micro-batches. "
-                "Use strategy.num_micro_batches=1, or strategy.weights=latest."
+                "Use strategy.num_micro_batches=1."
             )

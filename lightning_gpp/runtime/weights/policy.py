@@ -47,7 +47,6 @@ class Weights:
     Args:
         parameters: trained parameters of each of its stages.
         micro_batches: micro-batches of each of its stages per mini-batch, on this device.
-        lead: the most mini-batches by which any device of the pipeline is ahead.
         entry: mini-batches by which the stage is ahead that first read a micro-batch, by stage and micro-batch.
         delays: mini-batches between a forward and its backward in the steady state, by stage of the plan; none where
             the pipeline always flushes.
@@ -58,7 +57,6 @@ class Weights:
 
     parameters: Mapping[int, Sequence[Parameter]]
     micro_batches: Mapping[int, Sequence[int]] = field(default_factory=dict)
-    lead: int = 0
     entry: Mapping[tuple[int, int], int] = field(default_factory=dict)
     delays: Mapping[int, int] = field(default_factory=dict)
     accumulated: int = 1
@@ -238,7 +236,6 @@ def weights_of(
     return Weights(
         parameters={stage: [p for p in listed if p.requires_grad] for stage, listed in parameters.items()},
         micro_batches={stage: plan.micro_batches(stage, device, program.batch_size) for stage in parameters},
-        lead=program.lead,
         entry=_entry(program, ahead),
         delays=delays_of(program),
         elsewhere=elsewhere or {},
