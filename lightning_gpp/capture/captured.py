@@ -238,7 +238,7 @@ def loss_of(output: Any, num_samples: int | None = None) -> Tensor:
         raise CaptureError(
             "training_step returned None instead of a loss. On micro-batches it may do so in training with one "
             "pipeline that flushes, without accumulation and 16-mixed, but not in set-up. Return "
-            "0 * loss, or set strategy.on_nonfinite=skip, with which None skips the mini-batch."
+            "0 * loss. (With strategy.on_nonfinite=skip None skips the mini-batch.)"
         )
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         raise StepError(

@@ -116,8 +116,8 @@ def _engine_of(trainer: pl.Trainer) -> Engine:
     engine = strategy.engine if isinstance(strategy, GPPStrategy) else None
     if engine is None or engine.control.num_devices == 1:
         raise ConfigError(
-            "Only pipelines of two or more devices have bubbles: leave FillBubbles and ValidateInBubbles out of "
-            "Trainer(callbacks=...), or train with GPPStrategy on more processes."
+            "Only pipelines of two or more devices have bubbles. Leave FillBubbles and ValidateInBubbles out of "
+            "Trainer(callbacks=...)."
         )
     return engine
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import multiprocessing
 import os
 import sys
 from abc import abstractmethod
@@ -34,8 +35,11 @@ _GRACE: Final = 5.0
 """Seconds for the processes that this one has started to end by themselves."""
 _NO_SCRIPT: Final = (
     "devices={devices} starts {more} more processes, each of which runs your script from its beginning, but there is "
-    "none: this is a notebook, an interactive shell or `python -c`. Save the code in a file and start that, or choose "
-    "devices=1 here: gpp-plan shows there how a pipeline would train."
+    "none: this is a notebook, an interactive shell or `python -c`. Save the code in a file, and start that."
+)
+_NO_GUARD: Final = (
+    "A worker of a data loader (multiprocessing_context='spawn') has come to the Trainer, because it runs your script "
+    "from its beginning. Put what the script does under `if __name__ == '__main__':`."
 )
 
 
@@ -57,6 +61,13 @@ def start_process_group(
     """
     if store is None:
         return
+    parts = [part.rpartition(":")[2] for part in (backend or "").split(",") if part]
+    if unknown := [part for part in parts if not dist.is_backend_available(part)]:
+        known = [name for name in dist.Backend.backend_type_map if dist.is_backend_available(name) and name != "fake"]
+        raise ConfigError(
+            f"strategy.process_group_backend is {backend!r}, and this installation of torch has no {unknown[0]!r}. Use "
+            f"one of: {', '.join(known)}."
+        )
     os.environ.update(MASTER_ADDR=environment.main_address, MASTER_PORT=str(environment.main_port))
     store.set_timeout(timeout)
     dist.init_process_group(
@@ -112,6 +123,11 @@ class JobProcesses:
             raise ConfigError(
                 f"The strategy has no devices yet; it gets them from {self._owner}(accelerator=, devices=)."
             )
+        if self.local_rank >= self.num_processes:
+            raise ConfigError(
+                f"The launcher has started at least {self.local_rank + 1} processes on this machine, but "
+                f"{self._owner}(devices=...) has {self.num_processes}. Give it as many devices as processes."
+            )
         return self.parallel_devices[self.local_rank]
 
     @property
@@ -147,6 +163,8 @@ class JobProcesses:
         if self.num_processes * self.num_nodes == 1:  # notebooks, too, run one process
             return
         assert environment is not None  # Lightning's connector has set it
+        if getattr(multiprocessing.current_process(), "_inheriting", False):  # while it imports the script
+            raise ConfigError(_NO_GUARD)
         if not environment.creates_processes_externally and not has_script():
             raise ConfigError(_NO_SCRIPT.format(devices=self.num_processes, more=self.num_processes - 1))
         self._launcher = ScriptLauncher(environment, self.num_processes, self.num_nodes)
