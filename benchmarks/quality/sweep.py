@@ -18,9 +18,12 @@ STAGES = (8, 12)
 EQUALLY_LATE = {"sync": 1, "2BW": 2, "2BW, EF": 2, "PACI": 2}
 """Methods with one delay in every pipeline, and the stages that it takes to show it."""
 
-NESTEROV = "Nesterov"
-LATER = ("latest", "stash", NESTEROV, "PipeMare", "PipeMare, T3", "LayerPipe2", "PipeOptim", "SpecTrain", "MSNAG")
+LATER = ("latest", "stash", "Nesterov", "PipeMare", "PipeMare, T3", "LayerPipe2", "PipeOptim", "SpecTrain", "MSNAG")
 METHODS = (*EQUALLY_LATE, *LATER)
+WITH_ADAMW = ("Nesterov", "LayerPipe2")
+"""Methods that are not tried with SGD: Nesterov's brings a relative of AdamW with it."""
+ON_CHAINS = ("LayerPipe2",)
+"""Methods that are not tried on graphs."""
 
 
 def method_of(name: str, num_steps: int) -> Method:
@@ -33,7 +36,7 @@ def method_of(name: str, num_steps: int) -> Method:
         "PACI": Method(policy="latest"),
         "latest": Method(policy="latest"),
         "stash": Method(policy="stash"),
-        NESTEROV: Method(policy="stash", optimizer="nadamw"),
+        "Nesterov": Method(policy="stash", optimizer="nadamw"),
         "PipeMare": Method(policy="corrected", options=pipemare),
         "PipeMare, T3": Method(policy="corrected", options=pipemare, synchronous_steps=num_steps // 8),
         "LayerPipe2": Method(policy="corrected", options={"rescale_steps": 0, "discrepancy_decay": "window"}),
@@ -44,15 +47,16 @@ def method_of(name: str, num_steps: int) -> Method:
 
 
 def methods_of(optimizer: str) -> list[str]:
-    """The methods that are tried with an optimizer: Nesterov's brings a relative of AdamW with it."""
-    return [method for method in METHODS if method != NESTEROV or optimizer == "adamw"]
+    """The methods that are tried with an optimizer."""
+    return [method for method in METHODS if optimizer == "adamw" or method not in WITH_ADAMW]
 
 
 def pipelines_of(task: str, method: str) -> list[tuple[int, bool]]:
     """Numbers of stages, and whether they are a chain."""
     if method in EQUALLY_LATE:
         return [(EQUALLY_LATE[method], True)]
-    return [(number, chain) for number in STAGES for chain in ((True,) if task == "text" else (True, False))]
+    chains = (True,) if task == "text" or method in ON_CHAINS else (True, False)
+    return [(number, chain) for number in STAGES for chain in chains]
 
 
 def runs() -> Iterator[Run]:
