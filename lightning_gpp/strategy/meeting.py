@@ -11,6 +11,7 @@ import itertools
 import os
 import secrets
 import socket
+import threading
 from datetime import timedelta
 from functools import cache
 from typing import Final
@@ -22,10 +23,12 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 from torch.distributed.rendezvous import rendezvous
 
 from lightning_gpp.errors import ConfigError, PeerFailure
-from lightning_gpp.failure.processes import bounded
+from lightning_gpp.failure.processes import bounded, say
 
 _ASKED: Final = timedelta(seconds=5)
 """The time for a listener to answer, besides that for rank 0 to come."""
+_REMINDER: Final = 20.0
+"""Seconds after which a rank says that it waits for rank 0."""
 _JOB: Final = ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
 """Environment variables by which launchers tell jobs apart."""
 _REMEDY: Final = (
@@ -90,7 +93,11 @@ def _store(address: str, port: int, rank: int, patience: timedelta) -> Store:
         except dist.DistError as error:
             failed.append(error)
 
+    told = f"Rank {rank} waits for rank 0 at {address}:{port}. If nobody starts it, unset LOCAL_RANK here."
+    reminder = threading.Timer(_REMINDER, say, [told])
+    reminder.start()
     bounded(connect, (patience + _ASKED).total_seconds())  # a silent listener is not waited for
+    reminder.cancel()
     if made:
         return made[0]
     if rank == 0 and "EADDRINUSE" in str(failed[-1]):

@@ -18,6 +18,7 @@ from lightning.fabric.plugins.environments import SLURMEnvironment, TorchElastic
 
 from lightning_gpp.errors import ConfigError, PeerFailure
 from lightning_gpp.strategy import meeting
+from tests.distributed import free_port
 from tests.failure.pipeline_rank import processes_running
 from tests.failure.program import fit
 from tests.strategy.harness import enter
@@ -116,3 +117,12 @@ def test_a_node_that_came_later_has_counted_fewer_restarts(monkeypatch: pytest.M
         assert store is not None
         store.set(f"rank {rank} met", "")
     assert store.check(["rank 0 met", "rank 1 met"])
+
+
+def test_a_rank_that_comes_alone_says_for_whom_it_waits(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(meeting, "_REMINDER", 0.2)
+    with pytest.raises(PeerFailure, match="Rank 1 cannot reach rank 0"):
+        meeting._store("127.0.0.1", free_port(), 1, timedelta(seconds=1))
+    assert "Rank 1 waits for rank 0 at 127.0.0.1:" in capfd.readouterr().err
