@@ -73,7 +73,7 @@ def test_a_file_names_its_cluster(tmp_path: Path) -> None:
     [
         ("nodes: [", "is not YAML that can be read: .* line 2"),
         ("", r"desk\.yaml: the file is empty\. Give `preset`"),
-        ("- 1", r"desk\.yaml: cluster is \[1\]; it must be an object"),
+        ("- 1", r"desk\.yaml: cluster is \[1\]; it must be a mapping"),
         ("preset: nothing", r"desk\.yaml: cluster\.preset='nothing'"),
     ],
 )
