@@ -28,8 +28,6 @@ _preloaded = [
     "torch.distributed",
     "torch.fx.experimental.symbolic_shapes",
     "torch._dynamo",
-    "torch._inductor.compile_fx",
-    "torch._dynamo.repro.after_dynamo",
     "torch.distributed.tensor.experimental",
     "torch.utils.serialization",
     "sympy.tensor.tensor",

@@ -4,7 +4,7 @@
             ├─ piece ─┤─ piece ─┤─ piece ─┤   no piece fits: wait
 
 A wait counts as long as it was in earlier mini-batches, so that it needs no simulation, and the first mini-batch has no
-pieces. A piece begins only if the longest of the recent ones fits into what is left.
+pieces. A piece begins only if the longest of the recent ones, but the very first, fits into what is left.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from lightning_gpp.runtime.random import undisturbed
 
 _SHORTEST: Final = 1e-3
 """Seconds of a wait for which it is worth to begin."""
+_RETRYING: Final = 0.999
+"""Factor by which the longest piece counts less after a wait that was too short for it, so that it is tried again."""
 _FORGETTING: Final = 0.95
 """Factor by which the longest piece counts less with each other one, and a wait more with each mini-batch."""
 
@@ -52,12 +54,13 @@ class Bubbles:
         self.number, self.waited, self.used, self.late = 0, 0.0, 0.0, 0.0
         self._on_gpu = False
         self.pieces: Iterator[object] | None = None
-        self._longest = 0.0
+        self._longest, self._is_first = 0.0, True
         self._waiter: ThreadPoolExecutor | None = None
 
     def fill(self, pieces: Iterable[object], device: torch.device) -> None:
         """Run a piece on a device with each item that is taken from an iterable; they replace earlier ones."""
         self.pieces, self._on_gpu = iter(pieces), device.type == "cuda"
+        self._longest, self._is_first = 0.0, True
         self._waiter = self._waiter or ThreadPoolExecutor(1, "bubbles")
 
     def end(self) -> None:
@@ -88,6 +91,7 @@ class Bubbles:
         if stop is None:
             work.wait()
             stop = time.perf_counter()
+            self._longest *= _RETRYING
         self.waited += stop - start
         return min(stop - start, expected / _FORGETTING) if expected else stop - start
 
@@ -126,7 +130,9 @@ class Bubbles:
             add_note(error, "This happened in a piece of work that fills the bubbles of a pipeline.")
             raise
         self.number += 1
-        self._longest = max(time.perf_counter() - start, _FORGETTING * self._longest)
+        if not self._is_first:  # which has to load and to allocate what the others find
+            self._longest = max(time.perf_counter() - start, _FORGETTING * self._longest)
+        self._is_first = False
 
     def _synchronize(self) -> None:
         """Let work on a GPU end, so that pieces take as long as they seem to."""

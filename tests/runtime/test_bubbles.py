@@ -49,11 +49,24 @@ def test_waits_are_filled_once_they_are_known() -> None:
 
 def test_a_piece_that_does_not_fit_is_not_begun() -> None:
     bubbles = filled(sleeping(0.05))
-    bubbles.wait(Arriving(0.1), 0.1)  # tells how long a piece takes
+    bubbles.wait(Arriving(0.12), 0.12)  # tells how long a piece takes
     number = bubbles.number
     bubbles.wait(Arriving(0.04), 0.04)
     bubbles.end()
     assert bubbles.number == number >= 1
+
+
+def test_a_slow_first_piece_and_one_that_was_too_long_do_not_end_the_others() -> None:
+    def pieces() -> Iterator[None]:
+        yield from sleeping(0.1, 1)
+        yield from sleeping(0.002)
+
+    bubbles = filled(pieces())
+    bubbles.wait(Arriving(0.05), 0.05)
+    assert bubbles.late > 0.02
+    bubbles.wait(Arriving(0.05), 0.05)
+    bubbles.end()
+    assert bubbles.number > 5
 
 
 def test_the_rest_runs_at_once_and_the_end_is_noticed() -> None:

@@ -14,10 +14,13 @@ from lightning_gpp import ConfigError
 from lightning_gpp.capture.isolate import private_copy
 from lightning_gpp.strategy.checks import check_module
 from lightning_gpp.training.sessions import compile_blocks
+from tests import distributed
 from tests.strategy import harness
 from tests.strategy.harness import TwoTowers, loader, make_data
 from tests.strategy.test_sharding import fit_two
 from tests.strategy.test_training import EXACT, plain
+
+distributed.preload("torch._inductor.compile_fx", "torch._dynamo.repro.after_dynamo")
 
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")  # torch.compile's own
 
